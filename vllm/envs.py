@@ -244,7 +244,7 @@ class Envs:
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
         "Decode reads the KV cache as one slice in place of gathering blocks; with prefix "
-        "caching where that costs less, for twice the decode graphs at most. "
+        "caching where that costs less, for three times the decode graphs at most. "
         "Not set: on when prefix caching is off.",
     )
     VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(

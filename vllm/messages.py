@@ -166,9 +166,19 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Its block tables, one per group of layers, concatenated; all are equally long."""
 
 
+class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that change places before a step, so that those of running requests lie low."""
+
+    renamed: IntArray
+    """[n, 2] (old, new) number of a block of running requests, in the tables that a runner has."""
+    copied: IntArray
+    """[m, 2] (source, target) blocks whose content moves, or shape [0]: none. All are read before
+    any is written, or by parts of an even number: the two of an exchange are at 2i and 2i + 1."""
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Applied in this order: shorten block tables, free rows, place new requests, add
-    blocks, run.
+    """One step. Applied in this order: move blocks, shorten block tables, free rows, place new
+    requests, add blocks, run.
 
     A runner that splits a step into launches runs decodes first and keeps prefills in the order
     of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
@@ -206,6 +216,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     shortened_tables: list[tuple[int, int]] = []
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""
+    block_moves: BlockMoves | None = None
+    """All other block numbers of this message are those after the moves."""
 
     @property
     def num_tokens(self) -> int:

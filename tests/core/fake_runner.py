@@ -14,6 +14,7 @@ import numpy as np
 from tests.core.reference import FAILED, keys_at, next_content, next_token, root_content
 from vllm.messages import (
     NULL_BLOCK_ID,
+    BlockMoves,
     EngineRequest,
     LogprobRows,
     ModelRunnerOutput,
@@ -96,6 +97,7 @@ class FakeRunner:
     ) -> None:
         self.stalls_every = stalls_every
         self.num_verified = 0
+        self.num_moved = 0
         self.num_shortened_behind_windows = 0
         self.block_size = block_size
         self.windows = windows
@@ -106,9 +108,11 @@ class FakeRunner:
         self.last_step_id = -1
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step in the documented order: shorten, free, place, add blocks, run."""
+        """Run a step in the documented order: move, shorten, free, place, add blocks, run."""
         assert step.step_id > self.last_step_id
         self.last_step_id = step.step_id
+        if step.block_moves is not None:
+            self._move_blocks(step.block_moves)
         for row, num_blocks in step.shortened_tables:
             assert num_blocks < len(self.rows[row].block_ids)
             for table in self.rows[row].tables:
@@ -145,6 +149,26 @@ class FakeRunner:
         for launch in self._launches(work):
             self._run(launch)
         return self._sample(step, work, drafts)
+
+    def _move_blocks(self, moves: BlockMoves) -> None:
+        """Two places at a time, as the message allows."""
+        self.num_moved += len(moves.copied)
+        places = dict(moves.renamed.tolist())
+        assert len({*places, *places.values()}) == 2 * len(places), "a place in two exchanges"
+        for row in self.rows.values():
+            row.block_ids = [places.get(block_id, block_id) for block_id in row.block_ids]
+        copied = moves.copied.tolist()
+        for pair in (copied[i : i + 2] for i in range(0, len(copied), 2)):
+            read = [
+                (target, offset, self.slots.get((source, offset)))
+                for source, target in pair
+                for offset in range(self.block_size)
+            ]
+            for target, offset, content in read:
+                if content is None:
+                    self.slots.pop((target, offset), None)
+                else:
+                    self.slots[target, offset] = content
 
     def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
         if not self.is_split:

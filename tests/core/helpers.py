@@ -74,6 +74,7 @@ def make_scheduler(
     windows: Sequence[int | None] = (None,),
     draft_source: DraftSource | None = None,
     num_stages: int = 1,
+    is_dense: bool = False,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
@@ -82,7 +83,7 @@ def make_scheduler(
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
-    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups)
+    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups, is_dense)
     return Scheduler(config, cache, draft_source, num_stages=num_stages)
 
 
@@ -256,6 +257,9 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
         if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
+    if scheduler.cache.is_dense and rows:
+        held = {block_id for request in running.requests for block_id in request.block_ids}
+        assert max(held) <= len(held) + len(held) // 32, "a slice reads more than it needs"
     if scheduler._num_stages > 1:
         waiting = [
             row

@@ -40,6 +40,7 @@ class Setup:
     stalls_every: int = 0
     num_stages: int = 1
     """Of a pipeline."""
+    is_dense: bool = False
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -50,6 +51,7 @@ class Setup:
             enable_caching=self.enable_caching,
             max_model_len=MAX_MODEL_LEN,
             num_stages=self.num_stages,
+            is_dense=self.is_dense,
             **self.limits,
         )
         return Loop(scheduler, self.depth, self.is_split, self.fails_at, self.stalls_every)
@@ -85,6 +87,7 @@ def setups(draw: st.DrawFn) -> Setup:
             str(i): draw(st.integers(0, 3)) for i in draw(st.sets(st.integers(0, 20), max_size=2))
         },
         windows=draw(st.sampled_from(WINDOWS)),
+        is_dense=draw(st.booleans()),
     )
 
 
@@ -214,6 +217,7 @@ def random_setup(rng: random.Random) -> Setup:
         is_split=rng.random() < 0.5,
         fails_at={str(rng.randrange(40)): rng.randrange(4) for _ in range(3)},
         windows=rng.choice(WINDOWS),
+        is_dense=rng.random() < 0.5,
     )
 
 

@@ -146,3 +146,51 @@ def test_any_use_keeps_counts_queue_and_hashes_together(seed):
         for block_id in range(pool.num_blocks):
             assert pool.num_refs(block_id) == sum(ids.count(block_id) for ids in holders)
         assert all(NULL_BLOCK_ID not in ids for ids in holders)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
+    """Against a model of the cache: what is in each place, and the order of eviction."""
+    rng = random.Random(seed)
+    pool = BlockPool(rng.randint(4, 16))
+    memory: dict[int, bytes] = {}
+    held = pool.allocate(rng.randint(1, pool.num_usable_blocks - 1))
+    for number in range(300):
+        draw = rng.random()
+        free = [block_id for block_id in range(pool.num_blocks) if pool.is_free(block_id)]
+        if draw < 0.3 and held:
+            pool.free([held.pop(rng.randrange(len(held)))])
+        elif draw < 0.5 and free:
+            held += pool.allocate(1)
+        elif draw < 0.7 and held and not pool.has_content(block_id := rng.choice(held)):
+            memory[block_id] = str(number).encode()
+            pool.remember([block_id], [memory[block_id]])
+        elif held and free:
+            place, low = rng.randrange(len(held)), rng.choice(free)
+            high, order = held[place], queue_of(pool)
+            memory[high], memory[low] = memory.get(low, b""), memory.get(high, b"")
+            pool.exchange(high, low)
+            held[place] = low
+            assert queue_of(pool) == [high if block_id == low else block_id for block_id in order]
+        check_pool(pool)
+        for block_hash, block_id in pool._block_of.items():
+            assert memory[block_id] == block_hash
+        assert sorted(held) == [b for b in range(pool.num_blocks) if pool.num_refs(b)]
+
+
+def queue_of(pool: BlockPool) -> list[int]:
+    """The free blocks, in the order in which they are taken."""
+    queue, block_id = [], pool._next[NULL_BLOCK_ID]
+    while block_id != NULL_BLOCK_ID:
+        queue.append(block_id)
+        block_id = pool._next[block_id]
+    return queue
+
+
+@pytest.mark.parametrize("held", [2, 3, NULL_BLOCK_ID], ids=["free", "held", "null"])
+def test_only_a_held_and_a_free_block_change_places(held):
+    pool = BlockPool(4)
+    a, b = pool.allocate(2)
+    wrong = {2: (3, 3), 3: (a, b), NULL_BLOCK_ID: (a, NULL_BLOCK_ID)}[held]
+    with pytest.raises(AssertionError, match="is not held, or"):
+        pool.exchange(*wrong)

@@ -126,7 +126,8 @@ def test_decodes_are_split_where_a_launch_is_full(num_blocks, limits, parts):
     [
         # The highest id decides on the slice. One of 16 costs more than a gather of 8.
         ({0: [3, 7], 1: [2]}, True, decode(2, 8)),
-        ({0: [3, 8], 1: [2]}, False, decode(2, 8)),
+        ({0: [3, 8], 1: [2]}, True, decode(2, 16)),
+        ({0: [3, 16], 1: [2]}, False, decode(2, 8)),
         # Two references beyond the first of a block have a place, the third has none.
         ({0: [5, 6, 1], 1: [5, 6, 2]}, True, decode(2, 8)),
         ({0: [5, 6, 7, 1], 1: [5, 6, 7, 2]}, False, decode(2, 8)),
@@ -164,7 +165,7 @@ def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_
         (
             decode(4, 8),
             {"contiguous_pa": True, "num_blocks": 8, "enable_prefix_caching": True},
-            [True, False],
+            [True, True, False],
         ),
         (
             decode(4, 9),
@@ -180,36 +181,38 @@ def test_a_bucket_is_warmed_up_in_every_shape_it_is_launched_in(bucket, limits, 
     ]
 
 
-def test_a_slice_has_an_entry_for_each_row_where_blocks_can_be_shared():
+def test_a_second_slice_has_an_entry_for_each_row_where_blocks_can_be_shared():
     for shares in (False, True):
         limits = make_limits(contiguous_pa=True, enable_prefix_caching=shares)
-        shape = launch_shapes(decode(4, 8), limits)[0]
-        assert (shape.is_contiguous, shape.num_shared, shape.num_entries) == (
-            True,
-            4 * shares,
-            8 + 4 * shares,
-        )
+        shapes = [s for s in launch_shapes(decode(4, 8), limits) if s.is_contiguous]
+        assert [(shape.num_shared, shape.num_entries) for shape in shapes] == [
+            (0, 8),
+            (4, 12),
+        ][: 1 + shares]
 
 
 @pytest.mark.parametrize(
-    ("highest", "is_contiguous", "bucket"),
+    ("first", "highest", "shape"),
     [
-        (7, True, decode(2, 8)),  # a slice of 8 and room for 2 repeats, or twice 8
-        (8, False, decode(2, 8)),  # a slice of 16
+        (3, 7, PaddedShape(decode(2, 8), is_contiguous=True)),
+        (4, 7, PaddedShape(decode(2, 8), is_contiguous=True, num_shared=2)),
+        (3, 15, PaddedShape(decode(2, 16), is_contiguous=True)),  # as much as a gather of 8
+        (4, 15, PaddedShape(decode(2, 8))),  # a slice of 16 and 2 repeats
+        (3, 16, PaddedShape(decode(2, 8))),
     ],
 )
-def test_with_prefix_caching_a_decode_takes_what_costs_less(highest, is_contiguous, bucket):
+def test_with_prefix_caching_a_decode_takes_what_costs_less(first, highest, shape):
     limits = {"contiguous_pa": True, "num_blocks": 32, "enable_prefix_caching": True}
-    tables = {0: [3, 2, 1], 1: [highest, 4, 5]}
+    tables = {0: [first, 2, 1], 1: [highest, 4, 5]}
     rows = [(row, 3 * SIZE - 1, 1) for row in tables]
     (launch,) = plan(rows, [decode(2, 8), decode(2, 16), decode(2, 24)], tables, **limits)
-    assert (launch.is_contiguous, launch.bucket) == (is_contiguous, bucket)
+    assert launch.shape == shape
     assert launch.shape in launch_shapes(launch.bucket, make_limits(**limits))
 
 
 def test_a_slice_that_never_costs_less_is_not_warmed_up():
     limits = make_limits(contiguous_pa=True, enable_prefix_caching=True, max_model_len=4 * 128)
-    assert [len(launch_shapes(decode(1, blocks), limits)) for blocks in (6, 7)] == [2, 1]
+    assert [len(launch_shapes(decode(1, blocks), limits)) for blocks in (6, 7, 9)] == [3, 2, 1]
 
 
 # ---- prompts --------------------------------------------------------------------------------

@@ -44,6 +44,16 @@ class VllmConfig:
         )
 
     @property
+    def has_dense_cache(self) -> bool:
+        """Blocks of running requests are kept at the low end of the cache: a decode of a card reads
+        slices, cached blocks would lie in between, and no connector keeps numbers of blocks."""
+        return (
+            self.hpu.contiguous_pa
+            and self.cache.enable_prefix_caching
+            and self.connector.kv_transfer is None
+        )
+
+    @property
     def max_blocks_per_request(self) -> int:
         """Length of a block table: blocks of a request of `max_model_len` tokens."""
         return -(-self.scheduler.max_model_len // self.cache.block_size)

@@ -109,6 +109,30 @@ class BlockPool:
                 self._unlink(block_id)
             self._num_refs[block_id] += 1
 
+    def is_free(self, block_id: int) -> bool:
+        """Nobody holds the block, and it is not the null block."""
+        return block_id != NULL_BLOCK_ID and self._num_refs[block_id] == 0
+
+    def has_content(self, block_id: int) -> bool:
+        """Whether the block can be found by its content."""
+        return self._hash_of[block_id] is not None
+
+    def exchange(self, held: int, free: int) -> None:
+        """Let a held block and a free one change places, with all that is known of them: the
+        holders of `held` have `free` from now on, whose cached content is in `held`, as old as it
+        was. The caller moves the contents."""
+        refs, next_, prev = self._num_refs, self._next, self._prev
+        assert refs[held] > 0 and self.is_free(free), f"{held} is not held, or {free} is"
+        refs[free], refs[held] = refs[held], 0
+        before, after = prev[free], next_[free]
+        prev[held], next_[held] = before, after
+        next_[before] = prev[after] = held
+        hash_of = self._hash_of
+        hash_of[held], hash_of[free] = hash_of[free], hash_of[held]
+        for block_id in (held, free):
+            if (content := hash_of[block_id]) is not None:
+                self._block_of[content] = block_id
+
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of the blocks are free."""
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)

@@ -29,12 +29,15 @@ class KVCacheManager:
         enable_caching: find and keep shared prefixes.
         events: log of changes of the prefix cache; None: no log is kept.
         groups: of layers; those with full attention first.
+        is_dense: see the attribute; asked for.
 
     Attributes:
         num_groups: how many groups there are.
         has_windows: blocks are freed while a request runs.
         freed: (block, hash) of the findable blocks of requests that have left, for who takes this
             list and saves them; None: nobody does.
+        is_dense: the blocks of running requests are kept at the low end (`core.dense_blocks`); for
+            caches of one group without a window, of whose blocks nobody else keeps the numbers.
         forgotten: hashes of blocks that were found to be wrong, where `freed` is kept.
     """
 
@@ -45,6 +48,7 @@ class KVCacheManager:
         enable_caching: bool,
         events: CacheEventLog | None = None,
         groups: Sequence[KVCacheGroup] = (FULL_GROUP,),
+        is_dense: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
         self._events = events
@@ -54,6 +58,7 @@ class KVCacheManager:
         self._groups = tuple(groups)
         self._windowed = {i: g for i, g in enumerate(groups) if g.window is not None}
         self.has_windows = bool(self._windowed)
+        self.is_dense = is_dense and self.num_groups == 1 and not self.has_windows
         self._being_computed: set[int] = set()
         self.freed: list[tuple[int, bytes]] | None = None
         self.forgotten: list[bytes] = []

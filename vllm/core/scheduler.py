@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm.config import SchedulerConfig
+from vllm.core.dense_blocks import bring_down
 from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
@@ -192,7 +193,10 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
+        moves = None
         if len(rows):
+            has_freed = bool(self._freed_rows or self._shortened)
+            moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
@@ -210,6 +214,7 @@ class Scheduler:
             num_draft_tokens=plan.num_drafts_of(rows),
             draft_token_ids=plan.drafts_of(rows),
             shortened_tables=shortened,
+            block_moves=moves,
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:

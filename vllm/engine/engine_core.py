@@ -89,6 +89,7 @@ class EngineCore:
             config.cache.enable_prefix_caching,
             self._events,
             [KVCacheGroup(window) for window in self.executor.cache_windows],
+            is_dense=config.has_dense_cache,
         )
         has_drafts = config.scheduler.max_draft_tokens > 0
         source, control = make_drafts(config.speculative) if has_drafts else (None, None)

@@ -58,8 +58,10 @@ class InputBatch:
         """Number of requests that each row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Place new requests, shorten and extend tables, and write drafts behind the known tokens,
-        as the scheduler decided."""
+        """Rename moved blocks, place new requests, shorten and extend tables, and write drafts
+        behind the known tokens, as the scheduler decided."""
+        if step.block_moves is not None:
+            self._rename_blocks(step.block_moves.renamed)
         for row, num_blocks in step.shortened_tables:
             self.num_blocks[row] = num_blocks
         for new in step.new_requests:
@@ -137,6 +139,13 @@ class InputBatch:
         tables = np.array(new.block_ids, np.int32).reshape(num_groups, num_blocks)
         self.block_tables[:, row, :num_blocks] = tables
         self.num_blocks[row] = num_blocks
+
+    def _rename_blocks(self, renamed: IntArray) -> None:
+        """Replace the numbers of blocks, [n, 2] (old, new), in the table of the only group."""
+        table = self.block_table
+        numbers = np.arange(max(int(table.max()), int(renamed.max())) + 1, dtype=np.int32)
+        numbers[renamed[:, 0]] = renamed[:, 1]
+        np.take(numbers, table, out=table)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """Append blocks to tables. Entries of the same row are adjacent and in order."""

@@ -133,12 +133,18 @@ class PaddedLaunches:
             query_len=bucket.query_len,
             blocks=bucket.blocks,
         )
-        with ExitStack() as warmed, span:
-            if is_promised and not may_compile:
-                warmed.enter_context(self._bridge.warmed_section())
+        with self.warmed_section(is_promised=is_promised and not may_compile) as warmed, span:
             yield warmed
         if trace.is_on:
             trace_launch(trace, launch, self._config.cache.block_size)
+
+    @contextmanager
+    def warmed_section(self, *, is_promised: bool) -> Iterator[ExitStack]:
+        """Nothing compiles or waits, if that is promised, until the stack is closed."""
+        with ExitStack() as warmed:
+            if is_promised:
+                warmed.enter_context(self._bridge.warmed_section())
+            yield warmed
 
     def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
         """What a runner has done. Tokens of padding are counted as the model sees them: the rows

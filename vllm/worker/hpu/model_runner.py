@@ -31,6 +31,7 @@ from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
 from vllm.worker.adapters import Adapters
 from vllm.worker.hpu.adapters import DeviceRows
+from vllm.worker.hpu.block_moves import BlockMover
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
@@ -86,6 +87,8 @@ class HPUModelRunner(ModelRunner):
         hpu_model = HPUModel(model, size, kernel, normaliser, self._last_token_ids, adapters)
         inputs = HPUInputBuilder(self.batch, size, slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
+        self._mover = BlockMover(bridge, self.attention_layers, size)
+        self._has_moves = config.has_dense_cache
         self.planner = self.launches = PaddedLaunches(
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
         )
@@ -117,6 +120,9 @@ class HPUModelRunner(ModelRunner):
 
     def _update_state(self, step: SchedulerOutput) -> None:
         super()._update_state(step)
+        if step.block_moves is not None and len(step.block_moves.copied):
+            with self.launches.warmed_section(is_promised=self.launches.is_warm):
+                self._mover.move(step.block_moves.copied)
         self.launches.inputs.place([new.row for new in step.new_requests])
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
@@ -234,6 +240,8 @@ class HPUModelRunner(ModelRunner):
         """See `PaddedRunner.warm_up`."""
         device_input = self.launches.padding_input(shape)
         logits, hidden_states = self.launches.execution.run(device_input, shape)
+        if self._has_moves and shape.bucket.phase is Phase.DECODE:
+            self._mover.warm_up()
         if shape.bucket.phase is Phase.PREFILL:
             widths = (1,) if sampling == "none" else size_classes(self._likeliest)
             for width in widths:

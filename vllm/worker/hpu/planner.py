@@ -100,22 +100,22 @@ def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
     if not limits.contiguous_pa:
         return [plain]
-    sliced = _sliced_shape(bucket, limits)
-    if sliced is None:
-        return [plain]
-    return [sliced, plain] if limits.enable_prefix_caching else [sliced]
+    sliced = _sliced_shapes(bucket, limits)
+    return [*sliced, plain] if limits.enable_prefix_caching or not sliced else sliced
 
 
-def _sliced_shape(bucket: Bucket, limits: StepLimits) -> PaddedShape | None:
-    """Of a contiguous decode; None where the cache has no such slice, or where it costs more than
-    a gather of all blocks that so many rows can have."""
+def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
+    """Of contiguous decodes, the cheapest first: without room for blocks that several rows have,
+    and with. None where the cache has no such slice, and none that cost more than a gather of all
+    blocks that so many rows can have."""
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
-        return None
+        return []
+    exact = PaddedShape(bucket, is_contiguous=True)
     if not limits.enable_prefix_caching:  # no two rows have the same block
-        return PaddedShape(bucket, is_contiguous=True)
-    shape = PaddedShape(bucket, is_contiguous=True, num_shared=bucket.batch)
+        return [exact]
+    shapes = [exact, PaddedShape(bucket, is_contiguous=True, num_shared=bucket.batch)]
     most = bucket.batch * limits.max_blocks_per_seq
-    return shape if shape.read_cost <= GATHER_COST * most else None
+    return [shape for shape in shapes if shape.read_cost <= GATHER_COST * most]
 
 
 class _Rows(NamedTuple):
@@ -226,13 +226,13 @@ class HPULaunchPlanner:
             return _launch(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
         bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
-        sliced = _sliced_shape(bucket, self._limits)
+        shapes = _sliced_shapes(bucket, self._limits)
         if self._limits.enable_prefix_caching:
             bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
-            if sliced is not None:
-                has_room = counts.shared <= sliced.num_shared
-                if not has_room or sliced.read_cost > PaddedShape(bucket).read_cost:
-                    sliced = None
+            gather_cost = PaddedShape(bucket).read_cost
+            shapes = [s for s in shapes if counts.shared <= s.num_shared]
+            shapes = [s for s in shapes if s.read_cost <= gather_cost]
+        sliced = shapes[0] if shapes else None
         if sliced is None:
             # Without prefix caching only buckets beyond the cache are warmed up for plain launches,
             # and this one, which is beyond it, has room for all: no block is referenced twice.

@@ -117,7 +117,7 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._launches.execution.allow_shapes(2 * len(self._catalog))
+        self._launches.execution.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
         # Operator by operator, compiling is launching.
         if self._launches.execution.has_recipes and self._bridge.can_compile_only:
@@ -275,7 +275,7 @@ class WarmUp:
             # None of them has run the other way yet.
             decodes = self._catalog.decode
             self._catalog = self._catalog.without(decodes).with_buckets(decodes)
-        self._launches.execution.allow_shapes(2 * (len(self._catalog) + len(self._given_up)))
+        self._launches.execution.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
         self._launches.use_catalog(self._catalog, self._limits)
 
     # ---- phase 2 --------------------------------------------------------------------------

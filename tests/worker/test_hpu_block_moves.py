@@ -1,0 +1,48 @@
+"""Blocks of running requests move down on the simulated card, and nobody notices."""
+
+import random
+
+import numpy as np
+
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from vllm import LLM, SamplingParams
+
+
+def churn(llm: LLM) -> list[list[int]]:
+    """Rounds of requests of different lengths, some with a prompt that came before."""
+    rng, tokens = random.Random(1), []
+    stems = [[rng.randrange(20, 90) for _ in range(64)] for _ in range(6)]
+    for _ in range(4):
+        prompts, params = [], []
+        for _ in range(5):
+            own = [rng.randrange(20, 90) for _ in range(rng.randint(1, 6))]
+            ids = rng.choice(stems)[: rng.choice([0, 16, 33, 64])] + own
+            prompts.append({"prompt_token_ids": ids})
+            params.append(
+                SamplingParams(max_tokens=rng.choice([2, 12, 18]), temperature=0, ignore_eos=True)
+            )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens += [output.outputs[0].token_ids for output in outputs]
+    return tokens
+
+
+def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatch):
+    variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}
+    variables["VLLM_CONTIGUOUS_PA"] = 1
+    found = {}
+    for has_prefixes in (True, False):
+        with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
+            llm = LLM(**SMALL_ENGINE, enable_prefix_caching=has_prefixes, enforce_eager=True)
+            core = llm.llm_engine.engine_core
+            moved = []
+            mover = core.executor._worker.runner._mover
+            move = mover.move
+            monkeypatch.setattr(mover, "move", lambda m, do=move, to=moved: to.append(m) or do(m))
+            before = bridge.counters().compilations
+            found[has_prefixes] = churn(llm)
+            assert bridge.counters().compilations == before
+            assert bool(moved) == has_prefixes
+            if has_prefixes:
+                assert core.scheduler.num_prefix_hits > 100
+                assert len(np.concatenate([m for m in moved if len(m)])) > 20
+    assert found[True] == found[False]

@@ -1,0 +1,86 @@
+"""Keeps the blocks of running requests at the low end of the cache.
+
+A device that reads the cache as one slice reads it up to the highest block of a running request.
+The contents of a block of a running request that lies too high and of a low block that nobody
+holds change places: what is cached goes up and stays findable, and as old as it was.
+"""
+
+from collections.abc import Collection
+from itertools import chain
+
+import numpy as np
+
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.plan import Plan
+from vllm.core.running_batch import RunningBatch
+from vllm.messages import BlockMoves
+
+_SLACK = 32
+"""One block of so many may lie idle below the highest one: a block that moves costs as much as
+reading it four times."""
+
+
+def bring_down(
+    plan: Plan, running: RunningBatch, cache: KVCacheManager, has_freed: bool
+) -> BlockMoves | None:
+    """Move blocks of running requests to low places, in their tables and in the plan of this step.
+
+    Args:
+        plan: of a step, complete.
+        running: those that hold blocks, the new ones included.
+        cache: of them; nothing moves in one that is not dense.
+        has_freed: blocks were freed since the last step.
+
+    Returns:
+        What a worker has to move before the step; None: nothing.
+    """
+    if not cache.is_dense or not (has_freed or plan.block_ids or plan.new_requests):
+        return None
+    requests = running.requests
+    tables = [request.block_ids for request in requests]
+    held = np.unique(np.fromiter(chain.from_iterable(tables), np.int32))
+    limit = len(held) + len(held) // _SLACK
+    if not len(held) or held[-1] <= limit:
+        return None
+    first_high = int(np.searchsorted(held, limit, side="right"))
+    is_held = np.zeros(limit + 1, np.bool_)
+    is_held[held[:first_high]] = True
+    pool = cache.pool
+    low = [b for b in np.flatnonzero(~is_held).tolist() if pool.is_free(b)]
+    low.sort(key=pool.has_content)  # nothing is to be saved of those without
+    pairs = list(zip(held[first_high:].tolist(), low, strict=False))
+    if not pairs:
+        return None
+    copies = _copies(pairs, _new_blocks(plan, running, cache.block_size), cache)
+    for high, place in pairs:
+        pool.exchange(high, place)
+    places = dict(pairs)
+    for table in (*tables, plan.block_ids, *(new.block_ids for new in plan.new_requests)):
+        if not places.keys().isdisjoint(table):
+            table[:] = [places.get(block_id, block_id) for block_id in table]
+    return BlockMoves(renamed=np.array(pairs, np.int32), copied=np.array(copies, np.int32))
+
+
+def _new_blocks(plan: Plan, running: RunningBatch, block_size: int) -> set[int]:
+    """The blocks that have no content before this step."""
+    new = set(plan.block_ids)
+    for request in plan.new_requests:
+        new.update(request.block_ids[running.num_computed[request.row] // block_size :])
+    return new
+
+
+def _copies(
+    pairs: list[tuple[int, int]], new_blocks: Collection[int], cache: KVCacheManager
+) -> list[tuple[int, int]]:
+    """(source, target) of the contents to keep. The two of an exchange are neighbours, and all
+    exchanges are before what moves one way."""
+    exchanges: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    for high, low in pairs:
+        both = []
+        if high not in new_blocks:
+            both.append((high, low))
+        if cache.pool.has_content(low):
+            both.append((low, high))
+        (exchanges if len(both) == 2 else others).extend(both)
+    return exchanges + others
