@@ -14,31 +14,37 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
-from tests.worker.test_hpu_drafts import PARAMS, PROMPTS
+from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 
+PROMPTS = test_hpu_drafts.PROMPTS
+PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
+for params in PARAMS:
+    params.max_tokens = min(params.max_tokens, 14)
+
 
 def make_engine(draft, mode, **more) -> LLMEngine:
-    arguments = SMALL_ENGINE | {"enforce_eager": MODES[mode][1], "sampling_warmup": "all"} | more
+    arguments = SMALL_ENGINE | {"enforce_eager": MODES[mode][1], "max_model_len": 64} | more
+    arguments["sampling_warmup"] = "all"
     if draft is not None:
         speculative = {"model": str(draft), "num_speculative_tokens": 3, "adaptive": False}
         arguments["speculative_config"] = speculative
     return LLMEngine.from_vllm_config(EngineArgs(**arguments).create_engine_config())
 
 
-def run(engine: LLMEngine, prompts=PROMPTS, params=PARAMS) -> list:
-    for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
+def run(engine: LLMEngine) -> list:
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
     found = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 found[int(output.request_id)] = seen_by_user(output)
-    return [found[index] for index in range(len(prompts))]
+    return [found[index] for index in range(len(PROMPTS))]
 
 
 def drafts_of(engine: LLMEngine) -> tuple[int, int]:
@@ -52,17 +58,17 @@ def keep(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 def run_and_leave(engine: LLMEngine) -> None:
     """Requests that share prefixes, some without drafts, come and are aborted at any time."""
-    rng, todo = random.Random(2), list(range(20))
-    text = [rng.randrange(300, 400) for _ in range(90)]
+    rng, todo = random.Random(2), list(range(8))
+    text = [rng.randrange(300, 400) for _ in range(45)]
     while todo or engine.has_unfinished_requests():
         if todo and rng.random() < 0.8:
-            params = SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=True, seed=len(todo))
+            params = SamplingParams(max_tokens=rng.randint(1, 16), ignore_eos=True, seed=len(todo))
             if rng.random() < 0.4:
                 params.logits_processors = [keep]  # no drafts
-            prompt = {"prompt_token_ids": text[: rng.choice([30, 60, 61, 90])]}
+            prompt = {"prompt_token_ids": text[: rng.choice([15, 30, 31, 45])]}
             engine.add_request(str(todo.pop()), prompt, params)
         if rng.random() < 0.1:
-            engine.abort_request(str(rng.choice(range(20))))
+            engine.abort_request(str(rng.randrange(8)))
         engine.step()
 
 
@@ -77,9 +83,9 @@ def check_ledger(engine: LLMEngine) -> None:
 
 
 RIGHT, WRONG, PARTLY = "right", "wrong", "partly right"
-SHORT = [("HPU graphs", RIGHT), ("eager", WRONG)]
+SHORT = ("HPU graphs", RIGHT)
 CASES = [
-    pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
+    pytest.param(*case, marks=[] if case == SHORT else pytest.mark.exhaustive)
     for case in itertools.product(MODES, (RIGHT, WRONG, PARTLY))
 ]
 
@@ -92,7 +98,7 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
     with simulated_hpu(has_profiling_run=False, **variables) as bridge:
         expected = run(make_engine(None, mode))
-        engine = make_engine(folder, mode, num_gpu_blocks_override=11)
+        engine = make_engine(folder, mode, num_gpu_blocks_override=6)
         check_ledger(engine)
         before = bridge.counters().compilations
         assert run(engine) == expected
@@ -104,11 +110,11 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
         assert stats.num_preemptions and stats.num_prefix_hits
         more_drafts, more_right = drafts_of(engine)
     if draft == RIGHT:
-        assert num_drafts > num_right > 0.6 * num_drafts > 50, "penalties are no part of drafts"
-        assert more_drafts - num_drafts == more_right - num_right > 50, "and no others are wrong"
+        assert num_drafts > num_right > 0.5 * num_drafts > 30, "penalties are no part of drafts"
+        assert more_drafts - num_drafts == more_right - num_right > 30, "and no others are wrong"
     else:
-        assert num_drafts > 50
-        assert num_right < 20 if draft == WRONG else 20 < num_right < 0.6 * num_drafts
+        assert num_drafts > 30
+        assert num_right < 20 if draft == WRONG else 10 < num_right < 0.6 * num_drafts
 
 
 def cut_layers(folder: Path) -> None:
