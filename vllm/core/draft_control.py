@@ -48,8 +48,10 @@ class StepCost:
 
     def fade(self) -> None:
         """Let a few steps from now on outweigh those that were seen."""
-        kept = min(1.0, (1 + _LEAST_STEPS) / self._weight) if self._weight else 1.0
-        self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
+        if self._weight <= _LEAST_STEPS:
+            return
+        kept = _LEAST_STEPS / self._weight
+        self._weight, self._x, self._y = float(_LEAST_STEPS), self._x * kept, self._y * kept
         self._xx, self._xy = self._xx * kept, self._xy * kept
 
     def share_of_a_token(self, num_tokens: int) -> float:
