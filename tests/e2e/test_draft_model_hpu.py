@@ -21,7 +21,6 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 
-PROMPTS = test_hpu_drafts.PROMPTS
 PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
 for params in PARAMS:
     params.max_tokens = min(params.max_tokens, 14)
@@ -37,14 +36,7 @@ def make_engine(draft, mode, **more) -> LLMEngine:
 
 
 def run(engine: LLMEngine) -> list:
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-    found = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                found[int(output.request_id)] = seen_by_user(output)
-    return [found[index] for index in range(len(PROMPTS))]
+    return [seen_by_user(output) for output in test_hpu_drafts.run(engine, PARAMS)]
 
 
 def drafts_of(engine: LLMEngine) -> tuple[int, int]:
