@@ -106,7 +106,16 @@ def same_numbers_in_each_run() -> None:
 
 
 @pytest.fixture(
-    params=["amx", "amx_portable", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "arm_bf16", "base"]
+    params=[
+        "amx",
+        "amx_portable",
+        "avx512_bf16",
+        "avx512_vnni",
+        "avx512",
+        "avx2",
+        "arm_bf16",
+        "base",
+    ]
 )
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The C++ kernels run on this instruction set; skipped where there is none."""

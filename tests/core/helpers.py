@@ -15,6 +15,7 @@ from tests.core.fake_runner import FakeRunner
 from tests.core.reference import root_content
 from vllm.config import SchedulerConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
@@ -73,6 +74,7 @@ def make_scheduler(
     enable_caching: bool = True,
     windows: Sequence[int | None] = (None,),
     draft_source: DraftSource | None = None,
+    draft_control: DraftControl | None = None,
     num_stages: int = 1,
     is_dense: bool = False,
     **limits: Any,
@@ -84,7 +86,7 @@ def make_scheduler(
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
     cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups, is_dense)
-    return Scheduler(config, cache, draft_source, num_stages=num_stages)
+    return Scheduler(config, cache, draft_source, draft_control, num_stages)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.core.helpers import Loop, make_request, make_scheduler
 from tests.core.reference import VOCAB_SIZE, GuessSource, expected_result
+from vllm.core.draft_control import DraftControl
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 
@@ -37,6 +38,7 @@ class Setup:
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
     draft_source: GuessSource | None = None
+    draft_control: DraftControl | None = None
     stalls_every: int = 0
     num_stages: int = 1
     """Of a pipeline."""
@@ -45,6 +47,7 @@ class Setup:
     def loop(self) -> Loop:
         scheduler = make_scheduler(
             draft_source=self.draft_source,
+            draft_control=self.draft_control,
             num_blocks=self.num_blocks * len(self.windows),
             windows=self.windows,
             block_size=self.block_size,

@@ -19,6 +19,7 @@ from tests.core.test_any_load import (
     run_program,
     setups,
 )
+from vllm.core.draft_control import DraftControl
 from vllm.messages import Finished, FinishReason
 from vllm.request import Request
 
@@ -47,6 +48,40 @@ def test_drafts_change_no_output_of_a_long_crowded_load(seed):
     setup.stalls_every = rng.choice([0, 0, 7])
     loop = run_program(setup, [random_event(rng) for _ in range(150)])
     assert loop.runner.num_verified
+
+
+class MoodyControl(DraftControl):
+    """Pauses for some steps, whatever is in flight."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(9, adaptive=False)
+        self._rng, self._left, self._is_paused = rng, 0, False
+
+    def pauses(self, num_running: int) -> bool:
+        if not self._left:
+            self._left, self._is_paused = self._rng.randint(1, 12), not self._is_paused
+        self._left -= 1
+        return self._is_paused
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_that_pause_and_come_back_change_no_output(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.draft_source, setup.draft_control = GuessSource(rng, 9), MoodyControl(rng)
+    loop = run_program(setup, [random_event(rng) for _ in range(150)])
+    assert loop.runner.num_verified
+
+
+def test_steps_run_ahead_while_drafts_pause():
+    control = MoodyControl(random.Random(0))
+    scheduler = make_scheduler(draft_source=RightSource(3), draft_control=control)
+    scheduler.add_request(make_request("a", [1, 2, 3], max_tokens=20))
+    control._left, control._is_paused = 100, True
+    assert len(scheduler.schedule().rows) == len(scheduler.schedule().rows) == 1
+    control._is_paused = False
+    assert len(scheduler.schedule().rows) == 1, "drafts may follow from here on"
+    assert not len(scheduler.schedule().rows), "a token is in flight"
 
 
 @pytest.mark.parametrize("windows", sorted(set(WINDOWS) - {(None,)}, key=str))

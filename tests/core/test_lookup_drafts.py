@@ -131,17 +131,33 @@ def test_drafts_stop_where_a_token_costs_what_it_saves():
     assert StepCost().share_of_a_token(1) < 0.5, "nothing is known"
 
 
-@pytest.mark.parametrize("seconds_of_drafts", [1.5, 4.0])
-def test_steps_have_drafts_only_where_they_give_more_tokens_in_a_second(seconds_of_drafts):
-    control, request = DraftControl(4), request_of([1])
-    num_with_drafts, num_steps = 0, 1500
-    for _ in range(num_steps):
-        (limit,) = control.limits([request], 1)
+def steps_with_drafts(control: DraftControl, request: Request, steps: int, seconds: float) -> int:
+    """Steps of which each takes a second, or `seconds` with drafts, two of which are right."""
+    num_with_drafts = 0
+    for _ in range(steps):
+        limit = 0 if control.pauses(1) else control.limits([request], 1)[0]
         if limit:
             num_with_drafts += 1
-            drafted(control, request, limit, 2)  # 3 tokens
-        control.record_time(1 + limit, 1, seconds_of_drafts if limit else 1.0)
-    if seconds_of_drafts < 3:
-        assert num_with_drafts > 0.95 * num_steps, "now and then none, to measure that"
-    else:
-        assert 10 < num_with_drafts < 0.05 * num_steps, "seldom, to measure that"
+            drafted(control, request, limit, 2)
+        control.record_time(1 + limit, 1, seconds if limit else 1.0)
+    return num_with_drafts
+
+
+def test_steps_have_drafts_only_where_they_give_more_tokens_in_a_second():
+    request = request_of([1])
+    found = steps_with_drafts(DraftControl(4), request, 1500, 1.5)
+    assert found > 0.95 * 1500, "now and then none, to measure that"
+    control = DraftControl(4)
+    assert 10 < steps_with_drafts(control, request, 1500, 4.0) < 0.05 * 1500, "seldom, to measure"
+    steps_with_drafts(control, request, 4000, 1.5)
+    assert steps_with_drafts(control, request, 1000, 1.5) > 900, "it has measured that they pay now"
+
+
+def test_a_new_request_is_expected_to_be_like_those_before_it():
+    control = DraftControl(5)
+    for number in range(40):
+        drafted(control, request_of([1], str(number)), 5, 0)
+    assert control.limits([request_of([1], "next")], 1)[0] < 5
+    for number in range(100):
+        drafted(control, request_of([1], str(number)), 5, 5)
+    assert control.limits([request_of([1], "last")], 1) == [5]

@@ -45,9 +45,9 @@ def make_engine(max_draft_tokens: int, is_eager: bool, num_blocks: int) -> LLMEn
     return LLMEngine.from_vllm_config(replace(config, scheduler=scheduler))
 
 
-def run(engine: LLMEngine) -> list:
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+def run(engine: LLMEngine, params: list[SamplingParams] = PARAMS) -> list:
+    for index, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True)):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, own)
     found = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -41,6 +41,9 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     limits = replace(limits, max_block_refs=limits.usable_blocks)
     generated = _generate(config, limits)
     launch_limits = _launch_limits(limits, generated)
+    if config.speculative.draft_model is not None:
+        # It runs what it lacks, wherever in a request that begins.
+        launch_limits = replace(launch_limits, enable_chunked_prefill=True)
     catalog = Catalog(generated.prefill, generated.decode)
     if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill:
         parts = _generate(config, launch_limits).prefill

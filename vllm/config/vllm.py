@@ -46,11 +46,13 @@ class VllmConfig:
     @property
     def has_dense_cache(self) -> bool:
         """Blocks of running requests are kept at the low end of the cache: a decode of a card reads
-        slices, cached blocks would lie in between, and no connector keeps numbers of blocks."""
+        slices, cached blocks would lie in between, and no connector or draft model keeps numbers of
+        blocks."""
         return (
             self.hpu.contiguous_pa
             and self.cache.enable_prefix_caching
             and self.connector.kv_transfer is None
+            and self.of_draft_model is None
         )
 
     @property

@@ -10,8 +10,10 @@ _MEMORY = 0.98
 _LEARNING = 0.15
 """How much one draft changes the share of right drafts of its request."""
 _INITIAL_ACCURACY = 0.8
-"""Share of right drafts of a request without experience; the share of a request without drafts
+"""Share of right drafts while there is no experience; the share of a request without drafts
 returns to it, so that it tries again."""
+_LEARNING_OF_ALL = 0.01
+"""How much one draft changes the share of right drafts that a new request is expected to have."""
 _RECOVERY = 0.004
 """How much of the way it returns in one step."""
 _UNKNOWN_COST = 0.1
@@ -43,6 +45,14 @@ class StepCost:
         self._y = self._y * _MEMORY + y
         self._xx = self._xx * _MEMORY + x * x
         self._xy = self._xy * _MEMORY + x * y
+
+    def fade(self) -> None:
+        """Let a few steps from now on outweigh those that were seen."""
+        if self._weight <= _LEAST_STEPS:
+            return
+        kept = _LEAST_STEPS / self._weight
+        self._weight, self._x, self._y = float(_LEAST_STEPS), self._x * kept, self._y * kept
+        self._xx, self._xy = self._xx * kept, self._xy * kept
 
     def share_of_a_token(self, num_tokens: int) -> float:
         """What one more token costs, in steps of `num_tokens` tokens divided by their number: 0 if
@@ -92,7 +102,8 @@ class DraftPace:
     def pauses(self, num_rows: int) -> bool:
         """Whether no step has drafts for now, so that nobody has to think about them. A pause ends
         early when far fewer requests run."""
-        return self._num_plain_steps < self._wait and num_rows * 2 > self._paused_rows > 0
+        waits = self._num_plain_steps < self._wait and not self._tries_left
+        return waits and num_rows * 2 > self._paused_rows > 0
 
     def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Add a step of decodes; it has drafts where it has more tokens than rows."""
@@ -127,6 +138,7 @@ class DraftPace:
         if self._num_plain_steps < self._wait:
             return False
         self._wait, self._tries_left = min(2 * self._wait, _LONGEST_WAIT), _TRIES - 1
+        self._drafted.fade()
         return True
 
 
@@ -152,6 +164,8 @@ class DraftControl:
         self._max_drafts = max_drafts
         self._adaptive = adaptive
         self._max_requests = max_requests
+        self._usual_accuracy = _INITIAL_ACCURACY
+        """Share of right drafts of late, of all requests."""
         self._cost = StepCost()
         self._pace = DraftPace()
 
@@ -169,8 +183,7 @@ class DraftControl:
         cost = self._cost.share_of_a_token(num_running)
         limits, expected = [], 0.0
         for request in requests:
-            share = request.draft_accuracy
-            share = _INITIAL_ACCURACY if share < 0 else share
+            share = self._accuracy(request)
             limit, gain = 0, share
             while limit < self._max_drafts and gain > cost:
                 limit, gain, expected = limit + 1, gain * share, expected + gain
@@ -183,6 +196,8 @@ class DraftControl:
 
     def pauses(self, num_running: int) -> bool:
         """Whether no request may have drafts in this step; cheaper than `limits`."""
+        if self._max_requests and num_running > self._max_requests:
+            return True
         return self._adaptive and self._pace.pauses(num_running)
 
     def record(self, requests: Sequence[Request], num_drafts: IntArray, counts: IntArray) -> None:
@@ -203,11 +218,16 @@ class DraftControl:
             self._num_draft_tokens += drafted
             for place in range(right):
                 self._accepted[place] += 1
-            share = request.draft_accuracy
-            share = _INITIAL_ACCURACY if share < 0 else share
+            share = self._accuracy(request)
             for place in range(min(right + 1, drafted)):
                 share += _LEARNING * ((place < right) - share)
+                self._usual_accuracy += _LEARNING_OF_ALL * ((place < right) - self._usual_accuracy)
             request.draft_accuracy = share
+
+    def _accuracy(self, request: Request) -> float:
+        """Share of right drafts that is expected of a request."""
+        share = request.draft_accuracy
+        return self._usual_accuracy if share < 0 else share
 
     def stats(self) -> DraftStats:
         """What became of all drafts so far."""

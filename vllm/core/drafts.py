@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm.core.draft_control import DraftControl
 from vllm.core.kv_cache_manager import KVCacheManager
@@ -17,6 +18,8 @@ from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step
 from vllm.messages import IntArray
 from vllm.request import Request
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class DraftSource(Protocol):
@@ -85,7 +88,11 @@ class DraftPlanner:
         places = np.flatnonzero(
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         )
-        if not len(places) or plan.budget <= 0:
+        if plan.budget <= 0:
+            return
+        known = [len(request.token_ids) for request in running.at(rows[places])]
+        places = places[num_tokens[places] == known]  # no token of them is in flight
+        if not len(places):
             return
         limits = self.control.limits(running.at(rows[places]), len(rows))
         room = np.minimum(room[places], limits)
@@ -103,6 +110,18 @@ class DraftPlanner:
                 drafts[request.row] = list(guess[:count])
                 budget -= count
         plan.add_drafts(drafts)
+
+    def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
+        """Whether each row of a step runs again only when the step has its result: its drafts may
+        be wrong, or drafts may follow. While there are none, steps run ahead as without drafts.
+
+        Args:
+            rows: [n]
+            has_drafts: some of the rows have drafts in the step.
+        """
+        if not has_drafts and self.control.pauses(len(self._running)):
+            return np.zeros(len(rows), np.bool_)
+        return self._running.takes_drafts[rows]
 
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
         """A step starts.

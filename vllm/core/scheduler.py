@@ -236,6 +236,9 @@ class Scheduler:
         self.running.awaits_result[step.rows] = False
         if self._drafts is not None:
             self._drafts.record(step, counts)
+            for later in self._in_flight if self._num_stages == 1 else ():
+                waits = self._drafts.waits(later.rows, has_drafts=later.num_drafts is not None)
+                self.running.awaits_result[later.rows] = waits
         result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
@@ -424,7 +427,7 @@ class Scheduler:
         if self._num_stages > 1:
             running.awaits_result[rows] = True
         elif self._drafts is not None:
-            running.awaits_result[rows] = running.takes_drafts[rows]
+            running.awaits_result[rows] = self._drafts.waits(rows, has_drafts=bool(plan.drafts))
         if self._drafts is not None:
             self._drafts.begin(step_id, num_scheduled, plan)
         requests, request_ids = running.named(rows)

@@ -108,6 +108,10 @@ class HPUPlatform(Platform):
         """What the card multiplies with."""
         return ("fp8", "inc")
 
+    @property
+    def can_run_draft_models(self) -> bool:
+        return True
+
     def free_memory_bytes(self) -> int:
         """What is left of the pool of this process."""
         return self.bridge.memory_info().free_bytes

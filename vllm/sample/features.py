@@ -20,6 +20,16 @@ class Feature:
     """A top_k above `SMALL_TOP_K`."""
 
 
+DISTRIBUTION = (
+    Feature.RANDOM
+    | Feature.TEMPERATURE
+    | Feature.MIN_P
+    | Feature.TOP_K
+    | Feature.LARGE_TOP_K
+    | Feature.TOP_P
+)
+"""What makes a distribution of logits, and changes none of them."""
+
 SMALL_TOP_K = 128
 """Up to this, top_k is cheap; rows with a larger top_k are grouped so that they do not slow others
 down."""

@@ -17,7 +17,7 @@ from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
-from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
+from vllm.sample.features import DISTRIBUTION, NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
 from vllm.sample.masks import (
     MaskFiller,
@@ -273,10 +273,7 @@ class SamplingState:
                 that such a row is in `rows` it samples its next token, then what follows its first
                 draft, and so on.
         """
-        if padded_size is not None and padded_size > len(rows):
-            padding = padded_size - len(rows)
-            rows = np.concatenate([rows, np.full(padding, self._padding_row, np.int32)])
-            num_output_tokens = np.concatenate([num_output_tokens, np.zeros(padding, np.int32)])
+        rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
         features = self._features[rows]
         active = int(np.bitwise_or.reduce(features))
         if not active:
@@ -284,14 +281,24 @@ class SamplingState:
         return self._metadata(rows, num_output_tokens, features, active, drafts or {})
 
     def distribution(
-        self, rows: IntArray, num_output_tokens: IntArray, features: int
+        self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
     ) -> SamplingMetadata:
-        """As `metadata`, with no more than these bits of `Feature` of each row."""
-        own = self._features[rows] & features
+        """As `metadata`, with no more than `DISTRIBUTION` of the features of each row."""
+        rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
+        own = self._features[rows] & DISTRIBUTION
         active = int(np.bitwise_or.reduce(own))
         if not active:
             return ALL_GREEDY
         return self._metadata(rows, num_output_tokens, own, active, {})
+
+    def _pad(
+        self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None
+    ) -> tuple[IntArray, IntArray]:
+        if padded_size is None or padded_size <= len(rows):
+            return rows, num_output_tokens
+        padding = padded_size - len(rows)
+        rows = np.concatenate([rows, np.full(padding, self._padding_row, np.int32)])
+        return rows, np.concatenate([num_output_tokens, np.zeros(padding, np.int32)])
 
     def _metadata(
         self,

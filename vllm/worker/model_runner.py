@@ -144,12 +144,7 @@ class ModelRunner:
         self.device = device
         self.block_size = config.cache.block_size
         self.cache_layout = self._plan_cache(config)
-        self.batch = InputBatch(
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_model_len,
-            config.max_blocks_per_request,
-            len(self.cache_layout.groups),
-        )
+        self.batch = self._make_batch(config)
         self.sampling, self.sampler = self._make_sampler(config)
         self.grammars = grammars or GrammarMatchers(config)
         self.prompt_logprobs = PromptLogprobs(model, self.sampler)
@@ -174,6 +169,14 @@ class ModelRunner:
         """Tokens that the last stage samples, by the id of their step."""
         self._num_steps = 0
         self._num_useful_tokens = 0
+
+    def _make_batch(self, config: VllmConfig) -> InputBatch:
+        return InputBatch(
+            config.scheduler.max_num_seqs,
+            config.scheduler.max_model_len,
+            config.max_blocks_per_request,
+            len(self.cache_layout.groups),
+        )
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size

@@ -7,13 +7,15 @@ import torch
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM
+from vllm.sample.features import DISTRIBUTION
 from vllm.sample.metadata import FeatureArray
 from vllm.utils.ragged import split_spans
 from vllm.worker.cpu.draft_sampling import append_drafts
-from vllm.worker.cpu.model_runner import DISTRIBUTION, CPUModelRunner
-from vllm.worker.draft_progress import DraftProgress, DraftSpans
+from vllm.worker.cpu.model_runner import CPUModelRunner
+from vllm.worker.draft_maker import DraftMaker
+from vllm.worker.draft_progress import DraftSpans
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_input import build_ragged_input
@@ -21,12 +23,8 @@ from vllm.worker.model_input import build_ragged_input
 BoolArray = npt.NDArray[np.bool_]
 
 
-class DraftRunner(CPUModelRunner):
-    """Makes the drafts of a step behind the newest tokens of its rows.
-
-    A draft is sampled with the random number that the model will use in its place, from the draft
-    model's distribution: where the two distributions are alike, so are the tokens. Masks,
-    penalties and other changes of logits are left to the model.
+class DraftRunner(DraftMaker, CPUModelRunner):
+    """A draft model in ragged launches; see `DraftMaker`.
 
     Args:
         config: of the draft model.
@@ -43,13 +41,6 @@ class DraftRunner(CPUModelRunner):
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._target_vocab_size = target.vocab_size
         self._max_tokens = config.scheduler.max_num_batched_tokens
-        self._progress: DraftProgress | None = None
-
-    def start(self, num_blocks: int) -> None:
-        """The KV cache is bound, with so many blocks."""
-        config, max_len = self.config, self.config.model.max_model_len
-        assert max_len is not None
-        self._progress = DraftProgress(self.batch, config.cache.block_size, num_blocks, max_len)
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """Blocks are those of the model, which keeps all of them where there are drafts."""
@@ -58,34 +49,11 @@ class DraftRunner(CPUModelRunner):
     def _row_features(self) -> FeatureArray:
         return self._features
 
-    @torch.inference_mode()
-    def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of a step into the batch, behind the known tokens of their rows.
-
-        Args:
-            step: the batch is up to date with it, and all tokens of its rows with drafts are known.
-        """
-        assert self._progress is not None, "the KV cache is not bound"
-        spans = self._progress.plan(step)
-        if spans is None:
-            return
+    def _run_known(self, spans: DraftSpans) -> None:
         self._fuse()
         features, _, _ = self.sampling.row_arrays
         self._features[spans.rows] = features[spans.rows] & DISTRIBUTION
-        num_tokens = self.batch.num_tokens
         has_drafts = spans.num_drafts > 0
-        known = num_tokens[spans.rows]
-        try:
-            self._run_known(spans, has_drafts)
-            for place in range(1, int(spans.num_drafts.max())):
-                rows = spans.rows[spans.num_drafts > place]
-                self._run_newest(rows)
-        finally:
-            num_tokens[spans.rows] = known
-        self._progress.add_drafts(spans)
-
-    def _run_known(self, spans: DraftSpans, has_drafts: BoolArray) -> None:
-        """Run known tokens, and sample the first draft of the rows that get drafts."""
         if has_drafts.all() and (spans.count == 1).all():
             self._run_newest(spans.rows)
             return
@@ -99,7 +67,6 @@ class DraftRunner(CPUModelRunner):
             )
 
     def _run_newest(self, rows: IntArray) -> None:
-        """Run the newest token of each row, and append what follows it."""
         newest = self.batch.num_tokens[rows] - 1
         ones = np.ones_like(newest)
         step = self._decode_step if self._are_known(rows, newest) else None

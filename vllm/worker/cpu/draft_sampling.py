@@ -8,7 +8,6 @@ from torch import Tensor
 from vllm.messages import IntArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
-from vllm.worker.cpu.model_runner import DISTRIBUTION
 from vllm.worker.input_batch import InputBatch
 
 
@@ -32,7 +31,7 @@ def append_drafts(runner: SamplesDrafts, rows: IntArray, logits: Tensor) -> None
     batch = runner.batch
     positions = batch.num_tokens[rows]
     num_output = positions - batch.num_prompt_tokens[rows]
-    metadata = runner.sampling.distribution(rows, num_output, DISTRIBUTION)
+    metadata = runner.sampling.distribution(rows, num_output)
     token_ids = runner.sampler(logits, metadata).host_ids.numpy()
     batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
     batch.num_tokens[rows] += 1

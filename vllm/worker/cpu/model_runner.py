@@ -18,7 +18,7 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.program import Program
 from vllm.sample.cpu_sampler import make_sampler
-from vllm.sample.features import Feature
+from vllm.sample.features import DISTRIBUTION, Feature
 from vllm.sample.metadata import FeatureArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
@@ -29,16 +29,6 @@ from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
-
-DISTRIBUTION = (
-    Feature.RANDOM
-    | Feature.TEMPERATURE
-    | Feature.MIN_P
-    | Feature.TOP_K
-    | Feature.LARGE_TOP_K
-    | Feature.TOP_P
-)
-"""What the kernels need only `SamplingState.row_arrays` for."""
 
 
 class CPUModelRunner(ModelRunner):

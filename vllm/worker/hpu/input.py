@@ -169,12 +169,17 @@ class HPUInputBuilder:
         seq_lens = start + launch.num_scheduled_tokens
         sampled = np.flatnonzero(seq_lens >= batch.num_tokens[launch.rows]).astype(np.int32)
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
+        kept, places = self._kept(launch, sampled)
+        sample_rows[places] = launch.rows[kept]
+        given = self._input(launch, seq_lens, sample_rows)
+        return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+
+    def _kept(self, launch: PaddedLaunch, sampled: IntArray) -> tuple[IntArray, IntArray]:
+        """Indices of the rows whose newest tokens will be on the device, and their logits."""
         kept = sampled
         if launch.num_drafts is not None:
             kept = sampled[launch.num_drafts[sampled] == 0]
-        sample_rows[kept * launch.tokens_with_logits] = launch.rows[kept]
-        given = self._input(launch, seq_lens, sample_rows)
-        return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        return kept, kept * np.int32(launch.tokens_with_logits)
 
     def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
         return fields_of(shape)

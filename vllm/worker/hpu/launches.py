@@ -13,7 +13,7 @@ from vllm.errors import ConfigError
 from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
-from vllm.worker.hpu.execution import make_execution
+from vllm.worker.hpu.execution import GraphExecution, make_execution
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.model import LaunchModel
@@ -49,7 +49,11 @@ class PaddedLaunches:
         phases: of its launches.
         planner: there from the first `use_catalog`.
         is_warm: the warm-up has ended.
+        beside: launches of a draft model, which runs in the same buckets and is warmed up with
+            this one; None: there is none.
     """
+
+    beside: "PaddedLaunches | None" = None
 
     def __init__(
         self,
@@ -99,6 +103,13 @@ class PaddedLaunches:
         self.planner = HPULaunchPlanner(
             catalog, limits, self._batch, self._merged_prompts, self._logprob_rows
         )
+        if self.beside is not None:
+            self.beside.use_catalog(catalog, limits)
+
+    def add_beside(self, launches: "PaddedLaunches") -> None:
+        """Let those of a draft model use the same buckets; their report is this one."""
+        self.beside = launches
+        launches.report = self.report
 
     def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
         """Every shape in which launches of a bucket can run."""
@@ -174,9 +185,33 @@ class PaddedLaunches:
         packed, _ = self.inputs.pack(launch)
         return self.to_device(packed)
 
+    def allow_shapes(self, num_shapes: int) -> None:
+        """Launches of so many shapes will run; see `Execution.allow_shapes`."""
+        self.execution.allow_shapes(num_shapes)
+        if self.beside is not None:
+            # Limits count what is compiled of a function, and models share functions.
+            self.execution.allow_shapes(2 * num_shapes)
+            self.beside.execution.allow_shapes(2 * num_shapes)
+
+    def capture(self, shape: PaddedShape) -> None:
+        """Record the graph of a shape."""
+        assert isinstance(self.execution, GraphExecution)
+        self.execution.capture(self.padding_input(shape), shape)
+        if self.beside is not None:
+            self.beside.capture(shape)
+
+    def release(self, shape: PaddedShape) -> None:
+        """Throw the graph of a shape away, if it has one."""
+        assert isinstance(self.execution, GraphExecution)
+        self.execution.release(shape)
+        if self.beside is not None:
+            self.beside.release(shape)
+
     def finish_warmup(self) -> None:
         """From now on nothing new should compile."""
         self.is_warm = True
+        if self.beside is not None:
+            self.beside.is_warm = True
         self.report.finish_warmup()
 
 

@@ -109,7 +109,7 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     return layers + beside(model)
 
 
-_Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None, SlottedAdapters | None]
+Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None, SlottedAdapters | None]
 """How a launch attends, its token ids [T] and positions [T], the rows of its hidden states that the
 head gets (None: all), and the adapters of its tokens."""
 
@@ -150,7 +150,7 @@ class HPUModel(LaunchModel):
         super().compile_regions(**options)
         self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
 
-    def prepare(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
+    def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         """Unpack a launch, and derive what its layers share."""
         if shape.bucket.phase is Phase.DECODE:
             return self._prepare_decode(packed, shape)
@@ -165,7 +165,7 @@ class HPUModel(LaunchModel):
         assert isinstance(self.model, CausalLM)
         return self.model.compute_logits(rows)
 
-    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
+    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_decode(packed, shape)
         query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
         if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
@@ -186,7 +186,7 @@ class HPUModel(LaunchModel):
         adapters = self._adapters_of(given.adapter_slots, query_len)
         return attention, token_ids, given.positions, None, adapters
 
-    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
+    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
@@ -194,7 +194,7 @@ class HPUModel(LaunchModel):
         adapters = self._adapters_of(given.adapter_slots, shape.bucket.query_len)
         return attention, given.token_ids, given.positions, given.last_tokens, adapters
 
-    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
+    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
+from vllm.lora.launches import DeviceSlots
 from vllm.lora.layers import AdapterLayers
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
@@ -34,13 +37,17 @@ from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.block_moves import BlockMover
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
-from vllm.worker.hpu.launches import PaddedLaunches, Sampling
+from vllm.worker.hpu.launches import PaddedLaunches, PaddedRunner, Sampling
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
-from vllm.worker.model_runner import LaunchResult, ModelRunner
+from vllm.worker.model_runner import Drafter, LaunchResult, ModelRunner
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
+
+
+class PaddedDrafter(Drafter, PaddedRunner, Protocol):
+    """Makes drafts in the buckets of the model."""
 
 
 class HPUModelRunner(ModelRunner):
@@ -53,6 +60,8 @@ class HPUModelRunner(ModelRunner):
         kernel: attention of prompts.
         grammars: see `ModelRunner`.
     """
+
+    drafter: PaddedDrafter | None
 
     def __init__(
         self,
@@ -80,18 +89,30 @@ class HPUModelRunner(ModelRunner):
         self._last_token_ids = torch.zeros(
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
-        size, normaliser = self.block_size, softmax_normaliser(config.hpu)
+        normaliser = softmax_normaliser(config.hpu)
         adapters, slot_of_row = None, None
         if isinstance(self.adapters, DeviceRows):
             adapters, slot_of_row = self.adapters.slots, self.adapters.slot_of_row
-        hpu_model = HPUModel(model, size, kernel, normaliser, self._last_token_ids, adapters)
-        inputs = HPUInputBuilder(self.batch, size, slot_of_row)
+        hpu_model = self._pad_model(kernel, normaliser, adapters)
+        inputs = self._make_inputs(slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
-        self._mover = BlockMover(bridge, self.attention_layers, size)
+        self._mover = BlockMover(bridge, self.attention_layers, self.block_size)
         self._has_moves = config.has_dense_cache
         self.planner = self.launches = PaddedLaunches(
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
         )
+
+    def _pad_model(
+        self,
+        kernel: SDPAKernel,
+        normaliser: Normaliser | float | None,
+        adapters: DeviceSlots | None,
+    ) -> HPUModel:
+        size, last_token_ids = self.block_size, self._last_token_ids
+        return HPUModel(self.model, size, kernel, normaliser, last_token_ids, adapters)
+
+    def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
+        return HPUInputBuilder(self.batch, self.block_size, slot_of_row)
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """One block table for all layers, and no null blocks in it: the block lists of a launch
@@ -249,6 +270,8 @@ class HPUModelRunner(ModelRunner):
         self._warm_up_sampler(
             device_input, logits, self._sampling_launches(shape.num_rows, sampling)
         )
+        if self.drafter is not None:
+            self.drafter.warm_up(shape)
 
     def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
         """Launches of so many rows that compile what is missing of the sampler; see

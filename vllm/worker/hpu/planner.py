@@ -173,14 +173,32 @@ class HPULaunchPlanner:
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step: decodes, then prefills in the order of its rows."""
-        rows = _Rows.of(step)
-        decodes, prompts = self._separate(rows)
-        launches: list[Launch] = []
-        for part in self._split_decodes(decodes):
-            launches.append(self._decode(part))
-        for part, bucket in self._group_prefills(self._split_prompts(prompts)):
-            launches.append(_launch(part, bucket, merged_prompts=self._merged_prompts))
-        return launches
+        decodes, prompts = self._separate(_Rows.of(step))
+        return [*self._decodes(decodes), *self._prefills(prompts)]
+
+    def plan_known(
+        self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
+    ) -> list[PaddedLaunch]:
+        """The launches of known tokens that a draft model lacks.
+
+        Args:
+            rows: [n]
+            computed: [n] position of the first token of each.
+            scheduled: [n] tokens of each.
+            is_decode: they are no more than the tokens of a decode that verifies drafts.
+        """
+        if is_decode:
+            return self._decodes(_Rows(rows, computed, scheduled, scheduled - 1))
+        return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
+
+    def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
+        return [self._decode(part) for part in self._split_decodes(rows)]
+
+    def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
+        return [
+            _launch(part, bucket, merged_prompts=self._merged_prompts)
+            for part, bucket in self._group_prefills(self._split_prompts(rows))
+        ]
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,

@@ -52,7 +52,7 @@ def profile_launches(
         some phase.
     """
     plan = plan_buckets(config)
-    runner.launches.execution.allow_shapes(3 * len(plan.catalog))
+    runner.launches.allow_shapes(3 * len(plan.catalog))
     resident_bytes = used_bytes(bridge)
 
     def run(bucket: Bucket) -> Attempt:

@@ -141,7 +141,7 @@ class SleepingGraphs:
         if isinstance(execution, GraphExecution):
             self._shapes += execution.shapes
             for shape in execution.shapes:
-                execution.release(shape)
+                self._runner.launches.release(shape)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -150,7 +150,7 @@ class SleepingGraphs:
         while self._shapes:
             assert isinstance(execution, GraphExecution)
             shape = self._shapes.pop(0)
-            execution.capture(self._runner.launches.padding_input(shape), shape)
+            self._runner.launches.capture(shape)
             self._runner.warm_up(shape, sampling="none")
 
 

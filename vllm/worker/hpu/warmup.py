@@ -117,7 +117,7 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._launches.execution.allow_shapes(3 * len(self._catalog))
+        self._launches.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
         # Operator by operator, compiling is launching.
         if self._launches.execution.has_recipes and self._bridge.can_compile_only:
@@ -127,7 +127,7 @@ class WarmUp:
         for phase in Phase:
             yield from self._launch_once(phase)
         if isinstance(self._launches.execution, GraphExecution):
-            yield from self._capture(self._launches.execution)
+            yield from self._capture()
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
@@ -275,12 +275,12 @@ class WarmUp:
             # None of them has run the other way yet.
             decodes = self._catalog.decode
             self._catalog = self._catalog.without(decodes).with_buckets(decodes)
-        self._launches.execution.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
+        self._launches.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
         self._launches.use_catalog(self._catalog, self._limits)
 
     # ---- phase 2 --------------------------------------------------------------------------
 
-    def _capture(self, execution: GraphExecution) -> _Steps:
+    def _capture(self) -> _Steps:
         hpu, ledger = self._config.hpu, self._ledger
         prompt, decode = self._assign_graphs()
         logger.info(
@@ -302,7 +302,7 @@ class WarmUp:
             except StopIteration as end:
                 graphs: dict[Phase, PhaseGraphs] = end.value
                 break
-            capture = yield from self._capture_one(execution, step)
+            capture = yield from self._capture_one(step)
         for phase, result in graphs.items():
             _log_graphs(phase, result)
 
@@ -318,12 +318,10 @@ class WarmUp:
             ledger.assign(cls, num_bytes)
         return parts
 
-    def _capture_one(
-        self, execution: GraphExecution, step: CaptureStep
-    ) -> Generator[WarmUpStep, str | None, Capture]:
+    def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
         """Capture the graphs of a bucket, unless they are given up before."""
         self._used_bytes = None
-        self._launch = partial(self._capture_bucket, execution, step)
+        self._launch = partial(self._capture_bucket, step)
         given_up = yield WarmUpStep(
             phase=f"warm-up: {step.phase!s} graphs",
             name=_name(step.bucket),
@@ -333,17 +331,17 @@ class WarmUp:
         )
         if given_up is not None:
             for shape in self._shapes(step.bucket):
-                execution.release(shape)
+                self._launches.release(shape)
         return Capture(self._used_bytes, given_up)
 
-    def _capture_bucket(self, execution: GraphExecution, step: CaptureStep) -> str | None:
+    def _capture_bucket(self, step: CaptureStep) -> str | None:
         """Capture all launches of a bucket; why they take more memory than there is, or None."""
         free_bytes, in_use = self._free_bytes(), used_bytes(self._bridge)
         logger.info(
             warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
         )
         for shape in self._shapes(step.bucket):
-            capture = partial(self._capture_shape, execution, shape)
+            capture = partial(self._capture_shape, shape)
             with self._bridge.dry_run():
                 captured = attempt(self._bridge, capture, in_use)
             if captured.refused_bytes is not None:
@@ -352,8 +350,8 @@ class WarmUp:
         self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
         return step.refusal_of(self._used_bytes)
 
-    def _capture_shape(self, execution: GraphExecution, shape: PaddedShape) -> None:
-        execution.capture(self._launches.padding_input(shape), shape)
+    def _capture_shape(self, shape: PaddedShape) -> None:
+        self._launches.capture(shape)
         self._runner.warm_up(shape, sampling="none")
 
     def _shapes(self, bucket: Bucket) -> list[PaddedShape]:

@@ -30,6 +30,7 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
+from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launch_profile import profile_launch
 from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
@@ -80,16 +81,22 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
         self._idle_warm_up: IdleWarmUp | None = None
+        self._drafter: HPUDraftRunner | None = None
 
     def _load_model(self) -> None:
         bridge = self.bridge
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
                 self.model = self._load_weights()
+                draft_config, draft_model = self.config.of_draft_model, None
+                if draft_config is not None:
+                    draft_model = load_model(draft_config, self.tp, bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
                 self.runner = self._make_runner(self.model, kernel)
+                if draft_config is not None and isinstance(draft_model, CausalLM):
+                    self._add_drafter(draft_config, draft_model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
 
@@ -114,6 +121,12 @@ class HPUWorker(WorkerBase):
         if isinstance(model, PoolingModel):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
+
+    def _add_drafter(self, config: VllmConfig, model: CausalLM, kernel: SDPAKernel) -> None:
+        runner, max_drafts = self.runner, self.config.scheduler.max_draft_tokens
+        assert isinstance(runner, HPUModelRunner)
+        self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
+        runner.drafter = self._drafter
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         meeting.join(self.platform.collectives_backend)
@@ -148,6 +161,8 @@ class HPUWorker(WorkerBase):
         self.ledger = make_ledger(self.config, self._report, total_bytes, num_blocks)
         with self._within_memory("the KV cache"), MemoryProfile(bridge) as allocation:
             self._bind_caches(num_blocks)
+        if self._drafter is not None:
+            self._drafter.start(num_blocks)
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
@@ -255,16 +270,23 @@ class HPUWorker(WorkerBase):
         return launch_bytes
 
     def _block_bytes(self) -> int:
-        return self.runner.cache_layout.block_bytes
+        return sum(runner.cache_layout.block_bytes for runner in self._runners)
+
+    @property
+    def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner]:
+        """Of the model, and of the draft model, which uses the same blocks."""
+        return [self.runner] if self._drafter is None else [self.runner, self._drafter]
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers, layout = self.runner.attention_layers, self.runner.cache_layout
         dtype = cache_dtype(self.config)
-        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
+        for runner in self._runners:
+            layers, layout = runner.attention_layers, runner.cache_layout
+            bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
 
     def _release_caches(self) -> None:
-        for layer in self.runner.attention_layers:
-            layer.release_kv_cache()
+        for runner in self._runners:
+            for layer in runner.attention_layers:
+                layer.release_kv_cache()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

@@ -1,0 +1,120 @@
+"""A draft model on the simulated card: users get what they get without it, nothing compiles after
+the warm-up, and right drafts where the two models agree.
+"""
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.test_drafts import seen_by_user
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.worker import test_hpu_drafts
+from vllm import SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.bucketing.ledger import MemoryClass
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.llm_engine import LLMEngine
+
+PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
+for params in PARAMS:
+    params.max_tokens = min(params.max_tokens, 14)
+
+
+def make_engine(draft, mode, **more) -> LLMEngine:
+    arguments = SMALL_ENGINE | {"enforce_eager": MODES[mode][1], "max_model_len": 64} | more
+    arguments["sampling_warmup"] = "all"
+    if draft is not None:
+        speculative = {"model": str(draft), "num_speculative_tokens": 3, "adaptive": False}
+        arguments["speculative_config"] = speculative
+    return LLMEngine.from_vllm_config(EngineArgs(**arguments).create_engine_config())
+
+
+def run(engine: LLMEngine) -> list:
+    return [seen_by_user(output) for output in test_hpu_drafts.run(engine, PARAMS)]
+
+
+def drafts_of(engine: LLMEngine) -> tuple[int, int]:
+    stats = engine.engine_core.stats().drafts
+    return stats.num_draft_tokens, sum(stats.accepted)
+
+
+def keep(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def run_and_leave(engine: LLMEngine) -> None:
+    """Requests that share prefixes, some without drafts, come and are aborted at any time."""
+    rng, todo = random.Random(2), list(range(8))
+    text = [rng.randrange(300, 400) for _ in range(45)]
+    while todo or engine.has_unfinished_requests():
+        if todo and rng.random() < 0.8:
+            params = SamplingParams(max_tokens=rng.randint(1, 16), ignore_eos=True, seed=len(todo))
+            if rng.random() < 0.4:
+                params.logits_processors = [keep]  # no drafts
+            prompt = {"prompt_token_ids": text[: rng.choice([15, 30, 31, 45])]}
+            engine.add_request(str(todo.pop()), prompt, params)
+        if rng.random() < 0.1:
+            engine.abort_request(str(rng.randrange(8)))
+        engine.step()
+
+
+def check_ledger(engine: LLMEngine) -> None:
+    worker = engine.engine_core.executor._worker
+    runners = worker.runner, worker.runner.drafter
+    weight_bytes = sum(w.nbytes for runner in runners for w in runner.model.parameters())
+    assert worker.ledger.booked(MemoryClass.WEIGHTS) >= weight_bytes
+    block_bytes = sum(runner.cache_layout.block_bytes for runner in runners)
+    num_blocks = engine.engine_core.config.cache.num_gpu_blocks_override
+    assert worker.ledger.booked(MemoryClass.KV_CACHE) == num_blocks * block_bytes
+
+
+RIGHT, WRONG, PARTLY = "right", "wrong", "partly right"
+SHORT = ("HPU graphs", RIGHT)
+CASES = [
+    pytest.param(*case, marks=[] if case == SHORT else pytest.mark.exhaustive)
+    for case in itertools.product(MODES, (RIGHT, WRONG, PARTLY))
+]
+
+
+@pytest.mark.parametrize(("mode", "draft"), CASES)
+def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, tmp_path):
+    folder = {RIGHT: BUNDLED_MODEL, WRONG: models("opt"), PARTLY: tmp_path}[draft]
+    if draft == PARTLY:
+        cut_layers(tmp_path)
+    variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+        expected = run(make_engine(None, mode))
+        engine = make_engine(folder, mode, num_gpu_blocks_override=6)
+        check_ledger(engine)
+        before = bridge.counters().compilations
+        assert run(engine) == expected
+        assert run(engine) == expected, "with the prefix cache of both models"
+        num_drafts, num_right = drafts_of(engine)
+        run_and_leave(engine)
+        assert bridge.counters().compilations == before
+        stats = engine.engine_core.stats()
+        assert stats.num_preemptions and stats.num_prefix_hits
+        more_drafts, more_right = drafts_of(engine)
+    if draft == RIGHT:
+        assert num_drafts > num_right > 0.5 * num_drafts > 30, "penalties are no part of drafts"
+        assert more_drafts - num_drafts == more_right - num_right > 30, "and no others are wrong"
+    else:
+        assert num_drafts > 30
+        assert num_right < 20 if draft == WRONG else 10 < num_right < 0.6 * num_drafts
+
+
+def cut_layers(folder: Path) -> None:
+    """A folder with the first layers of the bundled model."""
+    shutil.copytree(BUNDLED_MODEL, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    num_layers = config["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if f"layers.{num_layers}." not in name}
+    save_file(kept, folder / "model.safetensors")

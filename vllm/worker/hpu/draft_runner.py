@@ -1,0 +1,180 @@
+"""Runs the draft model on Gaudi: the buckets of the model, and drafts that stay on the card.
+
+What is known and not computed yet runs first: up to 1 + k tokens of a row in the bucket of decodes
+that verify drafts, what is before them as a prompt. Each further draft is a decode, which finds the
+draft before it on the card. The host reads all drafts at once, when the last one is launched.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.attention.backends.flat_pa import Normaliser
+from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.bucketing import Phase
+from vllm.config import VllmConfig
+from vllm.lora.launches import DeviceSlots
+from vllm.messages import IntArray
+from vllm.model_executor.models.interface import CausalLM
+from vllm.sample.metadata import ALL_GREEDY
+from vllm.sample.sampler import Sampler
+from vllm.sample.state import SamplingState
+from vllm.worker.draft_maker import DraftMaker
+from vllm.worker.draft_progress import DraftSpans
+from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.launches import Sampling
+from vllm.worker.hpu.model import HPUModel, Prepared
+from vllm.worker.hpu.model_runner import HPUModelRunner
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
+from vllm.worker.input_batch import InputBatch
+
+
+class HPUDraftModel(HPUModel):
+    """A draft model with the vocabulary of the model, from which its own may differ by padding.
+
+    Attributes:
+        vocab_size: of the model.
+    """
+
+    vocab_size: int
+
+    def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
+        attention, token_ids, positions, last, adapters = super().prepare(packed, shape)
+        if self.model.arch.vocab_size < self.vocab_size:
+            token_ids = token_ids.clamp(max=self.model.arch.vocab_size - 1)
+        return attention, token_ids, positions, last, adapters
+
+    def _head(self, rows: Tensor) -> Tensor:
+        logits = super()._head(rows)
+        lacking = self.vocab_size - self.model.arch.vocab_size
+        return F.pad(logits, (0, lacking), value=-torch.inf) if lacking else logits
+
+
+class DraftInputBuilder(HPUInputBuilder):
+    """Packs launches of a draft model: each row has one next token, behind its last one."""
+
+    def _kept(self, launch: PaddedLaunch, sampled: IntArray) -> tuple[IntArray, IntArray]:
+        return sampled, last_places(launch)[sampled]
+
+
+def last_places(launch: PaddedLaunch) -> IntArray:
+    """[n] the logits of the last token of each row."""
+    first = np.arange(len(launch.rows), dtype=np.int32) * np.int32(launch.tokens_with_logits)
+    if launch.bucket.phase is Phase.PREFILL:
+        return first
+    return first + launch.num_scheduled_tokens - 1
+
+
+class HPUDraftRunner(DraftMaker, HPUModelRunner):
+    """A draft model in padded launches; see `DraftMaker`.
+
+    Args:
+        config: of the draft model.
+        model: the draft model, on the card.
+        target: the runner of the model, whose rows, blocks, buckets and random numbers this one
+            uses.
+        kernel: attention of prompts.
+        max_drafts: k, drafts of a row in one step.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        target: HPUModelRunner,
+        kernel: SDPAKernel,
+        max_drafts: int,
+    ) -> None:
+        self._target = target
+        super().__init__(config, model, target._bridge, kernel, target.grammars)
+        self.config = config
+        self._max_drafts = max_drafts
+        self._stages = target._stages  # logits have the same shapes
+        self._made: list[tuple[IntArray, IntArray, IntArray, Tensor]] = []
+        """Of each launch that has sampled: rows, positions and places of its drafts, and what it
+        has sampled."""
+        target.launches.add_beside(self.launches)
+
+    def _make_batch(self, config: VllmConfig) -> InputBatch:
+        return self._target.batch
+
+    def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
+        return self._target.sampling, self._target.sampler
+
+    def _pad_model(
+        self,
+        kernel: SDPAKernel,
+        normaliser: Normaliser | float | None,
+        adapters: DeviceSlots | None,
+    ) -> HPUModel:
+        size, last_token_ids = self.block_size, self._last_token_ids
+        padded = HPUDraftModel(self.model, size, kernel, normaliser, last_token_ids, adapters)
+        padded.vocab_size = self._target.vocab_size
+        return padded
+
+    def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
+        return DraftInputBuilder(self.batch, self.block_size, slot_of_row)
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def _run_known(self, spans: DraftSpans) -> None:
+        self.launches.inputs.place(spans.rows.tolist())  # the host knows their tokens
+        has_drafts = spans.num_drafts > 0
+        num_last = np.where(has_drafts, np.minimum(spans.count, 1 + self._max_drafts), 0)
+        num_before = (spans.count - num_last).astype(np.int32)
+        planner, runs = self.launches.planner, num_before > 0
+        if runs.any():
+            first = spans.first[runs]
+            for launch in planner.plan_known(
+                spans.rows[runs], first, num_before[runs], is_decode=False
+            ):
+                self._run_draft(launch, samples=False)
+        if has_drafts.any():
+            first = (spans.first + num_before)[has_drafts]
+            count = num_last[has_drafts].astype(np.int32)
+            self._run_decodes(spans.rows[has_drafts], first, count)
+
+    def _run_newest(self, rows: IntArray) -> None:
+        newest = self.batch.num_tokens[rows] - 1
+        self._run_decodes(rows, newest, np.ones_like(newest))
+
+    def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray) -> None:
+        for launch in self.launches.planner.plan_known(rows, first, count, is_decode=True):
+            self._run_draft(launch, samples=True)
+
+    def _run_draft(self, launch: PaddedLaunch, *, samples: bool) -> None:
+        with self.launches.running(launch) as self._warmed:
+            packed, _ = self.launches.inputs.pack(launch)
+            device_input = self.launches.to_device(packed)
+            logits, _ = self.launches.execution.run(device_input, launch.shape)
+            if not samples:
+                return
+            places, real = last_places(launch), launch.rows
+            rows = np.full(len(real) * launch.tokens_with_logits, self.sampling.padding_row)
+            rows = rows.astype(np.int32)
+            rows[places] = real
+            num_output, positions = np.zeros_like(rows), self.batch.num_tokens[real]
+            num_output[places] = positions - self.batch.num_prompt_tokens[real]
+            metadata = self.sampling.distribution(rows, num_output, len(logits))
+            self._check_stages(len(logits), metadata)
+            sampled = self.sampler(logits, metadata)
+            self._keep_tokens(device_input, sampled)
+        self.launches.inputs.mark_sampled(real)
+        self._made.append((real, positions, places, sampled.host_ids))
+        self.batch.num_tokens[real] += 1
+
+    def _write_drafts(self) -> None:
+        made, self._made = self._made, []
+        for rows, positions, places, host_ids in made:
+            token_ids = host_ids.cpu().numpy()[places]
+            self.batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
+
+    # ---- warm-up --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
+        """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up."""
+        device_input = self.launches.padding_input(shape)
+        logits, _ = self.launches.execution.run(device_input, shape)
+        self._warm_up_sampler(device_input, logits, [ALL_GREEDY])
