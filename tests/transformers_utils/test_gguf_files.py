@@ -131,10 +131,13 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
     ("changes", "message"),
     [
         ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars'; supported: default, gpt-2"),
-        ({"tokenizer__ggml__model": "t5"}, "of the kind 't5'; supported: gpt2 and llama"),
-        ({"tokenizer__ggml__model": "llama"}, r"ggml\.scores' is no list of float"),
-        ({"tokenizer__ggml__token_type": [1, 2]}, "a value for each of 4096 tokens"),
-        ({"tokenizer__ggml__merges": ["a b c"]}, "no list of pairs"),
+        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama"),
+        (
+            {"tokenizer__ggml__model": "llama"},
+            r"ggml\.scores' must be a list of float with a value for each of the \d+ tokens",
+        ),
+        ({"tokenizer__ggml__token_type": [1, 2]}, "a value for each of the 4096 tokens"),
+        ({"tokenizer__ggml__merges": ["a b c"]}, "must be a list of texts, each with two tokens"),
     ],
 )
 def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, changes, message):

@@ -75,10 +75,12 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
     """
     kind = model.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"its tokenizer is of the kind {kind!r}; supported: gpt2 and llama")
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.model' is {str(kind)[:40]!r}; supported: gpt2, llama"
+        )
     tokens = _list(model, "tokens", str)
     if len(set(tokens)) != len(tokens):
-        raise ConfigError("its metadata 'tokenizer.ggml.tokens' has a token twice")
+        raise ConfigError("the metadata 'tokenizer.ggml.tokens' has a token twice")
     words = _words_of(model) if kind == "gpt2" else None
     made = _sentence_pieces(model, tokens) if words is None else _bytes(model, tokens, words)
     if "tokenizer.ggml.token_type" in model.metadata:
@@ -101,7 +103,8 @@ def _words_of(model: GGUFModel) -> _Words:
     name = model.metadata.get("tokenizer.ggml.pre", "default")
     if name not in _WORDS:
         raise ConfigError(
-            f"its metadata 'tokenizer.ggml.pre' is {name!r}; supported: {', '.join(_WORDS)}"
+            f"the metadata 'tokenizer.ggml.pre' is {str(name)[:40]!r}; supported: "
+            f"{', '.join(_WORDS)}"
         )
     return _WORDS[name]
 
@@ -113,12 +116,18 @@ def _bytes(model: GGUFModel, tokens: list[str], words: _Words) -> "Tokenizer":
     parts = [line.partition(" ") for line in _list(model, "merges", str)]
     pairs = [(first, second) for first, _, second in parts]
     if any(not first or not second or " " in second for first, second in pairs):
-        raise ConfigError("its metadata 'tokenizer.ggml.merges' is no list of pairs of tokens")
+        raise ConfigError(
+            "the metadata 'tokenizer.ggml.merges' must be a list of texts, each with two tokens "
+            "and a space between them"
+        )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         bpe = models.BPE(vocabulary, pairs, ignore_merges=words.keeps_whole_words)
     except Exception as error:  # tokenizers raises a plain Exception
-        raise ConfigError(f"its merges do not fit its tokens: {error}") from error
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.merges' names tokens that are not in "
+            f"'tokenizer.ggml.tokens': {error}"
+        ) from error
     made = Tokenizer(bpe)
     if words.normalizes:
         made.normalizer = normalizers.NFC()
@@ -141,7 +150,10 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
     vocabulary = {token: i for i, token in enumerate(tokens)}
     unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
-        raise ConfigError(f"its metadata 'tokenizer.ggml.unknown_token_id' is {unknown!r}")
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.unknown_token_id' must be the number of a token, from 0 "
+            f"to {len(tokens) - 1}; it is {str(unknown)[:40]}"
+        )
     made = Tokenizer(
         models.BPE(
             vocabulary,
@@ -234,5 +246,9 @@ def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = No
     is_list = isinstance(value, list) and all(type(each) is kind for each in value)
     if is_list and value and count in (None, len(value)):
         return cast(list[_Item], value)
-    each = "" if count is None else f" with a value for each of {count} tokens"
-    raise ConfigError(f"its metadata 'tokenizer.ggml.{name}' is no list of {kind.__name__}{each}")
+    each = "" if count is None else f" with a value for each of the {count} tokens"
+    found = f"a list of {len(value)}" if isinstance(value, list) else str(value)[:40]
+    raise ConfigError(
+        f"the metadata 'tokenizer.ggml.{name}' must be a list of {kind.__name__}{each}; "
+        f"it is {found}"
+    )

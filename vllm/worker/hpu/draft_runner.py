@@ -91,6 +91,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         self.config = config
         self._max_drafts = max_drafts
         self._stages = target._stages  # logits have the same shapes
+        self._has_moves = False  # the cache of a model with a draft model stays where it is
         self._made: list[tuple[IntArray, IntArray, IntArray, Tensor]] = []
         """Of each launch that has sampled: rows, positions and places of its drafts, and what it
         has sampled."""
