@@ -6,8 +6,8 @@ The scheduler runs a load without a model: requests come, decode, end, and leave
 to the prefix cache; some begin with a prompt that came before. Counted are blocks of keys and
 values, relative to reading once the blocks of the requests that decode: as one slice up to the
 highest, or gathered (three times each), with and without moving the blocks of running requests to
-the low end. A moved block is read and written. Padding to buckets is not counted: a slice and a
-gather have the same. Prints JSON on standard output and a table on standard error.
+the low end. A moved block is read and written. Padding to buckets is not counted.
+Prints JSON on standard output and a table on standard error.
 """
 
 import argparse
