@@ -62,6 +62,10 @@ def test_the_method_is_found_from_the_config(config, name, method):
     assert method_of_config(config, name) == method
 
 
+def test_a_method_may_have_the_name_that_a_model_gives_it():
+    assert drafts_of(method="deepseek_mtp").method == "mtp"
+
+
 def test_a_model_without_a_method_makes_drafts():
     args = EngineArgs(
         speculative_model="draft/model",

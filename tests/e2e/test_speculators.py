@@ -189,7 +189,7 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
 
 WRONG = [
     ("eagle", {"hidden_size": 32, "head_dim": 8}, {}, "hidden_size is 32, and the model"),
-    ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "num_hidden_layers is 2; accepted: 1"),
+    ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "num_hidden_layers is 2, and a"),
     ("eagle3", {"draft_vocab_size": 99}, {}, "draft_vocab_size is 99, more than the 16 tokens"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {},
      r"layers \[0, 3, 5\] .* numbers from 0 to 4"),

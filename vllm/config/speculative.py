@@ -22,6 +22,7 @@ _DEFAULT_DRAFTS = {
     **{name: row.num_drafts for name, row in SPECULATORS.items()},
 }
 _METHODS = tuple(_DEFAULT_DRAFTS)
+_OTHER_NAMES = {"deepseek_mtp": "mtp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class SpeculativeConfig:
                 f"speculative_config needs the key 'method': {', '.join(_METHODS)}; for "
                 'example {"method": "ngram", "num_speculative_tokens": 5}'
             )
-        return str(method)
+        return _OTHER_NAMES.get(str(method), str(method))
 
     @property
     def drafts(self) -> DraftOptions | None:
