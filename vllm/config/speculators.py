@@ -67,8 +67,8 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
     file.check("vocab_size", arch.vocab_size, target.vocab_size)
     if arch.num_layers != 1:
         raise ConfigError(
-            f"{file.path}: num_hidden_layers is {arch.num_layers}, and a network of EAGLE has 1. Is "
-            f"it one that was made for the model?"
+            f"{file.path}: num_hidden_layers is {arch.num_layers}, and a network of EAGLE has 1. "
+            f"Is it one that was made for the model?"
         )
     rope = arch.rope
     if rope is None or rope.rope_type in ("default", "llama3"):
