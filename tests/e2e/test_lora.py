@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,11 @@ def broken(folder: Path, kind: str) -> Path:
         weights.unlink()
     elif kind == "not JSON":
         config.write_text("{")
+    elif kind == "nested":
+        config.write_text("[" * 200_000)
+    elif kind == "pipe":
+        config.unlink()
+        os.mkfifo(config)
     elif kind == "cut":
         weights.write_bytes(weights.read_bytes()[:100])
     elif kind == "long header":
@@ -125,6 +131,13 @@ def broken(folder: Path, kind: str) -> Path:
     [
         ("no weights", r"cannot be read: .*\(adapter_model.safetensors\)"),
         ("not JSON", "adapter_config.json is not JSON"),
+        ("nested", "adapter_config.json is nested too deeply"),
+        ("pipe", "must be plain files"),
+        ('init_lora_weights="pissa_niter_4"', "belongs to changed weights of the model"),
+        ('use_rslora="no"', "use_rslora must be true or false, got 'no'"),
+        ('arrow_config={"top_k": 2}', "adapters that choose among adapters are not supported"),
+        ('rank_pattern={"(a+)+x": 4}', "is too complex: at most 256 characters, 2 repeats"),
+        ('alpha_pattern={"a.*b.*c.*d": 4}', "is too complex"),
         ("r=64", "the rank r is 64, and max_lora_rank is 16"),
         ('r="8"', "r must be a whole number above 0, got '8'"),
         ("lora_alpha=null", "lora_alpha must be a number, got None"),

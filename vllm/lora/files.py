@@ -6,6 +6,7 @@ Independent of models: names and shapes are read here, and compared with a model
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,8 +29,15 @@ _REFUSED: Mapping[str, str] = {
     "lora_bias": "biases of the adapter",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "adapters that choose among adapters",
+    "use_qalora": "adapters with pooled inputs",
 }
 """Keys of adapter_config.json that ask for what is not supported."""
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+"""Values of init_lora_weights with which peft has changed the weights of the model, too."""
+_MAX_PATTERN_CHARS = 256
+_MAX_REPEATS = 2
+"""In a pattern of modules: with more of them, a pattern could take minutes to compare."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise RequestError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes")
         given = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise RequestError(f"{path} is nested too deeply") from None
     except OSError as error:
         raise RequestError(
             f"the LoRA adapter {folder} cannot be read: {error.strerror or error} ({CONFIG_FILE}). "
@@ -107,7 +117,20 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
                 f"into the weights of its model (merge_and_unload of peft)"
             )
     if given.get("bias", "none") != "none":
-        raise RequestError(f"{path}: bias is {given['bias']!r}; only 'none' is supported")
+        raise RequestError(
+            f"{path}: bias is {given['bias']!r}; only 'none' is supported. Merge the adapter into "
+            f"the weights of its model (merge_and_unload of peft)"
+        )
+    start = given.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
+        raise RequestError(
+            f"{path}: init_lora_weights is {start!r}, so the adapter belongs to changed weights of "
+            f"the model. Save it with path_initial_model_for_weight_conversion of peft's "
+            f"save_pretrained, which makes an adapter of the unchanged weights"
+        )
+    for key in ("use_rslora", "fan_in_fan_out"):
+        if not isinstance(given.get(key) or False, bool):
+            raise RequestError(f"{path}: {key} must be true or false, got {given[key]!r}")
     rank: Any = given.get("r")
     alpha: Any = given.get("lora_alpha")
     patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
@@ -122,13 +145,8 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     ):
         if type(value) not in (int, float) or not abs(value) < 1e6:
             raise RequestError(f"{path}: {key} must be a number, got {value!r}")
-    try:
-        for key in (key for pattern in patterns for key in pattern):
-            re.compile(key)
-    except re.error as error:
-        raise RequestError(
-            f"{path}: {key!r} in rank_pattern or alpha_pattern is no regular expression: {error}"
-        ) from None
+    for key in (key for pattern in patterns for key in pattern):
+        _check_pattern(path, key)
     return AdapterConfig(
         rank=rank,
         alpha=alpha,
@@ -137,6 +155,23 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         uses_rslora=bool(given.get("use_rslora")),
         is_transposed=bool(given.get("fan_in_fan_out")),
     )
+
+
+def _check_pattern(path: Path, key: str) -> None:
+    """Refuse a pattern of rank_pattern or alpha_pattern that is wrong or slow to compare."""
+    where = f"{path}: {key[:80]!r} in rank_pattern or alpha_pattern"
+    plain = re.sub(r"\\\D", "", key)
+    is_slow = re.search(r"\)[*+?{]|\(\?|\\\d", plain) is not None
+    if is_slow or len(key) > _MAX_PATTERN_CHARS or len(re.findall(r"[*+{]", plain)) > _MAX_REPEATS:
+        raise RequestError(
+            f"{where} is too complex: at most {_MAX_PATTERN_CHARS} characters, {_MAX_REPEATS} "
+            f"repeats (* + {{}}), and no repeated or special groups are accepted. Write the "
+            f"names of the modules"
+        )
+    try:
+        re.compile(key)
+    except re.error as error:
+        raise RequestError(f"{where} is no regular expression: {error}") from None
 
 
 def content_key(folder: Path) -> str:
@@ -148,6 +183,10 @@ def content_key(folder: Path) -> str:
     """
     try:
         stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        if not all(stat.S_ISREG(s.st_mode) for s in stats):
+            raise RequestError(
+                f"the LoRA adapter {folder}: {CONFIG_FILE} and {WEIGHTS_FILE} must be plain files"
+            )
         versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
         return _hash_files(str(folder), versions)
     except OSError as error:
