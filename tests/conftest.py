@@ -5,6 +5,7 @@ Torch is imported where it is used: the process that distributes the tests does 
 
 import functools
 import os
+import platform
 import random
 import signal
 import sys
@@ -105,18 +106,11 @@ def same_numbers_in_each_run() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(
-    params=[
-        "amx",
-        "amx_portable",
-        "avx512_bf16",
-        "avx512_vnni",
-        "avx512",
-        "avx2",
-        "arm_bf16",
-        "base",
-    ]
-)
+_X86_ISAS = ("amx", "amx_portable", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "base")
+_ISAS = ("arm_bf16", "base") if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
+
+
+@pytest.fixture(params=_ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The C++ kernels run on this instruction set; skipped where there is none."""
     from vllm.ops.cpu.library import load_cpu_kernels

@@ -423,6 +423,11 @@ def export(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def of_launcher(name: str) -> str | None:
+    """A variable that a launcher such as torchrun sets for each process; None: it is not set."""
+    return os.environ.get(name)
+
+
 def rank_variables(
     rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
 ) -> dict[str, str]:

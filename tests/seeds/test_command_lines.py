@@ -1,6 +1,6 @@
 """Every command line of the documents, parsed and resolved on the simulated card.
 
-The model that is named is replaced by a tiny one of its architecture.
+The model that is named is replaced by a tiny one of its architecture, a draft model by the same.
 """
 
 import shlex
@@ -55,6 +55,8 @@ def resolve(row: Statement, model: Path, *, without: tuple[str, ...]) -> VllmCon
     engine, _ = read_args(args)
     assert engine.model
     engine.model, engine.skip_tokenizer_init = str(model), True
+    if "model" in engine.speculative_config:
+        engine.speculative_config = {**engine.speculative_config, "model": str(model)}
     return engine.create_engine_config()
 
 

@@ -7,12 +7,12 @@ exchange tensors. So every process gets all outputs, and no step has to be sent.
 """
 
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import Meeting
 from vllm.errors import CollectiveError, ConfigError
@@ -124,11 +124,11 @@ class ExternalExecutor(UniProcExecutor):
 
 
 def _meeting(parallel: ParallelConfig, rank: int) -> Meeting:
-    host = os.environ.get("MASTER_ADDR")
+    host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")
     # torchrun keeps the address open itself; elsewhere it is rank 0 that does.
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = rank == 0 and envs.of_launcher("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = (host, _number("MASTER_PORT"))
     return Meeting.at(parallel, rank, address, is_host=is_host, name=f"vllm-{next(_ENGINES)}")
 
@@ -141,7 +141,7 @@ def _error_of(failure: Any, rank: int) -> Exception:
 
 
 def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
+    text = envs.of_launcher(name)
     if text is None and default is not None:
         return default
     if text is None or not (text.isascii() and text.isdigit()):
@@ -150,7 +150,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def _missing(name: str) -> ConfigError:
-    given = os.environ.get(name)
+    given = envs.of_launcher(name)
     return ConfigError(
         f"distributed_executor_backend='external_launcher': the environment variable {name} is "
         f"{'not set' if given is None else repr(given)}. Start the program with a launcher that "

@@ -185,8 +185,8 @@ class BlockPeer:
             return left
 
         with socket.create_connection(self._address, left_s()) as connection:
-            connection.sendall(_REQUEST.pack(_MAGIC, _name(namespace), len(keys)))
-            connection.sendall(b"".join(keys))
+            head = _REQUEST.pack(_MAGIC, _name(namespace), len(keys))
+            connection.sendall(head + b"".join(keys))
             status, count = _ANSWER.unpack(_receive(connection, _ANSWER.size, left_s))
             if status == _OTHER_NAMESPACE:
                 raise PeerError(
