@@ -167,11 +167,11 @@ def test_a_server_survives_what_is_sent_to_it():
         address = ("127.0.0.1", one._server.port)
         head = struct.pack("<8s32sI", b"KVPEERS1", b"model", 0xFFFFFFFF)
         for data in (b"", head, head[:20], *(rng.randbytes(rng.randrange(200)) for _ in range(20))):
-            with socket.create_connection(address, 30) as connection:
-                with suppress(OSError):  # it may be closed before all is sent
-                    connection.sendall(data)
-                    connection.shutdown(socket.SHUT_WR)
-                    assert connection.recv(1) == b""
+            # The connection may be closed before all is sent.
+            with socket.create_connection(address, 30) as connection, suppress(OSError):
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
         with consumer(address[1]) as made:
             assert fetched(made, KEYS) == BLOCKS
 
