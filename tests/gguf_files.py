@@ -18,7 +18,26 @@ from torch import Tensor
 TypeOf = Callable[[str], Type]
 """Name in the GGUF file -> type of a matrix."""
 
-BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+OUR_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Types of blocks that are read without the package."""
+_SCALES = {
+    "Q2_K": {80: 3 * 15, 82: 15},
+    "Q3_K": {108: 4 * 32},
+    "Q4_K": {0: 15 * 40, 2: 40},
+    "Q5_K": {0: 31 * 40, 2: 40},
+    "Q6_K": {208: 32 * 64},
+    "IQ2_XXS": {0: 43 * 4},
+    "IQ2_XS": {0: 43 * 4},
+    "IQ2_S": {0: 43 * 4},
+    "IQ3_XXS": {0: 62 * 8},
+    "IQ3_S": {0: 15 * 31},
+    "IQ1_S": {0: 15},
+    "IQ4_NL": {0: 127},
+    "IQ4_XS": {0: 127 * 32},
+}
+"""Types that the package cannot write -> where a block has float16 scales, and the largest number
+that each is multiplied with."""
+RANDOM_TYPES = (*_SCALES, "IQ1_M")
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -45,17 +64,18 @@ _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 
 def random_blocks(kind: Type, shape: tuple[int, ...], spread: float, seed: int = 0) -> np.ndarray:
-    """Bytes of random blocks of a type that the package cannot write."""
+    """Bytes of random blocks, with finite scales, of a type that the package cannot write."""
     rng = np.random.default_rng(seed)
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), dtype=np.uint8)
-    largest = {"Q4_K": 15 * 40, "Q5_K": 31 * 40, "Q6_K": 32 * 64}[kind.name]
-    scale = np.array([spread * 2 / largest], "<f2").view(np.uint8)
-    if kind.name == "Q6_K":
-        blocks[..., 208:210] = scale
-    else:
-        blocks[..., 0:2] = scale
-        blocks[..., 2:4] = np.array([spread * 2 / 40], "<f2").view(np.uint8)
+    for place, largest in _SCALES.get(kind.name, {}).items():
+        scale = np.array([spread * 2 / largest], "<f2").view(np.uint8)
+        blocks[..., place : place + 2] = scale
+    if kind.name == "IQ1_M":  # its scale is in the high halves of four bytes
+        digits = np.array([spread * 2 / 15], "<f2").view(np.uint16)[0]
+        for i in range(4):
+            high = int(digits) >> 4 * i & 15
+            blocks[..., 49 + 2 * i] = blocks[..., 49 + 2 * i] & 15 | high << 4
     return blocks.reshape(*shape[:-1], -1)
 
 
@@ -101,7 +121,7 @@ def write_gguf(
         kind = type_of(stored) if values.dim() == 2 else Type.F32
         if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = Type.F16  # as converters do
-        if kind.name in ("Q4_K", "Q5_K", "Q6_K"):
+        if kind.name in RANDOM_TYPES:
             data = random_blocks(kind, tuple(values.shape), float(values.std()), len(dense))
         else:
             data = gguf.quantize(values.numpy(), kind)

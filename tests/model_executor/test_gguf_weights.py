@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import sys
 
 import pytest
 import torch
@@ -13,13 +14,21 @@ from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.quantization.gguf_blocks import read_blocks
+from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
+from vllm.model_executor.quantization.gguf_blocks import needs_package
 from vllm.ops.native import NativeOps
 from vllm.transformers_utils.gguf.folder import unpack
+from vllm.transformers_utils.gguf.header import BLOCK_TYPES
 
 gguf = pytest.importorskip("gguf")
 
-from tests.gguf_files import BLOCK_TYPES, Type, random_blocks, write_gguf  # noqa: E402
+from tests.gguf_files import (  # noqa: E402
+    OUR_TYPES,
+    RANDOM_TYPES,
+    Type,
+    random_blocks,
+    write_gguf,
+)
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 NO_WINDOW = {"use_sliding_window": False}
@@ -27,8 +36,8 @@ HEADS = {"head_dim": 64}
 MODELS = {
     "llama": ("F32", HEADS),
     "llama3": ("Q5_0", HEADS),
-    "llama_linear": ("F16", HEADS),
-    "llama_yarn": ("BF16", HEADS),
+    "llama_linear": ("Q3_K+Q5_K+Q6_K+F16", HEADS),
+    "llama_yarn": ("BF16+IQ4_XS+Q5_K+IQ4_NL+Q8_0", HEADS),
     "granite_code": ("Q5_1", {}),
     "mistral": ("Q8_0", {"sliding_window": None}),
     "qwen2": ("Q4_1", NO_WINDOW),
@@ -52,7 +61,7 @@ def written(tmp_path_factory):
         if (family, kind) not in made:
             folder = tmp_path_factory.mktemp("gguf")
             source = make_tiny_model(family, folder / "source", **(SIZES | overrides))
-            kinds = itertools.cycle(["Q8_0", "Q4_0", "Q6_K"] if kind == "mixed" else [kind])
+            kinds = itertools.cycle(kind.split("+"))
             write_gguf(source, folder, lambda name: Type[next(kinds)])
             made[family, kind] = folder
         return made[family, kind]
@@ -60,15 +69,52 @@ def written(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
-def test_numbers_are_those_of_the_package(kind):
-    shape = (7, 768)
-    if kind.endswith("_K"):
-        data = random_blocks(Type[kind], shape, 1.0)
-    else:
-        data = gguf.quantize(torch.randn(shape, generator=torch.manual_seed(0)).numpy(), Type[kind])
-    got = read_blocks(kind, torch.from_numpy(data)).dequantize()
-    assert torch.equal(got, torch.from_numpy(gguf.dequantize(data, Type[kind])))
+def blocks_of(kind, shape):
+    if kind in RANDOM_TYPES:
+        return random_blocks(Type[kind], shape, 1.0)
+    numbers = torch.randn(shape, generator=torch.manual_seed(0)).numpy()
+    return gguf.quantize(numbers, Type[kind])
+
+
+def write_matrices(path, kinds, shape=(7, 768)):
+    """A file with a matrix of each type, and what the package reads of it."""
+    writer, want = gguf.GGUFWriter(path, "llama"), {}
+    for i, kind in enumerate(kinds):
+        data = blocks_of(kind, shape)
+        writer.add_tensor(f"blk.{i}.ffn_up.weight", data, raw_dtype=Type[kind])
+        numbers = torch.from_numpy(gguf.dequantize(data, Type[kind]).astype("float32"))
+        want[f"model.layers.{i}.mlp.up_proj.weight"] = numbers
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return want
+
+
+def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
+    for number, kind in BLOCK_TYPES.items():
+        assert (kind.name, number) == (Type(number).name, Type[kind.name].value)
+        assert (kind.block_size, kind.block_bytes) == gguf.GGML_QUANT_SIZES[Type(number)]
+    kinds = [kind.name for kind in BLOCK_TYPES.values()]
+    want = write_matrices(tmp_path / "model.gguf", kinds)
+    monkeypatch.setattr("vllm.model_executor.loader.gguf_file._PART_NUMBERS", 2 * 768)
+    for (name, source), kind in zip(read_gguf([tmp_path / "model.gguf"]), kinds, strict=True):
+        numbers = want[name]
+        assert numbers.isfinite().all() and numbers.std() > 0.01, kind
+        assert torch.equal(source.read(()).float(), numbers), kind
+        part = (slice(1, 6), slice(256, 700))
+        assert torch.equal(source.read(part).float(), numbers[part]), kind
+
+
+def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
+    assert not [kind for kind in OUR_TYPES if needs_package(kind)]
+    for name, kinds in (("ours", OUR_TYPES), ("all", (*OUR_TYPES, "Q3_K"))):
+        write_matrices(tmp_path / f"{name}.gguf", kinds)
+    assert stored_format([tmp_path / "all.gguf"]) is not None
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert stored_format([tmp_path / "ours.gguf"]) is not None
+    with pytest.raises(ConfigError, match=r"type Q3_K, .*pip install 'vllm\[gguf\]'; .* Q4_0"):
+        stored_format([tmp_path / "all.gguf"])
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -81,7 +127,9 @@ def test_logits_are_those_of_transformers(written, family):
     torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "num_stored"), [("Q4_0", 12), ("Q8_0", 12), ("mixed", 12)])
+@pytest.mark.parametrize(
+    ("kind", "num_stored"), [("Q4_0", 12), ("Q8_0", 12), ("Q8_0+Q4_0+Q6_K", 12)]
+)
 def test_blocks_without_minimums_stay_as_they_are(written, monkeypatch, kind, num_stored):
     folder = written("llama", kind, **HEADS)
     for tp in (TPGroup(), TPGroup(0, 2), TPGroup(1, 2)):

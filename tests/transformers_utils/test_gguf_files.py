@@ -177,7 +177,7 @@ LIES = {
     "dimensions": (lambda d: tensor_field(d, EMBEDDING, 0, "<I", 9), "has 9 dimensions"),
     "size": (lambda d: tensor_field(d, EMBEDDING, 4, "<Q", HUGE), "is at the bytes"),
     "no rows": (lambda d: tensor_field(d, EMBEDDING, 12, "<Q", 0), r"has the shape \[0, 256\]"),
-    "type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 10), r"type Q2_K, .* supported: F32"),
+    "type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 40), r"type NVFP4, .* supported: F32"),
     "unknown type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 999), "has the type 999"),
     "offset": (lambda d: tensor_field(d, EMBEDDING, 24, "<Q", 1 << 50), "is at the bytes"),
     "crooked offset": (lambda d: tensor_field(d, EMBEDDING, 24, "<Q", 7), "is at the bytes"),

@@ -17,7 +17,14 @@ from torch import Tensor
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Index, Source
 from vllm.model_executor.quantization.gguf import BlockSource, GGUFBlocks
-from vllm.model_executor.quantization.gguf_blocks import DENSE, Blocks, read_blocks
+from vllm.model_executor.quantization.gguf_blocks import (
+    DENSE,
+    Blocks,
+    check_package,
+    dequantize_by_package,
+    needs_package,
+    read_blocks,
+)
 from vllm.transformers_utils.gguf.header import SUFFIX, StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, open_model
 
@@ -30,11 +37,14 @@ def stored_format(files: list[Path]) -> GGUFBlocks | None:
 
     Raises:
         WeightLoadError: a file is damaged.
+        ConfigError: its types need the package gguf, which is not installed.
     """
     if not files or files[0].suffix != SUFFIX:
         return None
     names = open_model(files).checkpoint_names()
-    return GGUFBlocks({name: stored.type.name for name, stored in names.items()})
+    types = {name: stored.type.name for name, stored in names.items()}
+    check_package(types.values())
+    return GGUFBlocks(types)
 
 
 def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
@@ -116,23 +126,27 @@ class _Rows:
 
 
 def _source(rows: _Rows) -> Source:
-    stored = rows.stored
-    dtype = DENSE.get(stored.type.name)
-    shape = torch.Size(stored.shape)
+    type_name = rows.stored.type.name
+    dtype = DENSE.get(type_name)
+    shape = torch.Size(rows.stored.shape)
     if dtype is not None:
         return _in_parts(shape, dtype, lambda start, end: rows.read(start, end).view(dtype))
+    if needs_package(type_name):
+
+        def numbers(start: int, end: int) -> Tensor:
+            return dequantize_by_package(type_name, rows.read(start, end))
+
+        return _in_parts(shape, torch.float32, numbers)
 
     def blocks(start: int, end: int) -> Blocks:
-        return read_blocks(stored.type.name, rows.read(start, end))
+        return read_blocks(type_name, rows.read(start, end))
 
     def part(get: Callable[[Blocks], Tensor], dtype: torch.dtype, width: int) -> Source:
         size = torch.Size((*shape[:-1], width))
         return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
 
     dense = part(Blocks.dequantize, torch.float32, shape[-1])
-    return BlockSource(
-        dense.shape, dense.read, dense.copy_to, type_name=stored.type.name, part=part
-    )
+    return BlockSource(dense.shape, dense.read, dense.copy_to, type_name=type_name, part=part)
 
 
 def _in_parts(

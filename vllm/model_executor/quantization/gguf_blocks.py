@@ -1,14 +1,18 @@
 """The block types of GGUF files: from bytes to numbers, scales and minimums.
 
-A row is a sequence of blocks. Layouts and formulas are those of the published format; sums and
-products are float32, in the order that it names, so that a number has the bits of other readers.
+The common types are read here, which makes their parts known to our kernels. All others are
+dequantized by the package gguf, which need not be installed for the common ones. A row is a
+sequence of blocks. Layouts and formulas are those of the published format; sums and products are
+float32, in the order that it names, so that a number has the bits of other readers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from vllm.errors import ConfigError
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
@@ -133,3 +137,35 @@ _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
     "Q6_K": (_q6_k, 210),
 }
 """Type -> what reads its blocks [rows, B, bytes], and their size."""
+
+
+def needs_package(type_name: str) -> bool:
+    """Whether the package gguf dequantizes a type. It is the extra `vllm[gguf]`."""
+    return type_name not in DENSE and type_name not in _READERS
+
+
+def check_package(type_names: Iterable[str]) -> None:
+    """Check that whatever needs the package gguf can be dequantized.
+
+    Raises:
+        ConfigError: it is not installed, or too old.
+    """
+    for name in sorted(set(filter(needs_package, type_names))):
+        try:
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+            _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+            dequantize_by_package(name, torch.zeros(1, block_bytes, dtype=torch.uint8))
+        except (ImportError, KeyError, NotImplementedError) as error:
+            raise ConfigError(
+                f"the GGUF model has tensors of the type {name}, which the package gguf "
+                f"dequantizes; it is not installed or too old ({error}). Install it with: pip "
+                f"install 'vllm[gguf]'; or use a file with the types {', '.join(_READERS)}"
+            ) from None
+
+
+def dequantize_by_package(type_name: str, data: Tensor) -> Tensor:
+    """Rows of blocks, [rows, bytes] uint8, as the package gguf reads them: [rows, N] float32."""
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[type_name]))
