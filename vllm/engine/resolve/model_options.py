@@ -73,7 +73,7 @@ def _check_quantization(model: ModelConfig, platform: Platform) -> None:
             )
         return
     if asked not in platform.quantizations:
-        known = " and ".join(platform.quantizations) or "none"
+        known = ", ".join(platform.quantizations) or "none"
         raise ConfigError(
             f"quantization={asked!r} is not available for an unquantized checkpoint on the device "
             f"{platform.name!r}; available: {known}"

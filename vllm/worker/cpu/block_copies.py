@@ -28,7 +28,8 @@ class BlockCopies:
         tensors = {cache.data_ptr(): cache for layer in layers for cache in layer.kv_caches}
         if any(len(cache) != num_blocks for cache in tensors.values()):
             raise ConfigError(
-                "kv_transfer_config: this model keeps more than KV blocks. Leave it out"
+                "kv_transfer_config: this model has a state for each request beside the KV cache "
+                "(Mamba layers), which is not copied. Leave it out"
             )
         self.layout = [(tuple(cache.shape[1:]), str(cache.dtype)) for cache in tensors.values()]
         self._caches = [
