@@ -19,6 +19,10 @@ from vllm.sample import sampler
 from vllm.sample.penalties import Penalties
 
 LAYER_ROWS = ("layer eager", "layer graph", "prefill with context")
+KERNEL_ROWS = (
+    *("sdpa causal", "sdpa shared heads", "sdpa mask", "sdpa valid lengths", "rms_norm"),
+    *("rotary neox", "rotary gpt-j", "silu_and_mul", "moe", "fp8 cast", "fp8 matmul"),
+)
 SAMPLING_ROWS = tuple(name for name in CHECKS if name.startswith("sampling"))
 
 
@@ -250,3 +254,11 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(*fault)
             assert result_of(bridge, row).status == "fail", row
+
+
+def test_a_slow_kernel_is_found(bridge, monkeypatch):
+    monkeypatch.setattr(Clock, "sync", slow_sync)
+    for row in KERNEL_ROWS:
+        result = result_of(bridge, row)
+        assert result.status == "fail", row
+        assert "ms, at most 5 ms are expected" in result.detail

@@ -14,6 +14,9 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Largest error of a type, as a share of the largest value. A card rounds in other places than the
 host and has an approximate exponent; a kernel that computes something else is far off."""
 
+MAX_CALL_S = 0.005
+"""Of a kernel on a few KiB, after its first call: a launch takes tens of microseconds."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -67,6 +70,11 @@ class Comparison:
         if not error <= limit:  # so that NaN fails too
             self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
 
+    def add_time(self, case: str, seconds: float) -> None:
+        """Note how long a call takes that has run before."""
+        if (reason := slow_call(case, seconds)) is not None:
+            self._failures.append(reason)
+
     def outcome(self, note: str = "") -> Outcome:
         """Pass, or the first failure. `note` goes before the figures of a pass."""
         if self._failures:
@@ -74,6 +82,16 @@ class Comparison:
             return Outcome("fail", f"{self._failures[0]} ({count})")
         figures = f"max error {self._largest:.1e} over {self._num_cases} cases"
         return Outcome("pass", f"{note}, {figures}" if note else figures)
+
+
+def slow_call(case: str, seconds: float) -> str | None:
+    """What is wrong with a call of a kernel that takes so long; None: nothing."""
+    if seconds <= MAX_CALL_S:
+        return None
+    return (
+        f"{case}: a call takes {seconds * 1e3:.1f} ms, at most {MAX_CALL_S * 1e3:.0f} ms are "
+        f"expected: it is compiled each time, or runs on the host"
+    )
 
 
 def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:

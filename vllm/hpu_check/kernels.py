@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome
+from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
@@ -141,7 +142,7 @@ class _KernelComparison(Comparison):
 
     def __init__(self, bridge: HabanaBridge) -> None:
         super().__init__()
-        self._device = bridge.device
+        self._bridge = bridge
 
     def run(
         self,
@@ -150,10 +151,13 @@ class _KernelComparison(Comparison):
         reference: Callable[..., Tensor],
         *inputs: Tensor,
     ) -> None:
-        """Compare the kernel on the inputs with the reference on them in float32."""
-        got = kernel(*[x.to(self._device) for x in inputs])
+        """Compare the kernel on the inputs with the reference on them in float32, and take its
+        time."""
+        on_card = [x.to(self._bridge.device) for x in inputs]
+        got = kernel(*on_card)
         want = reference(*[x.float() if x.is_floating_point() else x for x in inputs])
         self.add(case, got, want)
+        self.add_time(case, shortest_s(self._bridge, lambda: kernel(*on_card)))
 
 
 def _sdpa_inputs(num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

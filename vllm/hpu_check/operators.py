@@ -1,10 +1,12 @@
 """Checks of FP8 and of the operator of a mixture of experts, against torch on the host."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from vllm.hpu_check.check import LIMITS, Comparison, Outcome
+from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
+from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -24,9 +26,11 @@ def check_moe(bridge: HabanaBridge) -> Outcome:
         ids[0] = 3
         weights = torch.rand(17, 2)
         near = [t.to(bridge.device) for t in (x, ids, weights, gate_up, down)]
-        got = HPUOps(bridge).moe(near[0], near[1], near[2], near[3], near[4])
+        call = partial(HPUOps(bridge).moe, near[0], near[1], near[2], near[3], near[4])
+        got = call()
         want = host.moe(x.float(), ids, weights, gate_up.float(), down.float())
         comparison.add(str(dtype), got, want)
+        comparison.add_time(str(dtype), shortest_s(bridge, call))
     return comparison.outcome()
 
 
@@ -37,13 +41,15 @@ def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
     hpu: Any = torch.ops.hpu
     x = torch.randn(64, 64).bfloat16()
     scale = torch.tensor(16.0)
-    cast, _ = hpu.cast_to_fp8_v2(
-        x.to(bridge.device), scale.to(bridge.device), False, False, dtype=_FP8
-    )
+    on_card = x.to(bridge.device), scale.to(bridge.device)
+    call = partial(hpu.cast_to_fp8_v2, *on_card, False, False, dtype=_FP8)
+    cast, _ = call()
     inverse = (1 / scale).to(bridge.device)
     back = hpu.cast_from_fp8(cast, inverse, torch.bfloat16).cpu().float()
     normal = x.float().abs() * scale > 2**-6  # smaller ones have fewer bits
     error = ((back - x.float()).abs() / x.float().abs())[normal].max()
+    if (reason := slow_call("e4m3", shortest_s(bridge, call))) is not None:
+        return Outcome("fail", reason)
     detail = f"largest rounding error {error:.3f}, limit {_FP8_STEP / 2 + 2**-8:.3f}"
     return Outcome("pass" if error <= _FP8_STEP / 2 + 2**-8 else "fail", detail)
 
@@ -60,7 +66,8 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
         hpu.cast_to_fp8_v2(x.bfloat16().to(bridge.device), one, False, False, dtype=_FP8)[0]
         for x in (left, right)
     ]
-    got = hpu.fp8_gemm_v2(
+    call = partial(
+        hpu.fp8_gemm_v2,
         on_card[0],
         False,
         on_card[1],
@@ -72,7 +79,8 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
         False,
     )
     comparison = Comparison()
-    comparison.add("e4m3", got, left.float() @ right.float().T * scales[0] * scales[1])
+    comparison.add("e4m3", call(), left.float() @ right.float().T * scales[0] * scales[1])
+    comparison.add_time("e4m3", shortest_s(bridge, call))
     return comparison.outcome()
 
 
