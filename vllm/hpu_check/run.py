@@ -15,7 +15,7 @@ from vllm.hpu_check import (
     sampling,
     short_run,
 )
-from vllm.hpu_check.check import CheckResult, Outcome, run_check
+from vllm.hpu_check.check import MAX_CALL_S, CheckResult, Outcome, run_check
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 
@@ -54,6 +54,7 @@ def _of_card(
 
 
 _OF_HOST = "the values of torch on the host"
+_OF_KERNEL = f"{_OF_HOST}, in at most {MAX_CALL_S * 1e3:.0f} ms a call"
 _OF_LAYER = (
     "the values of the same layer on the host in float32, in a time that does not depend on the "
     "size of the cache, without a copy of the cache and without an operator on the host"
@@ -67,17 +68,17 @@ CHECKS: dict[str, Check] = {
     ),
     "host copies": _of_card(device.check_host_copies, "the same bytes come back"),
     "index types": _of_card(device.check_index_types, "int32 and int64 choose the same rows"),
-    "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_HOST),
-    "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_HOST),
-    "sdpa mask": _of_card(kernels.check_sdpa_mask, _OF_HOST),
-    "sdpa valid lengths": _of_card(kernels.check_sdpa_valid_lengths, _OF_HOST),
-    "rms_norm": _of_card(kernels.check_rms_norm, _OF_HOST),
-    "rotary neox": _of_card(kernels.check_rotary_neox, _OF_HOST),
-    "rotary gpt-j": _of_card(kernels.check_rotary_gptj, _OF_HOST),
-    "silu_and_mul": _of_card(kernels.check_silu_and_mul, _OF_HOST),
-    "moe": _of_card(operators.check_moe, _OF_HOST),
+    "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_KERNEL),
+    "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_KERNEL),
+    "sdpa mask": _of_card(kernels.check_sdpa_mask, _OF_KERNEL),
+    "sdpa valid lengths": _of_card(kernels.check_sdpa_valid_lengths, _OF_KERNEL),
+    "rms_norm": _of_card(kernels.check_rms_norm, _OF_KERNEL),
+    "rotary neox": _of_card(kernels.check_rotary_neox, _OF_KERNEL),
+    "rotary gpt-j": _of_card(kernels.check_rotary_gptj, _OF_KERNEL),
+    "silu_and_mul": _of_card(kernels.check_silu_and_mul, _OF_KERNEL),
+    "moe": _of_card(operators.check_moe, _OF_KERNEL),
     "fp8 cast": _of_card(operators.check_fp8_cast, "errors of at most half a step of e4m3"),
-    "fp8 matmul": _of_card(operators.check_fp8_matmul, _OF_HOST),
+    "fp8 matmul": _of_card(operators.check_fp8_matmul, _OF_KERNEL),
     "decode attention": _of_card(attention.check_decode, _OF_HOST),
     "prefill attention": _of_card(attention.check_prefill, _OF_HOST),
     "graph replay": _of_card(programs.check_graph_replay, "one capture, and values of each call"),
