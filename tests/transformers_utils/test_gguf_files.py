@@ -163,6 +163,15 @@ def tensor_field(data: bytes, name: bytes, skip: int, layout: str, value: int) -
 
 
 EMBEDDING = b"token_embd.weight"
+
+
+def with_list(count: int, kind: int = 0, item_bytes: int = 1) -> bytes:
+    """A file whose only metadata is a list of so many zeros (8: texts)."""
+    key = b"tokenizer.ggml.tokens"
+    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
+    return head + struct.pack("<IIQ", 9, kind, count) + bytes(count * item_bytes)
+
+
 LIES = {
     "empty": (lambda d: b"", "it is empty"),
     "another file": (lambda d: b"PK\3\4" + d, "does not begin with GGUF"),
@@ -171,6 +180,8 @@ LIES = {
     "tensors": (lambda d: at(d, 8, "<Q", HUGE), f"claims {HUGE} tensors"),
     "one tensor too many": (lambda d: at(d, 8, "<Q", 58), "damaged"),
     "values": (lambda d: at(d, 16, "<Q", HUGE), f"claims {HUGE} metadata values"),
+    "a long list": (lambda d: with_list(3 << 20), "3145728 numbers .* at most 2097152 are read"),
+    "many texts": (lambda d: with_list(3 << 20, 8, 8), "3145728 strings .* at most 2097152"),
     "name": (lambda d: at(d, 24, "<Q", HUGE), f"claims {HUGE} characters"),
     "header cut": (lambda d: d[:1000], "damaged"),
     "weights cut": (lambda d: d[:-100_000], r"is at the bytes \d+ to \d+ of \d+"),

@@ -72,6 +72,9 @@ _OTHER_TYPES = {
 
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
+_MAX_ITEMS = 1 << 21
+"""Of a list in the metadata, and characters of a text: more than any vocabulary has."""
+
 _ARRAY, _STRING, _BOOL = 9, 8, 7
 _NUMBERS = {
     0: "u1",
@@ -238,6 +241,11 @@ class _Reader:
         if count * item_bytes > left:
             raise _damaged(
                 self.path, f"it claims {count} {what} at byte {self.place}, {left} bytes are left"
+            )
+        if count > _MAX_ITEMS:
+            raise _damaged(
+                self.path,
+                f"it claims {count} {what} at byte {self.place}, at most {_MAX_ITEMS} are read",
             )
 
     def _take(self, count: int) -> bytes:
