@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.bucketing.bucket import Bucket
+from vllm.config.fields import check_longest_prompt
 from vllm.errors import ConfigError
 
 
@@ -72,12 +73,7 @@ class StepLimits:
                 f"{self.max_blocks_per_seq} blocks of one sequence of {self.max_seq_len} tokens, "
                 f"which cannot be launched in parts. Raise the first or lower max_model_len."
             )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than "
-                f"max_model_len ({self.max_model_len}) and chunked prefill is off: a long prompt "
-                f"could never run. Raise the first, lower the second, or enable chunked prefill."
-            )
+        check_longest_prompt(self)
 
     @property
     def usable_blocks(self) -> int:

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
@@ -241,3 +241,24 @@ def check_one_of(config: object, name: str, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         accepted = ", ".join(str(choice) for choice in choices)
         raise ConfigError(f"{name} must be one of {accepted}, got {value!r}")
+
+
+class _StepBudget(Protocol):
+    """How many tokens a step and a request may have."""
+
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def enable_chunked_prefill(self) -> bool: ...
+
+
+def check_longest_prompt(config: _StepBudget) -> None:
+    """Check that the longest prompt fits into a step, where it cannot be run in chunks."""
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) is less than "
+            f"max_model_len ({config.max_model_len}) and chunked prefill is off: a long prompt "
+            f"could never run. Raise the first, lower the second, or enable chunked prefill."
+        )

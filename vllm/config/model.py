@@ -136,6 +136,17 @@ class ModelArch:
         """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
+    def config_size(self, name: str) -> int:
+        """A positive number that config.json must have.
+
+        Raises:
+            ConfigError: it is missing, or not a positive number.
+        """
+        value = self.hf_config.get(name)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+        return value
+
     def for_length(self, max_model_len: int) -> "ModelArch":
         """The model as it is when no request is longer than this: of rotations with factors for
         short and for long contexts (longrope) those that it is served with."""

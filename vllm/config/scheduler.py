@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.fields import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_longest_prompt, check_one_of
 from vllm.errors import ConfigError
 
 SchedulerPolicy = Literal["fcfs", "priority"]
@@ -73,12 +73,7 @@ class SchedulerConfig:
                 f"max_num_seqs ({self.max_num_seqs}): a full decode step would not fit. "
                 f"Raise the first or lower the second."
             )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than "
-                f"max_model_len ({self.max_model_len}) and chunked prefill is off: a long prompt "
-                f"could never run. Raise the first, lower the second, or enable chunked prefill."
-            )
+        check_longest_prompt(self)
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "

@@ -47,7 +47,10 @@ def resolve_model_folder(
     if file is not None:
         found = download(_parts_pattern(file)) / file
         if not found.is_file():
-            raise ConfigError(f"the repository {repository!r} has no file {file!r}")
+            raise ConfigError(
+                f"the repository {repository!r} has no file {file!r}: name one that its page lists "
+                f"under Files; upper and lower case count"
+            )
         return unpack(found)
     if load_format == "gguf":
         raise ConfigError(

@@ -44,7 +44,10 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
     ggufs = sorted(folder.glob(_GGUF))
     if load_format == "gguf":
         if not ggufs:
-            raise WeightLoadError(f"no weights in {folder}: --load-format gguf expects {_GGUF}")
+            raise WeightLoadError(
+                f"no weights in {folder}: no file there is named {_GGUF}, which --load-format gguf "
+                f"reads; for files of another kind give --load-format auto"
+            )
         return ggufs
     for name in formats:
         single, index, pattern = _INDEX_NAMES[name]

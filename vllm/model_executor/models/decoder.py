@@ -8,7 +8,7 @@ cache, no phase and no checkpoint file.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -207,12 +207,9 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act(self.up_proj(x)))
 
 
-class Layer(nn.Module, ABC):
-    """One layer of a decoder. Subclasses say where norms and residuals are.
-
-    The addition at the end of a block may be left to the norm at the start of the next, which does
-    both in one pass. So a layer takes and returns the stream in two parts: what the last block
-    put out, and the residual it is to be added to (None: nothing is to be added).
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer of a decoder is made from.
 
     Args:
         arch: of the model.
@@ -222,37 +219,45 @@ class Layer(nn.Module, ABC):
         tp: the ranks that share it.
     """
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> None:
+    arch: ModelArch
+    options: DecoderOptions
+    index: int
+    rotary_emb: RotaryEmbedding | None
+    tp: TPGroup
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layer sees, its own among them; None: all before."""
+        return self.arch.layer_windows[self.index]
+
+    def new_norm(self) -> nn.Module:
+        """A norm of hidden states."""
+        return self.options.norm(self.arch, self.arch.hidden_size)
+
+
+class Layer(nn.Module, ABC):
+    """One layer of a decoder. Subclasses say where norms and residuals are.
+
+    The addition at the end of a block may be left to the norm at the start of the next, which does
+    both in one pass. So a layer takes and returns the stream in two parts: what the last block
+    put out, and the residual it is to be added to (None: nothing is to be added).
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.arch = arch
-        self.input_layernorm = options.norm(arch, arch.hidden_size)
-        self.self_attn = self.make_attention(arch, options, index, rotary_emb, tp)
-        self.mlp = self.make_mlp(arch, options, index, tp)
+        self.arch = spec.arch
+        self.input_layernorm = spec.new_norm()
+        self.self_attn = self.make_attention(spec)
+        self.mlp = self.make_mlp(spec)
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
         """Attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
-        return DecoderAttention(arch, options, arch.layer_windows[index], rotary_emb, tp)
+        return DecoderAttention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
         """The MLP: [T, hidden] -> [T, hidden]."""
-        mlp = GatedMLP if options.is_gated else PlainMLP
-        return mlp(arch, options.mlp_bias, tp)
+        mlp = GatedMLP if spec.options.is_gated else PlainMLP
+        return mlp(spec.arch, spec.options.mlp_bias, spec.tp)
 
     @abstractmethod
     def forward(
@@ -263,9 +268,9 @@ class Layer(nn.Module, ABC):
 class DecoderLayer(Layer):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
-        super().__init__(arch, options, *args)
-        self.post_attention_layernorm = options.norm(arch, arch.hidden_size)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.post_attention_layernorm = spec.new_norm()
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -279,11 +284,11 @@ class DecoderLayer(Layer):
 class SandwichLayer(Layer):
     """A norm before attention and MLP each, and one behind, as in Gemma 2."""
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
-        super().__init__(arch, options, *args)
-        self.post_attention_layernorm = options.norm(arch, arch.hidden_size)
-        self.pre_feedforward_layernorm = options.norm(arch, arch.hidden_size)
-        self.post_feedforward_layernorm = options.norm(arch, arch.hidden_size)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.post_attention_layernorm = spec.new_norm()
+        self.pre_feedforward_layernorm = spec.new_norm()
+        self.post_feedforward_layernorm = spec.new_norm()
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -302,11 +307,9 @@ class ParallelLayer(Layer):
 
     num_norms: ClassVar[int] = 1
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
-        super().__init__(arch, options, *args)
-        self.post_attention_layernorm = (
-            options.norm(arch, arch.hidden_size) if self.num_norms == 2 else None
-        )
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.post_attention_layernorm = spec.new_norm() if self.num_norms == 2 else None
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -364,7 +367,7 @@ class Decoder(nn.Module):
             if rope is not None and rotary_emb is None:
                 rotary_emb = RotaryEmbedding(rope, arch.derived_max_model_len, options.is_neox)
                 rotations.append((rope, rotary_emb))
-            self.layers.append(layer_type(arch, options, index, rotary_emb, tp))
+            self.layers.append(layer_type(LayerSpec(arch, options, index, rotary_emb, tp)))
         self.norm = options.norm(arch, size)
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:

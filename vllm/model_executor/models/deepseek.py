@@ -1,9 +1,8 @@
 """DeepSeek V2 and V3: latent attention, and a mixture of many small experts with shared ones."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from vllm.model_executor.models.decoder import (
     DecoderLayer,
     DecoderOptions,
     GatedMLP,
+    LayerSpec,
 )
 
 _LATENT_NORM_EPS = 1e-6
@@ -47,8 +47,9 @@ class LatentSelfAttention(nn.Module):
     def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding, tp: TPGroup) -> None:
         super().__init__()
         config, hidden, num_heads = arch.hf_config, arch.hidden_size, arch.num_heads
-        key_size, value_size = _size(config, "qk_nope_head_dim"), _size(config, "v_head_dim")
-        latent_size, rotary_size = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
+        size = arch.config_size
+        key_size, value_size = size("qk_nope_head_dim"), size("v_head_dim")
+        latent_size, rotary_size = size("kv_lora_rank"), size("qk_rope_head_dim")
         has_bias = bool(config.get("attention_bias", False))
         self.query_sizes = (key_size, rotary_size)
         self.latent_sizes = (latent_size, rotary_size)
@@ -87,23 +88,10 @@ class LatentSelfAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
 
-def _size(config: Mapping[str, Any], name: str) -> int:
-    """A number of config.json that has to be there.
-
-    Raises:
-        ConfigError: it is missing, or not a positive number.
-    """
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
-    return value
-
-
 def _attention_scale(arch: ModelArch) -> float:
     """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
     families put into the cosines and sines of queries and keys."""
-    config = arch.hf_config
-    head_size = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
+    head_size = arch.config_size("qk_nope_head_dim") + arch.config_size("qk_rope_head_dim")
     scale = float(head_size) ** -0.5
     rope = arch.rope
     if rope is None or rope.rope_type == "default":
@@ -121,7 +109,7 @@ class DeepseekMixture(nn.Module):
     def __init__(self, arch: ModelArch, routing: Routing, tp: TPGroup) -> None:
         super().__init__()
         config = arch.hf_config
-        size = _size(config, "moe_intermediate_size")
+        size = arch.config_size("moe_intermediate_size")
         self.gate = GroupedRouter(arch.hidden_size, routing)
         self.experts = Experts(routing.num_experts, arch.hidden_size, size, tp)
         self.shared_experts: GatedMLP | None = None
@@ -159,8 +147,8 @@ def deepseek_routing(arch: ModelArch) -> Routing:
     # V2 scales only weights that are not normalized.
     is_scaled = has_bias or not is_normalized
     routing = Routing(
-        num_experts=_size(config, "n_routed_experts"),
-        top_k=_size(config, "num_experts_per_tok"),
+        num_experts=arch.config_size("n_routed_experts"),
+        top_k=arch.config_size("num_experts_per_tok"),
         score=score,
         num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
         top_groups=int(config.get("topk_group") or 1),
@@ -179,27 +167,18 @@ def deepseek_routing(arch: ModelArch) -> Routing:
 class DeepseekLayer(DecoderLayer):
     """A `DecoderLayer` with latent attention. The first layers have an MLP, all others experts."""
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        if rotary_emb is None:
-            raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
-        return LatentSelfAttention(arch, rotary_emb, tp)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        if spec.rotary_emb is None:
+            raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
+        return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        config = arch.hf_config
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        config = spec.arch.hf_config
         first = int(config.get("first_k_dense_replace") or 0)
         step = int(config.get("moe_layer_freq") or 1)
-        if config.get("n_routed_experts") is None or index < first or index % step:
-            return super().make_mlp(arch, options, index, tp)
-        return DeepseekMixture(arch, deepseek_routing(arch), tp)
+        if config.get("n_routed_experts") is None or spec.index < first or spec.index % step:
+            return super().make_mlp(spec)
+        return DeepseekMixture(spec.arch, deepseek_routing(spec.arch), spec.tp)
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:

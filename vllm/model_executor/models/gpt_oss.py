@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderOptions
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
@@ -20,16 +20,14 @@ from vllm.ops.interface import ExpertOptions
 class GptOssLayer(DecoderLayer):
     """A `DecoderLayer` of experts with biases and a clamped SwiGLU."""
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> Mixture:
-        config = arch.hf_config
+    def make_mlp(self, spec: LayerSpec) -> Mixture:
+        config = spec.arch.hf_config
         experts = ExpertOptions(
             alpha=float(config.get("swiglu_alpha") or 1.702),
             limit=float(config.get("swiglu_limit") or 7.0),
         )
-        mixture = replace(mixture_options(arch), has_bias=True, experts=experts)
-        return Mixture(arch, mixture, tp)
+        mixture = replace(mixture_options(spec.arch), has_bias=True, experts=experts)
+        return Mixture(spec.arch, mixture, spec.tp)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

@@ -9,14 +9,13 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import Mamba2Mixer
-from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
-    DecoderOptions,
     GatedMLP,
     Layer,
+    LayerSpec,
 )
 from vllm.model_executor.models.fused_weights import split_rows
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
@@ -28,17 +27,10 @@ from vllm.model_executor.models.mixture import Mixture, mixture_options, split_e
 class _MixerOrAttention(Layer):
     """A layer with a mixer where config.json says so."""
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        if arch.state_layers[index]:
-            return Mamba2Mixer(hybrid_sizes(arch), tp)
-        return super().make_attention(arch, options, index, rotary_emb, tp)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        if spec.arch.state_layers[spec.index]:
+            return Mamba2Mixer(hybrid_sizes(spec.arch), spec.tp)
+        return super().make_attention(spec)
 
 
 class BambaLayer(_MixerOrAttention, DecoderLayer):
@@ -67,14 +59,14 @@ class BambaForCausalLM(DecoderForCausalLM):
 class GraniteHybridLayer(_MixerOrAttention, GraniteLayer):
     """A `GraniteLayer` with a mixer or attention, and an MLP that is or is beside a `Mixture`."""
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        size = int(arch.hf_config["shared_intermediate_size"])
-        if not _has_experts(arch):
-            return GatedMLP(replace(arch, intermediate_size=size), options.mlp_bias, tp)
-        mixture = replace(mixture_options(arch), shared_size=size, has_shared_gate=False)
-        return Mixture(arch, mixture, tp)
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        size = int(spec.arch.hf_config["shared_intermediate_size"])
+        if not _has_experts(spec.arch):
+            return GatedMLP(
+                replace(spec.arch, intermediate_size=size), spec.options.mlp_bias, spec.tp
+            )
+        mixture = replace(mixture_options(spec.arch), shared_size=size, has_shared_gate=False)
+        return Mixture(spec.arch, mixture, spec.tp)
 
 
 class GraniteMoeHybridForCausalLM(DecoderForCausalLM):

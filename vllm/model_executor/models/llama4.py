@@ -18,6 +18,7 @@ from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
+    LayerSpec,
 )
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
@@ -82,35 +83,27 @@ class Llama4Layer(DecoderLayer):
     """A `DecoderLayer`; some, or all, have experts of which each token uses one, beside an MLP that
     all tokens use."""
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        return Llama4Attention(arch, options, rotary_emb, tp)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return Llama4Attention(spec.arch, spec.options, spec.rotary_emb, spec.tp)
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        config = arch.hf_config
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        config = spec.arch.hf_config
         step = int(config.get("interleave_moe_layer_step") or 1)
-        moe_layers = config.get("moe_layers") or range(step - 1, arch.num_layers, step)
-        if index not in moe_layers:
+        moe_layers = config.get("moe_layers") or range(step - 1, spec.arch.num_layers, step)
+        if spec.index not in moe_layers:
             size = int(config["intermediate_size_mlp"])
-            return super().make_mlp(replace(arch, intermediate_size=size), options, index, tp)
+            arch = replace(spec.arch, intermediate_size=size)
+            return super().make_mlp(replace(spec, arch=arch))
         mixture = MixtureOptions(
             num_experts=int(config["num_local_experts"]),
             top_k=int(config.get("num_experts_per_tok") or 1),
-            intermediate_size=arch.intermediate_size,
+            intermediate_size=spec.arch.intermediate_size,
             routing="sigmoid",
-            shared_size=arch.intermediate_size,
+            shared_size=spec.arch.intermediate_size,
             has_shared_gate=False,
             experts=ExpertOptions(scales_inputs=True),
         )
-        return Mixture(arch, mixture, tp)
+        return Mixture(spec.arch, mixture, spec.tp)
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):

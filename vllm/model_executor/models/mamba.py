@@ -10,12 +10,12 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes
-from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
     Layer,
+    LayerSpec,
     add_norm,
 )
 from vllm.model_executor.models.fused_weights import split_rows
@@ -24,19 +24,10 @@ from vllm.model_executor.models.fused_weights import split_rows
 class MambaLayer(Layer):
     """A mixer after a norm, added to the residual stream."""
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        return MambaMixer(mamba_sizes(arch), tp)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return MambaMixer(mamba_sizes(spec.arch), spec.tp)
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
         return nn.Identity()  # there is none
 
     def forward(
@@ -49,15 +40,8 @@ class MambaLayer(Layer):
 class Mamba2Layer(MambaLayer):
     """A `MambaLayer` with the mixer of Mamba-2."""
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        return Mamba2Mixer(mamba2_sizes(arch), tp)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return Mamba2Mixer(mamba2_sizes(spec.arch), spec.tp)
 
 
 class MambaForCausalLM(DecoderForCausalLM):
@@ -112,11 +96,11 @@ def mamba_sizes(arch: ModelArch) -> MambaSizes:
     return MambaSizes(
         hidden_size=arch.hidden_size,
         inner_size=int(
-            config.get("intermediate_size") or arch.hidden_size * _size(config, "expand")
+            config.get("intermediate_size") or arch.hidden_size * arch.config_size("expand")
         ),
-        state_size=_size(config, "state_size"),
-        rank=-(-arch.hidden_size // 16) if rank == "auto" else _size(config, "time_step_rank"),
-        kernel=_size(config, "conv_kernel"),
+        state_size=arch.config_size("state_size"),
+        rank=-(-arch.hidden_size // 16) if rank == "auto" else arch.config_size("time_step_rank"),
+        kernel=arch.config_size("conv_kernel"),
         has_bias=bool(config.get("use_bias", False)),
         has_conv_bias=bool(config.get("use_conv_bias", True)),
         activation=arch.hidden_act,
@@ -128,11 +112,11 @@ def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
     config = arch.hf_config
     return Mamba2Sizes(
         hidden_size=arch.hidden_size,
-        num_heads=_size(config, "num_heads"),
-        head_size=_size(config, "head_dim"),
-        num_groups=_size(config, "n_groups"),
-        state_size=_size(config, "state_size"),
-        kernel=_size(config, "conv_kernel"),
+        num_heads=arch.config_size("num_heads"),
+        head_size=arch.config_size("head_dim"),
+        num_groups=arch.config_size("n_groups"),
+        state_size=arch.config_size("state_size"),
+        kernel=arch.config_size("conv_kernel"),
         has_bias=bool(config.get("use_bias", False)),
         has_conv_bias=bool(config.get("use_conv_bias", True)),
         norm_eps=arch.norm_eps,
@@ -144,37 +128,25 @@ def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
 def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
     """What config.json says of the mixers of a hybrid, in the words of Bamba and Granite."""
     config = arch.hf_config
-    num_heads = _size(config, "mamba_n_heads")
+    num_heads = arch.config_size("mamba_n_heads")
     head_size = config.get("mamba_d_head", "auto")
     if head_size in (None, "auto"):
-        head_size = _size(config, "mamba_expand") * arch.hidden_size // num_heads
+        head_size = arch.config_size("mamba_expand") * arch.hidden_size // num_heads
     else:
-        head_size = _size(config, "mamba_d_head")
+        head_size = arch.config_size("mamba_d_head")
     return Mamba2Sizes(
         hidden_size=arch.hidden_size,
         num_heads=num_heads,
         head_size=head_size,
-        num_groups=_size(config, "mamba_n_groups"),
-        state_size=_size(config, "mamba_d_state"),
-        kernel=_size(config, "mamba_d_conv"),
+        num_groups=arch.config_size("mamba_n_groups"),
+        state_size=arch.config_size("mamba_d_state"),
+        kernel=arch.config_size("mamba_d_conv"),
         has_bias=bool(config.get("mamba_proj_bias", False)),
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         norm_eps=arch.norm_eps,
         time_step_limits=_limits(config),
         activation=arch.hidden_act,
     )
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    """A number of config.json that has to be there.
-
-    Raises:
-        ConfigError: it is missing, or not a positive number.
-    """
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
-    return value
 
 
 def _limits(config: Mapping[str, Any]) -> tuple[float, float]:

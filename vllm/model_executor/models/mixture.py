@@ -16,6 +16,7 @@ from vllm.model_executor.models.decoder import (
     DecoderLayer,
     DecoderOptions,
     GatedMLP,
+    LayerSpec,
     rms_norm,
 )
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
@@ -92,14 +93,12 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
 class MixtureLayer(DecoderLayer):
     """A `DecoderLayer` whose MLP is a `Mixture`, but for the layers that config.json excepts."""
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        config = arch.hf_config
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        config = spec.arch.hf_config
         step = int(config.get("decoder_sparse_step") or 1)
-        if index in (config.get("mlp_only_layers") or ()) or (index + 1) % step:
-            return super().make_mlp(arch, options, index, tp)
-        return Mixture(arch, mixture_options(arch), tp)
+        if spec.index in (config.get("mlp_only_layers") or ()) or (spec.index + 1) % step:
+            return super().make_mlp(spec)
+        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -135,10 +134,8 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 class GraniteMoeLayer(GraniteLayer):
     """A `GraniteLayer` whose MLP is a `Mixture`."""
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        return Mixture(arch, mixture_options(arch), tp)
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
 
 
 class GraniteMoeForCausalLM(DecoderForCausalLM):

@@ -15,6 +15,7 @@ from vllm.model_executor.models.decoder import (
     DecoderLayer,
     DecoderOptions,
     Layer,
+    LayerSpec,
 )
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
@@ -63,28 +64,14 @@ class Olmo2Attention(DecoderAttention):
 class Olmo2Layer(Layer):
     """Norms are behind attention and MLP, and none before."""
 
-    def __init__(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> None:
-        super().__init__(arch, options, index, rotary_emb, tp)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
         del self.input_layernorm
-        self.post_attention_layernorm = options.norm(arch, arch.hidden_size)
-        self.post_feedforward_layernorm = options.norm(arch, arch.hidden_size)
+        self.post_attention_layernorm = spec.new_norm()
+        self.post_feedforward_layernorm = spec.new_norm()
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> Olmo2Attention:
-        return Olmo2Attention(arch, options, arch.layer_windows[index], rotary_emb, tp)
+    def make_attention(self, spec: LayerSpec) -> Olmo2Attention:
+        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -110,10 +97,8 @@ class OlmoeLayer(DecoderLayer):
 
     make_attention = Olmo2Layer.make_attention
 
-    def make_mlp(
-        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
-    ) -> nn.Module:
-        return Mixture(arch, mixture_options(arch), tp)
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):

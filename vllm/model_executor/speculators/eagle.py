@@ -1,14 +1,13 @@
 """EAGLE and EAGLE-3: one decoder layer over embeddings and hidden states of the model."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.config.speculators import eagle3_layers
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.linear import whole_linear
@@ -19,6 +18,7 @@ from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderLayer,
     DecoderOptions,
+    LayerSpec,
     add_norm,
 )
 from vllm.model_executor.models.interface import CausalLM
@@ -63,7 +63,7 @@ class Eagle(Speculator):
         has_bias = names is not None and not names.isdisjoint(("fc.bias", "model.fc.bias"))
         self.fc = whole_linear(2 * size, size, tp, has_bias)
         options = _options(names, "layers.0")
-        layer = DecoderLayer(arch, options, 0, rotary_of(arch), tp)
+        layer = DecoderLayer(LayerSpec(arch, options, 0, rotary_of(arch), tp))
         layer.input_layernorm = nn.Identity()
         self.layer = layer
 
@@ -88,19 +88,14 @@ class Eagle3Layer(DecoderLayer):
     Shape: positions [n], embeddings [n, hidden], states [n, hidden] -> [n, hidden]
     """
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
-        super().__init__(arch, options, *args)
-        self.hidden_norm = options.norm(arch, arch.hidden_size)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.hidden_norm = spec.new_norm()
 
-    def make_attention(
-        self,
-        arch: ModelArch,
-        options: DecoderOptions,
-        index: int,
-        rotary_emb: RotaryEmbedding | None,
-        tp: TPGroup,
-    ) -> nn.Module:
-        return DecoderAttention(arch, options, None, rotary_emb, tp, 2 * arch.hidden_size)
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return DecoderAttention(
+            spec.arch, spec.options, None, spec.rotary_emb, spec.tp, 2 * spec.arch.hidden_size
+        )
 
     def guess(self, positions: Tensor, embeddings: Tensor, states: Tensor) -> Tensor:
         """The next states."""
@@ -133,7 +128,9 @@ class Eagle3(Speculator):
         given = arch.hf_config.get("draft_vocab_size")
         vocab_size = target.arch.vocab_size if given is None else int(given)
         self.fc = whole_linear(3 * size, size, tp)
-        self.midlayer = Eagle3Layer(arch, _options(names, "midlayer"), 0, rotary_of(arch), tp)
+        self.midlayer = Eagle3Layer(
+            LayerSpec(arch, _options(names, "midlayer"), 0, rotary_of(arch), tp)
+        )
         self.norm = RMSNorm(size, arch.norm_eps)
         self.lm_head = ParallelLMHead(vocab_size, size, tp)
         self.register_parameter("d2t", None)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.models.decoder import DecoderOptions, add_norm
+from vllm.model_executor.models.decoder import LayerSpec, add_norm
 from vllm.model_executor.models.deepseek import DeepseekLayer, deepseek_options
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.eagle import rotary_of
@@ -24,8 +23,9 @@ class MTPLayer(DeepseekLayer):
     Shape: positions [n], embeddings [n, hidden], states [n, hidden] -> [n, hidden], normed
     """
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup) -> None:
-        super().__init__(arch, options, index, rotary_of(arch, options.is_neox), tp)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        arch, tp = spec.arch, spec.tp
         size = arch.hidden_size
         self.enorm, self.hnorm = RMSNorm(size, arch.norm_eps), RMSNorm(size, arch.norm_eps)
         self.eh_proj = whole_linear(2 * size, size, tp)
@@ -50,7 +50,9 @@ class MTP(Speculator):
     ) -> None:
         super().__init__(arch, target, names)
         index = arch.num_layers
-        self.layer = MTPLayer(arch, deepseek_options(arch), index, target.tp)
+        options = deepseek_options(arch)
+        rotary_emb = rotary_of(arch, options.is_neox)
+        self.layer = MTPLayer(LayerSpec(arch, options, index, rotary_emb, target.tp))
         self._prefix = f"model.layers.{index}."
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:

@@ -5,6 +5,7 @@ into words, and SentencePiece BPE (`llama`), whose metadata has a score for each
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -80,7 +81,11 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         )
     tokens = _list(model, "tokens", str)
     if len(set(tokens)) != len(tokens):
-        raise ConfigError("the metadata 'tokenizer.ggml.tokens' has a token twice")
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.tokens' has {twice[:40]!r} more than once; each token "
+            f"must have one number: convert the model again, or give --tokenizer"
+        )
     words = _words_of(model) if kind == "gpt2" else None
     made = _sentence_pieces(model, tokens) if words is None else _bytes(model, tokens, words)
     if "tokenizer.ggml.token_type" in model.metadata:
