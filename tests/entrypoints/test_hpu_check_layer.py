@@ -24,6 +24,7 @@ KERNEL_ROWS = (
     *("rotary neox", "rotary gpt-j", "silu_and_mul", "moe", "fp8 cast", "fp8 matmul"),
 )
 SAMPLING_ROWS = tuple(name for name in CHECKS if name.startswith("sampling"))
+STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *SAMPLING_ROWS)
 
 
 @pytest.fixture
@@ -256,9 +257,22 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
             assert result_of(bridge, row).status == "fail", row
 
 
+def slower_sync(self, sync=Clock.sync):
+    self.device_s = max(self.device_s, self.host_s) + 0.06
+    sync(self)
+
+
 def test_a_slow_kernel_is_found(bridge, monkeypatch):
     monkeypatch.setattr(Clock, "sync", slow_sync)
     for row in KERNEL_ROWS:
         result = result_of(bridge, row)
         assert result.status == "fail", row
         assert "ms, at most 5 ms are expected" in result.detail
+
+
+def test_a_slow_step_is_found(bridge, monkeypatch):
+    monkeypatch.setattr(Clock, "sync", slower_sync)
+    for row in STEP_ROWS:
+        result = result_of(bridge, row)
+        assert result.status == "fail", row
+        assert "ms, at most 50 ms are expected" in result.detail

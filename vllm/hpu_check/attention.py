@@ -4,6 +4,7 @@ Letters: B rows, H query heads, G key/value heads, D head size, S block size.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from vllm.attention.backends.hpu_metadata import (
     count_decode_blocks,
 )
 from vllm.attention.backends.sdpa import bridge_sdpa
-from vllm.hpu_check.check import LIMITS, Comparison, Outcome
+from vllm.hpu_check.check import LIMITS, MAX_STEP_S, Comparison, Outcome
+from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import IntArray
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -69,9 +71,11 @@ def check_decode(bridge: HabanaBridge) -> Outcome:
         cache = _random_cache(seq_lens, dtype)
         for is_contiguous in (False, True):
             for window in (None, 100):
-                got, want = _decode(bridge, cache, seq_lens, is_contiguous, window)
+                got, want, seconds = _decode(bridge, cache, seq_lens, is_contiguous, window)
                 kind = "contiguous" if is_contiguous else "plain"
-                comparison.add(f"{dtype}, {kind} blocks, window {window}", got, want)
+                case = f"{dtype}, {kind} blocks, window {window}"
+                comparison.add(case, got, want)
+                comparison.add_time(case, seconds, MAX_STEP_S)
     return comparison.outcome()
 
 
@@ -81,7 +85,7 @@ def _decode(
     seq_lens: IntArray,
     is_contiguous: bool,
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, float]:
     num_rows, device, dtype = len(seq_lens), bridge.device, cache.keys.dtype
     counts = count_decode_blocks(cache.tables, seq_lens, _BLOCK_SIZE)
     metadata = build_decode_metadata(
@@ -96,7 +100,8 @@ def _decode(
     slots = torch.cat([cache.slots(b, n - 1, n) for b, n in enumerate(seq_lens.tolist())])
     key, value = cache.tokens(slots)
     key_cache, value_cache = cache.without(slots, device)
-    got = decode_attention(
+    run = partial(
+        decode_attention,
         query.to(device),
         _padded(key).to(device),
         _padded(value).to(device),
@@ -105,6 +110,7 @@ def _decode(
         derive_decode_blocks(metadata, _BLOCK_SIZE, dtype, window),
         _SCALE,
     )
+    got = run()
     want = _NATIVE.paged_attention_decode(
         query[:num_rows].float(),
         cache.keys.float(),
@@ -114,7 +120,8 @@ def _decode(
         _SCALE,
         window,
     )
-    return got, torch.cat((want, torch.zeros(_PADDING, _HEADS, _HEAD_SIZE)))
+    padded = torch.cat((want, torch.zeros(_PADDING, _HEADS, _HEAD_SIZE)))
+    return got, padded, shortest_s(bridge, run)
 
 
 def check_prefill(bridge: HabanaBridge) -> Outcome:
@@ -129,8 +136,10 @@ def check_prefill(bridge: HabanaBridge) -> Outcome:
         ):
             contexts = np.array(context_lens, np.int32)
             cache = _random_cache(contexts + query_lens, dtype)
-            got, want = _prefill(bridge, cache, contexts, query_lens, window)
-            comparison.add(f"{dtype}, {what}", got, want)
+            got, want, seconds = _prefill(bridge, cache, contexts, query_lens, window)
+            case = f"{dtype}, {what}"
+            comparison.add(case, got, want)
+            comparison.add_time(case, seconds, MAX_STEP_S)
     return comparison.outcome()
 
 
@@ -140,7 +149,7 @@ def _prefill(
     context_lens: IntArray,
     query_lens: IntArray,
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, float]:
     device, dtype, query_len = bridge.device, cache.keys.dtype, 64
     batch = len(query_lens) + _PADDING
     num_context_blocks = -(-int(context_lens.max()) // _BLOCK_SIZE)
@@ -155,7 +164,8 @@ def _prefill(
         key[row, : len(slots)], value[row, : len(slots)] = cache.tokens(slots)
     new_slots = torch.cat(row_slots)
     key_cache, value_cache = cache.without(new_slots, device)
-    out = prefill_attention(
+    run = partial(
+        prefill_attention,
         query.to(device),
         key.to(device),
         value.to(device),
@@ -166,6 +176,7 @@ def _prefill(
         _SCALE,
         bridge_sdpa(bridge.kernels),
     )
+    out = run()
     want = _NATIVE.paged_attention_prefill(
         _ragged(query, query_lens).float(),
         cache.keys.float(),
@@ -179,7 +190,7 @@ def _prefill(
     # What was stored is compared too, as further heads: nothing has read it here.
     stored = [x.cpu()[new_slots] for x in (key_cache, value_cache)]
     got = torch.cat((_ragged(out.cpu(), query_lens), *stored), dim=1)
-    return got, torch.cat((want, *cache.tokens(new_slots)), dim=1)
+    return got, torch.cat((want, *cache.tokens(new_slots)), dim=1), shortest_s(bridge, run)
 
 
 def _random_cache(seq_lens: IntArray, dtype: torch.dtype) -> _Cache:

@@ -17,6 +17,9 @@ host and has an approximate exponent; a kernel that computes something else is f
 MAX_CALL_S = 0.005
 """Of a kernel on a few KiB, after its first call: a launch takes tens of microseconds."""
 
+MAX_STEP_S = 0.05
+"""Of some dozens of operators on a few MiB, after the first call."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -70,9 +73,9 @@ class Comparison:
         if not error <= limit:  # so that NaN fails too
             self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
 
-    def add_time(self, case: str, seconds: float) -> None:
+    def add_time(self, case: str, seconds: float, limit_s: float = MAX_CALL_S) -> None:
         """Note how long a call takes that has run before."""
-        if (reason := slow_call(case, seconds)) is not None:
+        if (reason := slow_call(case, seconds, limit_s)) is not None:
             self._failures.append(reason)
 
     def outcome(self, note: str = "") -> Outcome:
@@ -84,12 +87,12 @@ class Comparison:
         return Outcome("pass", f"{note}, {figures}" if note else figures)
 
 
-def slow_call(case: str, seconds: float) -> str | None:
-    """What is wrong with a call of a kernel that takes so long; None: nothing."""
-    if seconds <= MAX_CALL_S:
+def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | None:
+    """What is wrong with a call that takes so long; None: nothing."""
+    if seconds <= limit_s:
         return None
     return (
-        f"{case}: a call takes {seconds * 1e3:.1f} ms, at most {MAX_CALL_S * 1e3:.0f} ms are "
+        f"{case}: a call takes {seconds * 1e3:.1f} ms, at most {limit_s * 1e3:.0f} ms are "
         f"expected: it is compiled each time, or runs on the host"
     )
 

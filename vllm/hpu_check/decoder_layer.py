@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.hpu_check.check import Comparison, Outcome
+from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome
 from vllm.hpu_check.layer_rig import (
     CONTEXT_LENS,
     SEQ_LENS,
@@ -94,7 +94,9 @@ def check_context(bridge: HabanaBridge, model: str) -> Outcome:
         want = rig.reference()
         rig.prefill(np.zeros(len(SEQ_LENS), np.int32), np.array(CONTEXT_LENS, np.int32))
         starts, ends = np.array(CONTEXT_LENS, np.int32), np.array(SEQ_LENS, np.int32) - 1
-        got = rig.prefill(starts, ends).cpu()
+        run = partial(rig.prefill, starts, ends)
+        got = run().cpu()
+        comparison.add_time("a prefill", shortest_s(bridge, run), MAX_STEP_S)
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             case = f"{end - start} tokens after {start}"
             comparison.add(case, got[row, : end - start], want[row][start:end])

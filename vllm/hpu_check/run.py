@@ -15,7 +15,7 @@ from vllm.hpu_check import (
     sampling,
     short_run,
 )
-from vllm.hpu_check.check import MAX_CALL_S, CheckResult, Outcome, run_check
+from vllm.hpu_check.check import MAX_CALL_S, MAX_STEP_S, CheckResult, Outcome, run_check
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 
@@ -55,6 +55,7 @@ def _of_card(
 
 _OF_HOST = "the values of torch on the host"
 _OF_KERNEL = f"{_OF_HOST}, in at most {MAX_CALL_S * 1e3:.0f} ms a call"
+_IN_TIME = f"in at most {MAX_STEP_S * 1e3:.0f} ms a call"
 _OF_LAYER = (
     "the values of the same layer on the host in float32, in a time that does not depend on the "
     "size of the cache, without a copy of the cache and without an operator on the host"
@@ -79,8 +80,8 @@ CHECKS: dict[str, Check] = {
     "moe": _of_card(operators.check_moe, _OF_KERNEL),
     "fp8 cast": _of_card(operators.check_fp8_cast, "errors of at most half a step of e4m3"),
     "fp8 matmul": _of_card(operators.check_fp8_matmul, _OF_KERNEL),
-    "decode attention": _of_card(attention.check_decode, _OF_HOST),
-    "prefill attention": _of_card(attention.check_prefill, _OF_HOST),
+    "decode attention": _of_card(attention.check_decode, f"{_OF_HOST}, {_IN_TIME}"),
+    "prefill attention": _of_card(attention.check_prefill, f"{_OF_HOST}, {_IN_TIME}"),
     "graph replay": _of_card(programs.check_graph_replay, "one capture, and values of each call"),
     "torch.compile": _of_card(programs.check_torch_compile, _OF_HOST),
     "compile counting": _of_card(
@@ -92,12 +93,14 @@ CHECKS: dict[str, Check] = {
     "layer compiled": Check(decoder_layer.check_compiled, _OF_LAYER, _LAYER),
     "layer graph": Check(decoder_layer.check_graph, _OF_LAYER, _LAYER),
     "prefill with context": Check(
-        decoder_layer.check_context, "the values of the same layer on the host in float32", _LAYER
+        decoder_layer.check_context,
+        f"the values of the same layer on the host in float32, {_IN_TIME}",
+        _LAYER,
     ),
     **{
         f"sampling {kind}": _of_card(
             partial(sampling.check_sampling, kind=kind),
-            "the tokens of the host's sampler for the same logits and seeds",
+            f"the tokens of the host's sampler for the same logits and seeds, {_IN_TIME}",
             _SAMPLING,
         )
         for kind in sampling.KINDS

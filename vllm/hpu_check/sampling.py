@@ -1,12 +1,14 @@
 """Checks of each kind of sampling, against the sampler of the host on the same logits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.hpu_check.check import Comparison, Outcome
+from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome, slow_call
+from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import EngineRequest
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -51,11 +53,16 @@ def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
     logits[:, _PROMPT + _OUTPUT] += 7
     logits = logits.bfloat16()
     before = dict(bridge.counters().cpu_fallbacks)
-    got = _sample(logits.to(bridge.device), kind, Sampler(None, bridge.mark_step), is_static=True)
+    run = partial(
+        _sample, logits.to(bridge.device), kind, Sampler(None, bridge.mark_step), is_static=True
+    )
+    got = run()
     want = _sample(logits, kind, Sampler(None), is_static=False)
     if (after := dict(bridge.counters().cpu_fallbacks)) != before:
         names = ", ".join(sorted(name for name in after if after[name] != before.get(name)))
         return Outcome("fail", f"ran on the host: {names}")
+    if (slow := slow_call(kind, shortest_s(bridge, run), MAX_STEP_S)) is not None:
+        return Outcome("fail", slow)
     others = [row for row in range(_NUM_ROWS) if got.token_ids[row] != want.token_ids[row]]
     allowed = MAX_OTHER_TOKENS if KINDS[kind]["temperature"] else 0
     if len(others) > allowed:
