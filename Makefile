@@ -71,14 +71,14 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/python -m pip install -q -e .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-test.txt
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
 VENDOR_PINS := tests/vendor/torch-$(VENDOR_TORCH).txt
 
-$(VENDOR_VENV)/.installed: $(SOURCES) requirements-dev.txt $(VENDOR_PINS)
+$(VENDOR_VENV)/.installed: $(SOURCES) requirements-test.txt $(VENDOR_PINS)
 	test -d $(VENDOR_VENV) || $(PYTHON_VENDOR) -m venv $(VENDOR_VENV)
 	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) torch
-	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) -e . -r requirements-dev.txt
+	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) -e . -r requirements-test.txt
 	touch $@
