@@ -38,8 +38,10 @@ FEW_BUCKETS = {
     "VLLM_DECODE_BS_BUCKET_MIN": 4,
     "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
     "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
+    "VLLM_CONTIGUOUS_PA": 0,
 }
-"""An engine with these starts within a second or two; torch.compile needs one for each bucket."""
+"""An engine with these starts within a second or two; torch.compile needs one for each bucket, and
+by default up to three for each decode, for slices."""
 
 SMALL_ENGINE = {
     "dtype": "float32",

@@ -244,8 +244,8 @@ class Envs:
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
         "Decode reads the KV cache as one slice in place of gathering blocks; with prefix "
-        "caching where that costs less, for three times the decode graphs at most. "
-        "Not set: on when prefix caching is off.",
+        "caching where that costs less, for three times the decode graphs at most. Not set: on, "
+        "except with prefix caching and a draft model or a KV connector.",
     )
     VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(
         True, "Fused attention for prompts; 0 runs plain matrix products."

@@ -13,10 +13,10 @@ from vllm.errors import ConfigError
 def resolve(monkeypatch):
     """The config with these variables and no others."""
 
-    def resolve_with(*, enable_prefix_caching=True, **variables):
+    def resolve_with(*, has_slices=True, **variables):
         monkeypatch.setattr(envs.os, "environ", variables)
         envs.get.cache_clear()
-        return resolve_hpu_config(HPUConfig(), enable_prefix_caching=enable_prefix_caching)
+        return resolve_hpu_config(HPUConfig(), has_slices=has_slices)
 
     yield resolve_with
     monkeypatch.undo()
@@ -24,7 +24,7 @@ def resolve(monkeypatch):
 
 
 def test_without_variables_everything_has_its_default(resolve):
-    assert resolve() == HPUConfig()
+    assert resolve() == HPUConfig(contiguous_pa=True)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,18 @@ def test_without_variables_everything_has_its_default(resolve):
     ],
 )
 def test_a_variable_arrives_in_its_field_and_nowhere_else(resolve, variables, expected):
-    assert resolve(**variables) == HPUConfig(**expected)
+    assert resolve(**variables) == HPUConfig(**{"contiguous_pa": True, **expected})
 
 
-def test_decode_reads_a_slice_unless_blocks_are_shared(resolve):
-    assert resolve(enable_prefix_caching=False).contiguous_pa is True
-    off = resolve(enable_prefix_caching=False, VLLM_CONTIGUOUS_PA="0")
-    assert off.contiguous_pa is False
+@pytest.mark.parametrize(
+    ("has_slices", "given", "expected"),
+    [(True, None, True), (False, None, False), (True, "0", False), (False, "1", True)],
+)
+def test_decode_reads_a_slice_where_blocks_can_be_kept_together(
+    resolve, has_slices, given, expected
+):
+    variables = {} if given is None else {"VLLM_CONTIGUOUS_PA": given}
+    assert resolve(has_slices=has_slices, **variables).contiguous_pa is expected
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def random_config(rng: random.Random, folder: Path) -> VllmConfig:
         max_long_partial_prefills=rng.randint(1, partial),
         long_prefill_token_threshold=rng.choice([0, 0, 2, rng.randint(1, max_model_len)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
-        contiguous_pa=rng.random() < 0.4,
+        contiguous_pa=rng.random() < 0.6,
         merged_prefill=rng.random() < 0.15,
         max_draft_tokens=rng.choice([0, 0, 0, rng.randint(1, 6)]),
         **hpu,

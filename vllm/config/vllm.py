@@ -49,7 +49,8 @@ class VllmConfig:
         slices, cached blocks would lie in between, and no connector or draft model keeps numbers of
         blocks."""
         return (
-            self.hpu.contiguous_pa
+            self.device.device == "hpu"
+            and self.hpu.contiguous_pa
             and self.cache.enable_prefix_caching
             and self.connector.kv_transfer is None
             and self.of_draft_model is None

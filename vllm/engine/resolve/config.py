@@ -113,8 +113,11 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
             "(enable_prefix_caching=False, a pooling model, or a model with states). Leave "
             "kv_events_config out, or turn the prefix cache on"
         )
+    connector = check_connector(_section(ConnectorConfig, settings), platform, cache)
+    # A connector or a draft model keeps numbers of blocks.
+    may_move = connector.kv_transfer is None and speculative.draft_model is None
     hpu = resolve_hpu_config(
-        _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
+        _section(HPUConfig, settings), has_slices=may_move or not cache.enable_prefix_caching
     )
     parallel = resolve_parallel(parallel, model, load, lora, platform)
     config = VllmConfig(
@@ -128,7 +131,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         structured_output=_section(StructuredOutputConfig, settings),
         speculative=speculative,
         lora=lora,
-        connector=check_connector(_section(ConnectorConfig, settings), platform, cache),
+        connector=connector,
         observability=observability,
     )
     if platform.name == "hpu":

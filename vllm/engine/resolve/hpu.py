@@ -24,12 +24,13 @@ _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponentia
 _GC_DEFAULTS = (700, 10, 10)
 
 
-def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUConfig:
+def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfig:
     """The settings of this process.
 
     Args:
         asked: fields with flags are kept; fields of variables are read from the environment.
-        enable_prefix_caching: of the KV cache.
+        has_slices: unless VLLM_CONTIGUOUS_PA says otherwise, decodes read slices of the KV cache:
+            its blocks can be kept together, or no prefixes are cached.
 
     Raises:
         ConfigError: two variables contradict each other, or one of the Gaudi fork requests a
@@ -48,7 +49,7 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
         **as_they_are,
         bucketing_strategy=_strategy(settings),
         bucket_variables=bucket_variables(settings),
-        contiguous_pa=not enable_prefix_caching if contiguous_pa is None else contiguous_pa,
+        contiguous_pa=has_slices if contiguous_pa is None else contiguous_pa,
         prompt_attention=_prompt_attention(settings),
         softmax_const_norm=_const_norm(settings),
         gc_thresholds=_gc_thresholds(settings),

@@ -135,5 +135,6 @@ def _count_blocks(config: VllmConfig, split: MemorySplit, block_bytes: int) -> i
     most = config.scheduler.max_num_seqs * config.max_blocks_per_request
     if not cache.enable_prefix_caching:
         return min(num_blocks, most + 1)
-    # A contiguous decode reads the cache up to its highest block: a large one is slow.
-    return min(num_blocks, 2 * most + 1) if config.hpu.contiguous_pa else num_blocks
+    # Where blocks of running requests lie anywhere, a slice of a large cache is long.
+    is_spread = config.hpu.contiguous_pa and not config.has_dense_cache
+    return min(num_blocks, 2 * most + 1) if is_spread else num_blocks
