@@ -132,7 +132,7 @@ def write_gguf(
         if arch == "llama" and part in heads:
             rounded = _halves_apart(rounded, config[heads[part]])
         dense[name] = rounded.reshape(tensor.shape).contiguous()
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config["head_dim"]))
     writer.write_header_to_file()
@@ -145,8 +145,13 @@ def write_gguf(
     return path
 
 
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotations, as transformers 5 or 4 spells them."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
 def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config)
     full = rope.get("full_attention", rope)
     values: dict[str, Any] = {
         "context_length": config["max_position_embeddings"],

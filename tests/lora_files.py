@@ -9,12 +9,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tests.tiny_models import LOAD_FLOAT32
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def base_model(model: str | Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, **LOAD_FLOAT32)
 
 
 def write_adapter(

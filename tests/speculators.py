@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
 
-from tests.tiny_models import LOAD_FLOAT32, make_tiny_model, randomize
+from tests.reference_model import load_reference
+from tests.tiny_models import make_tiny_model, randomize
 
 VOCAB_SIZE = 16
 """So few tokens that a random guess is often right."""
@@ -246,9 +247,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 def load_target(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", **LOAD_FLOAT32
-    ).eval()
+    return load_reference(folder)
 
 
 def make_target(folder: Path) -> Path:

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.reference import assert_same_tokens, generate
+from tests.reference_model import load_reference
 from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
 from vllm.engine.input.prompt_embeds import cache_keys
@@ -36,7 +36,7 @@ def make_llm(folder, **settings) -> LLM:
 
 def table_of(folder, dtype=torch.float32) -> torch.Tensor:
     """[vocab, size] of the embeddings of tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = load_reference(folder, dtype)
     return model.get_input_embeddings().weight.detach()
 
 

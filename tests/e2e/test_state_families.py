@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.reference import random_prompts
-from tests.tiny_models import LOAD_FLOAT32, STATE_FAMILIES
+from tests.reference_model import load_reference
+from tests.tiny_models import STATE_FAMILIES
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
@@ -78,7 +78,7 @@ def test_a_state_is_that_of_its_request(family, models, monkeypatch):
     assert (scheduler.num_preemptions > 0) == (family not in WITHOUT_BLOCKS)
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
     assert len([name for name in outputs if "gone" not in name]) == len(PROMPTS)
-    reference = AutoModelForCausalLM.from_pretrained(models(family), **LOAD_FLOAT32).eval()
+    reference = load_reference(models(family))
     for output in outputs.values():
         assert_is_greedy(reference, output)
 

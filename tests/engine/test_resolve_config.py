@@ -242,7 +242,7 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
             "of that name either; supported architectures: Ba",
         ),
         (
-            {"hf_overrides": {"architectures": ["SmolLM3ForCausalLM"]}, "model_impl": "vllm"},
+            {"hf_overrides": {"architectures": ["NemotronForCausalLM"]}, "model_impl": "vllm"},
             "with model_impl='vllm'. Leave model_impl out to run it with the modules of transform",
         ),
     ],

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from tests.tiny_models import LOAD_FLOAT32
+from tests.reference_model import load_reference
 from vllm.config import (
     CacheConfig,
     LoadConfig,
@@ -60,9 +60,7 @@ def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
 
 @cache
 def _reference(folder: Path) -> Any:
-    # The faster attention of transformers 4 leaves out windows and soft caps; Falcon needs it.
-    kind = {} if read_arch(folder).model_type == "falcon" else {"attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32, **kind).eval()
+    return load_reference(folder)
 
 
 @torch.inference_mode()

@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
-from tests.tiny_models import ALL_FAMILIES, WINDOWS_ALL_LAYERS_OR_NONE, make_tiny_model
-
-
-def skip_without_reference(family):
-    if family == "qwen2" and WINDOWS_ALL_LAYERS_OR_NONE:
-        pytest.skip("transformers 4 has no windows of some layers only")
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 
 
 @pytest.mark.parametrize("length", [1, 100])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_are_those_of_transformers(tiny_model, family, length):
-    skip_without_reference(family)
     folder, input_ids = tiny_model(family), prompt_of(length)
     want = reference_logits(folder, input_ids)
     got = logits_of(load(folder), input_ids)
@@ -36,7 +30,6 @@ def test_logits_are_those_of_transformers(tiny_model, family, length):
     ],
 )
 def test_variants_of_a_family(tmp_path, family, overrides):
-    skip_without_reference(family)
     folder, input_ids = make_tiny_model(family, tmp_path, **overrides), prompt_of(40)
     want = reference_logits(folder, input_ids)
     torch.testing.assert_close(logits_of(load(folder), input_ids), want, atol=2e-5, rtol=0)

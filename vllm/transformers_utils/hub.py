@@ -6,10 +6,24 @@ from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import find_model
 from vllm.utils import startup_progress
+
+logger = init_logger(__name__)
+
+_MAX_TRIES = 5
+"""Of a download whose connection is lost; what has arrived is kept. Newer releases of
+huggingface_hub try again themselves."""
+_LOST_CONNECTIONS = (
+    "ChunkedEncodingError",
+    "ConnectionError",
+    "ReadTimeout",
+    "RemoteProtocolError",
+)
+"""Types of requests and of httpx."""
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _SAFETENSORS = ("*.safetensors",)
@@ -126,18 +140,23 @@ def _download(
     from huggingface_hub import snapshot_download
 
     startup_progress.report(f"getting {name} from the hub")
-    try:
-        folder = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=list(allow_patterns),
-            ignore_patterns=list(ignore_patterns),
-            token=token,
-        )
-    # Network, proxy, disk and hub raise exceptions of different types.
-    except Exception as error:
-        raise ConfigError(f"cannot get model {name!r}: {_explain(error, revision)}") from error
+    for tries_left in reversed(range(_MAX_TRIES)):
+        try:
+            folder = snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=list(allow_patterns),
+                ignore_patterns=list(ignore_patterns),
+                token=token,
+            )
+            break
+        # Network, proxy, disk and hub raise exceptions of different types.
+        except Exception as error:
+            reason = _explain(error, revision)
+            if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:
+                raise ConfigError(f"cannot get model {name!r}: {reason}") from error
+            logger.warning("The download of %s goes on where it was lost: %s", name, reason)
     return Path(folder)
 
 

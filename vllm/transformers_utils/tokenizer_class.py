@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.transformers_version import is_version_4
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +60,7 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
     import transformers
 
     model_type = config.get("model_type")
-    if transformers.__version__.startswith("4."):
+    if is_version_4():
         choice: str | None = named.removesuffix("Fast") + "Fast"  # whatever the model type
     else:
         choice = _chosen_by_version_5(named, model_type, folder)

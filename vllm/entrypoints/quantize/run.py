@@ -41,6 +41,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import resolve_model_folder
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.transformers_version import dtype_argument
 from vllm.transformers_utils.weight_files import find_files
 
 logger = init_logger(__name__)
@@ -134,7 +135,7 @@ def _calibrate(
     if is_awq and bits != 4:
         raise ConfigError(f"--bits {bits}: AWQ has 4 bits. Leave it out, or use --method gptq")
     grid = Grid(bits=bits, group_size=args.group_size, is_symmetric=not is_awq)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **dtype_argument("auto")).eval()
     samples = _samples(folder, args)
     changes = _Changes(set())
     dense: set[str] = set()

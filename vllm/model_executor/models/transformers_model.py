@@ -21,6 +21,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
+from vllm.transformers_utils.transformers_version import dtype_argument
 
 _INTERFACE = "vllm"
 """Name of our attention in transformers."""
@@ -166,7 +167,9 @@ def _build(arch: ModelArch) -> Any:
     try:
         with _parameters_without_memory():
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=_INTERFACE, dtype=torch.get_default_dtype()
+                config,
+                attn_implementation=_INTERFACE,
+                **dtype_argument(torch.get_default_dtype()),
             )
     except (ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())

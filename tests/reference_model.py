@@ -1,0 +1,35 @@
+"""Models of transformers, as a reference for ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm.transformers_utils.transformers_version import dtype_argument, is_version_4
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, or a skipped test where the installed transformers computes something else."""
+    config = json.loads((folder / "config.json").read_text())
+    if is_version_4() and (reason := _what_version_4_does(config)):
+        pytest.skip(f"this transformers is no reference: {reason}")
+    # The faster attention of transformers 4 leaves out windows and soft caps; Falcon needs it.
+    kind = {} if config["model_type"] == "falcon" else {"attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **dtype_argument(dtype), **kind).eval()
+
+
+def _what_version_4_does(config: dict[str, Any]) -> str:
+    groups = config.get("n_groups") or config.get("mamba_n_groups") or 1
+    heads = config.get("num_heads") or config.get("mamba_n_heads") or 1
+    if 1 < groups < heads:
+        return "it gives heads the states of other groups"
+    if config["model_type"] == "llama4_text":
+        return "it multiplies numbers of two types"
+    has_window = config.get("use_sliding_window") and config.get("sliding_window")
+    layers = config.get("max_window_layers")
+    if has_window and layers not in (None, 0, config["num_hidden_layers"]):
+        return "windows are of all layers or of none"
+    return ""
