@@ -89,6 +89,31 @@ def find_unions(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def find_nested_unions(tree: ast.AST) -> Iterator[int]:
+    """Lines of functions within functions whose annotations have a union."""
+    for outer in ast.walk(tree):
+        if not isinstance(outer, ast.FunctionDef):
+            continue
+        for node in ast.walk(outer):
+            if isinstance(node, ast.FunctionDef) and node is not outer:
+                arguments = node.args
+                named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                annotations = [argument.annotation for argument in named] + [node.returns]
+                if any(isinstance(annotation, ast.BinOp) for annotation in annotations):
+                    yield node.lineno
+
+
+def find_tuple_properties(tree: ast.AST) -> Iterator[int]:
+    """Lines of properties of named tuples."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and "property" in map(
+                    ast.unparse, method.decorator_list
+                ):
+                    yield method.lineno
+
+
 def find_torch_names(tree: ast.AST) -> Iterator[str]:
     """Dotted names that begin with `torch.`, and what is imported from there."""
     for node in ast.walk(tree):
@@ -126,6 +151,21 @@ def test_traced_code_asks_for_no_instance_of_a_union():
     """It breaks the graph before torch 2.10; a tuple of types does not."""
     assert list(find_unions(ast.parse("isinstance(x, float | int)"))) == [1]
     found = [f"{path}:{line}" for path, tree in sources(*TRACED) for line in find_unions(tree)]
+    assert not found
+
+
+def test_what_traced_attention_defines_is_traced_by_torch_2_6():
+    """Its compiler builds no union in the annotations of a nested function, and reads no property
+    of a named tuple."""
+    nested = ast.parse("def a():\n    def b(x: int | None): ...")
+    assert list(find_nested_unions(nested)) == [2]
+    named = ast.parse("class A(NamedTuple):\n    @property\n    def b(self): ...")
+    assert list(find_tuple_properties(named)) == [3]
+    found = [
+        f"{path}:{line}"
+        for path, tree in sources("attention", "ops")
+        for line in (*find_nested_unions(tree), *find_tuple_properties(tree))
+    ]
     assert not found
 
 

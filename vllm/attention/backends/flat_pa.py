@@ -278,6 +278,21 @@ class _Part:
         return x if self.span is None else x[self.span]
 
 
+def _part(
+    span: slice | None,
+    keys: Tensor,
+    values: Tensor | int,
+    scales: CacheScales | None,
+    dtype: torch.dtype,
+) -> _Part:
+    """A part of stored blocks; `values` may be how many of the key's numbers they are."""
+    if scales is not None:
+        keys = scales.key.read(keys, dtype)
+    if isinstance(values, int):
+        return _Part(span, keys, keys[..., :values])
+    return _Part(span, keys, values if scales is None else scales.value.read(values, dtype))
+
+
 def _fetch(
     key_cache: Tensor,
     value_cache: Tensor | int,
@@ -290,31 +305,24 @@ def _fetch(
     They are kept apart to the end of the maths within a block: joining them would copy the slice.
     """
     num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
-    num_sliced = num_entries - num_gathered
-    keys = by_block(key_cache, blocks.block_size)
+    num_sliced, size = num_entries - num_gathered, blocks.block_size
+    keys = by_block(key_cache, size)
     if num_sliced > keys.shape[0]:
         raise ValueError(
             f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
         )
 
-    def part(span: slice | None, read: Callable[[Tensor], Tensor]) -> _Part:
-        part_keys = read(keys)
-        if scales is not None:
-            part_keys = scales.key.read(part_keys, dtype)
-        if isinstance(value_cache, int):
-            return _Part(span, part_keys, part_keys[..., :value_cache])
-        values = read(by_block(value_cache, blocks.block_size))
-        if scales is not None:
-            values = scales.value.read(values, dtype)
-        return _Part(span, part_keys, values)
-
+    values = value_cache if isinstance(value_cache, int) else by_block(value_cache, size)
     parts = []
     if num_sliced:
         span = slice(0, num_sliced) if num_gathered else None
-        parts.append(part(span, lambda cache: cache[:num_sliced]))
+        sliced = values if isinstance(values, int) else values[:num_sliced]
+        parts.append(_part(span, keys[:num_sliced], sliced, scales, dtype))
     if num_gathered or not num_sliced:
         span = slice(num_sliced, num_entries) if num_sliced else None
-        parts.append(part(span, lambda cache: cache.index_select(0, blocks.block_list)))
+        listed = blocks.block_list
+        gathered = values if isinstance(values, int) else values.index_select(0, listed)
+        parts.append(_part(span, keys.index_select(0, listed), gathered, scales, dtype))
     return parts
 
 

@@ -35,10 +35,11 @@ class LayerKind(NamedTuple):
     has_alibi: bool
     chunk_size: int | None = None
 
-    @property
-    def sight(self) -> tuple[int | None, int | None]:
-        """Which keys a query sees: window and size of chunks."""
-        return self.window, self.chunk_size
+
+def _sight(kind: LayerKind) -> tuple[int | None, int | None]:
+    """Which keys a query sees: window and size of chunks. No property of the kind: the compiler of
+    torch 2.6 does not trace those of named tuples."""
+    return kind.window, kind.chunk_size
 
 
 def _kind(layer: AttentionLayer) -> LayerKind:
@@ -75,7 +76,7 @@ class PaddedDecode:
     """One new token for each of B padded rows, or the drafts to verify and one more."""
 
     blocks: Mapping[tuple[int | None, int | None], DecodeBlocks]
-    """`LayerKind.sight` -> what all layers with it need."""
+    """Window and size of chunks -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
     """See `flat_paged_attention`."""
 
@@ -93,8 +94,9 @@ class PaddedDecode:
         `derive_decode_blocks`, needed for chunks."""
         blocks: dict[tuple[int | None, int | None], DecodeBlocks] = {}
         for kind in kinds:
-            if kind.sight not in blocks:
-                blocks[kind.sight] = derive_decode_blocks(
+            sight = _sight(kind)
+            if sight not in blocks:
+                blocks[sight] = derive_decode_blocks(
                     metadata, block_size, dtype, kind.window, positions, kind.chunk_size
                 )
         return cls(blocks, normaliser)
@@ -110,7 +112,7 @@ class PaddedDecode:
             value,
             layer.key_cache,
             layer.value_cache,
-            self.blocks[_kind(layer).sight],
+            self.blocks[_sight(_kind(layer))],
             layer.scale,
             alibi_slopes=layer.alibi_slopes,
             soft_cap=layer.logits_soft_cap,
