@@ -89,13 +89,19 @@ def find_unions(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def _is_return(node: ast.AST) -> bool:
+    return isinstance(node, ast.Return) and node.value is not None
+
+
 def find_nested_unions(tree: ast.AST) -> Iterator[int]:
-    """Lines of functions within functions whose annotations have a union."""
+    """Lines of functions within functions whose annotations have a union, but for those that are
+    returned: what makes a function runs before anything is traced."""
     for outer in ast.walk(tree):
         if not isinstance(outer, ast.FunctionDef):
             continue
+        returned = {ast.unparse(n.value) for n in ast.walk(outer) if _is_return(n)}
         for node in ast.walk(outer):
-            if isinstance(node, ast.FunctionDef) and node is not outer:
+            if isinstance(node, ast.FunctionDef) and node.name not in {outer.name, *returned}:
                 arguments = node.args
                 named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 annotations = [argument.annotation for argument in named] + [node.returns]
