@@ -147,7 +147,8 @@ def write_gguf(
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """The rotations, as transformers 5 or 4 spells them."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    older = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
+    return config.get("rope_parameters") or older
 
 
 def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(full.get("rope_theta") or config["rope_theta"]),
+        "rope.freq_base": float(full["rope_theta"]),
     }
     if full.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = full["rope_type"]

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tests.tiny_models import LOAD_FLOAT32
+from tests.reference_model import load_reference
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def base_model(model: str | Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model, **LOAD_FLOAT32)
+    return load_reference(Path(model))
 
 
 def write_adapter(

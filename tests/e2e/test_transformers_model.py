@@ -13,6 +13,7 @@ from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.transformers_utils.transformers_version import lets_attention_mask
 
 MAX_TOKENS = 5
 SETTINGS: dict[str, Any] = {
@@ -30,6 +31,11 @@ TYPES = (
     *("flex_olmo", "glm4_moe"),
 )
 """Types without modules here, three of them with experts."""
+
+
+needs_backend = pytest.mark.skipif(
+    not lets_attention_mask(), reason="the modules of this transformers keep their own attention"
+)
 
 
 def make(model_type: str, folder: Path, **values: Any) -> Path:
@@ -51,16 +57,19 @@ def check(folder: Path, **settings: Any) -> None:
         assert_same_tokens(output.outputs[0].token_ids, reference)
 
 
+@needs_backend
 @pytest.mark.parametrize("model_type", random.Random(0).sample(TYPES, 10))
 def test_types_without_modules_here_give_the_tokens_of_transformers(model_type, tmp_path):
     check(make(model_type, tmp_path))
 
 
+@needs_backend
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_a_type_that_has_modules_here_can_run_with_those_of_transformers(family, models):
     check(models(family), model_impl="transformers")
 
 
+@needs_backend
 def test_they_run_on_the_simulated_card(tmp_path):
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
         before = bridge.counters()
@@ -68,6 +77,7 @@ def test_they_run_on_the_simulated_card(tmp_path):
         assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
 
 
+@needs_backend
 def test_their_weights_can_be_stored_in_int8(models):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     folder = models("llama")
@@ -82,6 +92,7 @@ def test_their_weights_can_be_stored_in_int8(models):
     assert found[0] == found[1]
 
 
+@needs_backend
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
@@ -103,6 +114,14 @@ def test_with_the_modules_of_this_package_only_other_types_are_refused(tmp_path)
         LLM(model=str(folder), model_impl="vllm", **SETTINGS)
 
 
+@needs_backend
 def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
     folder = make_tiny_model("qwen3", tmp_path)
     check(folder, model_impl="transformers")
+
+
+def test_a_transformers_that_is_too_old_is_named(monkeypatch, models):
+    name = "vllm.model_executor.models.transformers_model.lets_attention_mask"
+    monkeypatch.setattr(name, lambda: False)
+    with pytest.raises(ConfigError, match=r"of transformers \d.*: 4.53 is the first release"):
+        LLM(model=str(models("llama")), model_impl="transformers", **SETTINGS)

@@ -31,7 +31,7 @@ from tests.gguf_files import (  # noqa: E402
 )
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
-NO_WINDOW = {"use_sliding_window": False}
+NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 HEADS = {"head_dim": 64}
 MODELS = {
     "llama": ("F32", HEADS),

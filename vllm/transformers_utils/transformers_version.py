@@ -2,12 +2,18 @@
 
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 
 
 @cache
 def is_version_4() -> bool:
     """Whether the installed transformers is a 4.x; does not import it."""
     return version("transformers").startswith("4.")
+
+
+def lets_attention_mask() -> bool:
+    """Whether its models leave masks to the attention that is put in, as since 4.53."""
+    return find_spec("transformers.masking_utils") is not None
 
 
 def dtype_argument(dtype: object) -> dict[str, object]:

@@ -7,6 +7,7 @@ layer, which knows which tokens belong together. What cannot run that way is ref
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
-from vllm.transformers_utils.transformers_version import dtype_argument
+from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
 """Name of our attention in transformers."""
@@ -162,6 +163,12 @@ def _build(arch: ModelArch) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if not lets_attention_mask():
+        raise ConfigError(
+            f"{arch.architecture} cannot run with the modules of transformers "
+            f"{version('transformers')}: 4.53 is the first release whose attention can be "
+            f"replaced. Install a newer one: pip install -U transformers"
+        )
     _register()
     config = CONFIG_MAPPING[arch.model_type].from_dict(dict(arch.hf_config))
     try:
