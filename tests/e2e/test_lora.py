@@ -3,11 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
@@ -91,6 +92,19 @@ def test_a_prefix_is_shared_by_content_and_not_by_name(llm, adapters, tmp_path):
     assert seen(other)[0] == merged_output(folder, other.prompt_token_ids)[0]
 
 
+def test_weights_may_be_a_pickle_of_tensors(llm, adapters, tmp_path):
+    shutil.copytree(adapters[0].path, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    pickled = LoRARequest("pickled", 8, str(tmp_path))
+    outputs = llm.generate(
+        [PROMPT] * 2, GREEDY, use_tqdm=False, lora_request=[adapters[0], pickled]
+    )
+    assert seen(outputs[0]) == seen(outputs[1])
+    assert outputs[1].num_cached_tokens == 0
+
+
 def broken(folder: Path, kind: str) -> Path:
     make(folder, 5, 4, ("q_proj",))
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -117,6 +131,13 @@ def broken(folder: Path, kind: str) -> Path:
         save_file(pair | {name: torch.full((4, 256), float("nan"))}, weights)
     elif kind == "half":
         save_file({name: pair[name]}, weights)
+    elif kind == "pickle":
+        weights.unlink()
+        torch.save({name: Path("/")}, weights.with_suffix(".bin"))
+    elif kind == "huge pickle":
+        weights.unlink()
+        huge = torch.zeros(1).expand(2**40, 4)
+        torch.save(pair | {name: huge}, weights.with_suffix(".bin"))
     elif kind == "head":
         head = "base_model.model.lm_head.lora_A.weight"
         save_file({head: pair[name], head.replace("lora_A", "lora_B"): pair[other]}, weights)
@@ -161,6 +182,8 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("wide", "has the shape [4, 999], and [4, 256] is expected"),
         ("NaN", "has values that are NaN or infinite"),
         ("half", "has no .lora_B.weight"),
+        ("pickle", "contains objects other than tensors, which are not loaded for security"),
+        ("huge pickle", "has the shape [1099511627776, 4], and [4, 256] is expected"),
         ("head", "does not belong to a layer that adapters can change here"),
     ],
 )

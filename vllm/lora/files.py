@@ -1,4 +1,5 @@
-"""The files of a LoRA adapter as peft writes them: its config, and its weights as safetensors.
+"""The files of a LoRA adapter as peft writes them: its config, and its weights as safetensors or,
+by older releases, as a pickle.
 
 Independent of models: names and shapes are read here, and compared with a model where it is known.
 """
@@ -18,7 +19,8 @@ from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 
 CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""The first that is there is read."""
 
 _MAX_CONFIG_BYTES = 1 << 20
 _REFUSED: Mapping[str, str] = {
@@ -73,6 +75,12 @@ def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value
     return default
+
+
+def weights_file(folder: Path) -> Path:
+    """The weights of an adapter."""
+    paths = [folder / name for name in _WEIGHTS_FILES]
+    return next((path for path in paths if path.exists()), paths[0])
 
 
 def check_files(folder: Path, max_rank: int) -> AdapterConfig:
@@ -182,26 +190,27 @@ def content_key(folder: Path) -> str:
         RequestError: a file cannot be read.
     """
     try:
-        stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        paths = (folder / CONFIG_FILE, weights_file(folder))
+        stats = [path.stat() for path in paths]
         if not all(stat.S_ISREG(s.st_mode) for s in stats):
             raise RequestError(
-                f"the LoRA adapter {folder}: {CONFIG_FILE} and {WEIGHTS_FILE} must be plain files"
+                f"the LoRA adapter {folder}: {CONFIG_FILE} and {paths[1].name} must be plain files"
             )
         versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
-        return _hash_files(str(folder), versions)
+        return _hash_files(paths, versions)
     except OSError as error:
         raise RequestError(
             f"the LoRA adapter {folder} cannot be read: {error.strerror or error} "
             f"({Path(error.filename or folder).name}). Name a folder that peft's save_pretrained "
-            f"has written (as safetensors)"
+            f"has written"
         ) from None
 
 
 @lru_cache(maxsize=1024)
-def _hash_files(folder: str, versions: tuple[tuple[int, ...], ...]) -> str:
+def _hash_files(paths: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) -> str:
     digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with open(Path(folder) / name, "rb") as file:
+    for path in paths:
+        with open(path, "rb") as file:
             while chunk := file.read(1 << 22):
                 digest.update(chunk)
         digest.update(b"\0")

@@ -7,19 +7,20 @@ weight formats know nothing of adapters. How the products are made is up to the 
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm.attention import ContextHolder, share_context
-from vllm.errors import RequestError
-from vllm.lora.files import WEIGHTS_FILE, AdapterConfig, check_files
+from vllm.errors import RequestError, WeightLoadError
+from vllm.lora.files import AdapterConfig, check_files, weights_file
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
+from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.low_rank import AdaptedLayer, LowRank
@@ -130,13 +131,14 @@ class AdapterLayers:
             RequestError: a file is missing or wrong, or does not fit the model.
         """
         config = check_files(folder, self._max_rank)
-        path = folder / WEIGHTS_FILE
+        path = weights_file(folder)
         parts: list[LowRank | None] = [None] * self.num_parts
         try:
-            with safe_open(path, framework="pt") as file:
-                for module, pair in self._pairs(path, list(file.keys())).items():
-                    self._check(path, config, module, *(file.get_slice(name) for name in pair))
-                    a, b = (file.get_tensor(name) for name in pair)
+            with _open_weights(path) as tensors:
+                for module, pair in self._pairs(path, list(tensors)).items():
+                    sources = [tensors[name] for name in pair]
+                    self._check(path, config, module, *(list(s.shape) for s in sources))
+                    a, b = (source.read(()) for source in sources)
                     if not (a.isfinite().all() and b.isfinite().all()):
                         raise RequestError(f"{path}: {module} has values that are NaN or infinite")
                     b = b.float() * config.scale_of(module, len(a))
@@ -144,6 +146,8 @@ class AdapterLayers:
                     for target, source in self._projections(module, b, config):
                         own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
                         parts[target.number] = LowRank(own_a, own_b)
+        except WeightLoadError as error:
+            raise RequestError(str(error)) from None
         except (SafetensorError, OSError) as error:
             raise RequestError(f"{path} cannot be read: {error}") from None
         return parts
@@ -193,9 +197,15 @@ class AdapterLayers:
         targets = [self._targets[name] for name in names]
         return [(target, source) for target, (_, source) in zip(targets, found, strict=True)]
 
-    def _check(self, path: Path, config: AdapterConfig, module: str, a: Any, b: Any) -> None:
+    def _check(
+        self,
+        path: Path,
+        config: AdapterConfig,
+        module: str,
+        a_shape: list[int],
+        b_shape: list[int],
+    ) -> None:
         """Compare shapes before any memory is taken."""
-        a_shape, b_shape = list(a.get_shape()), list(b.get_shape())
         stand_in = torch.empty(b_shape, device="meta") if len(b_shape) == 2 else None
         try:
             found = [] if stand_in is None else self._projections(module, stand_in, config)
@@ -225,6 +235,21 @@ def _place(layer: ParallelLinear, number: int, first_part: int) -> AdaptedLayer:
     slices: Iterator[Slice] = iter(layer.feature_slices.values())
     parts = tuple((p.offset, p.size) if p.dim == 0 else (0, layer.output_size) for p in slices)
     return AdaptedLayer(number, first_part, layer.input_size, parts)
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[dict[str, Source]]:
+    """The tensors of a file, which are read when they are asked for."""
+    if path.suffix != ".safetensors":
+        yield dict(read_bin(path))
+        return
+    with safe_open(path, framework="pt") as file:
+
+        def source(name: str) -> Source:
+            shape = torch.Size(file.get_slice(name).get_shape())
+            return Source(shape, lambda index: file.get_tensor(name)[index])
+
+        yield {name: source(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _source(tensor: Tensor) -> Source:

@@ -40,7 +40,7 @@ def iterate_tensors(
     for num_done, path in enumerate(bar):
         if on_file is not None:
             on_file(num_done)
-        yield from read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+        yield from read_safetensors(path) if path.suffix == ".safetensors" else read_bin(path)
 
 
 def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, Source]]:
@@ -52,7 +52,12 @@ def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, So
             bar.update()
 
 
-def _read_bin(path: Path) -> Iterator[tuple[str, Source]]:
+def read_bin(path: Path) -> Iterator[tuple[str, Source]]:
+    """Every tensor of a file of torch.save with its name; nothing else in it is loaded.
+
+    Raises:
+        WeightLoadError: the file is damaged, or holds more than tensors.
+    """
     try:
         # Files from before torch 1.6 are no zip archives and cannot be mapped.
         can_map = zipfile.is_zipfile(path)
