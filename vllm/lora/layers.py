@@ -114,7 +114,7 @@ class AdapterLayers:
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
                 continue
-            if ".experts." in f".{path}.":  # its rows are not those of the launch
+            if ".experts." in f".{path}." or not layer.has_launch_rows:
                 continue
             place = _place(layer, len(self.places), self.num_parts)
             for number, (name, part) in enumerate(layer.feature_slices.items(), self.num_parts):

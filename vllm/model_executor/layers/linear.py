@@ -50,6 +50,8 @@ class ParallelLinear(MethodLayer):
     keeps_precision: bool = False
     """The weight stays in the model's dtype where others are stored in fewer bits."""
 
+    has_launch_rows: bool = True
+    """Its inputs are the tokens of a launch, in their order; False: those of one request."""
     is_absorbed: bool = False
     """Launches multiply with what is made of the weight, and do not apply the layer."""
 
