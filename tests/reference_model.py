@@ -28,6 +28,8 @@ def _what_version_4_does(config: dict[str, Any]) -> str:
         return "it gives heads the states of other groups"
     if config["model_type"] == "llama4_text":
         return "it multiplies numbers of two types"
+    if config.get("use_sliding_window") is False and config.get("sliding_window"):
+        return "a window that is off hides keys all the same"
     has_window = config.get("use_sliding_window") and config.get("sliding_window")
     layers = config.get("max_window_layers")
     if has_window and layers not in (None, 0, config["num_hidden_layers"]):
