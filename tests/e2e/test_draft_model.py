@@ -81,7 +81,8 @@ def test_a_draft_model_of_another_family_changes_no_output(models, expected):
 
 def test_a_model_with_windows_keeps_what_its_draft_model_sees(models, tmp_path):
     shutil.copytree(models("gemma2"), tmp_path, dirs_exist_ok=True)
-    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     want = run(LLM(str(tmp_path), **COMMON), params)
     llm = with_draft(BUNDLED_MODEL, str(tmp_path))
