@@ -217,8 +217,8 @@ def supported_models() -> Iterator[str]:
     yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
     yield "computes on the CPU; the tests run none of them on a card."
     yield ""
-    yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run on the CPU"
-    yield "only, without prefix caching and drafts. `max_num_seqs` is 32 by default for them: the"
+    yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run without"
+    yield "prefix caching, drafts and merged prefill. `max_num_seqs` is 32 by default for them: the"
     yield "states of all requests are allocated at the start, and the log says how large they are."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""

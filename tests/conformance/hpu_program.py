@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vllm.ops
-from tests.tiny_models import _FAMILIES, STATE_FAMILIES
+from tests.tiny_models import _FAMILIES
 from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.bucketing.bucket import decode, prefill
@@ -54,13 +54,15 @@ SHAPES = {
 GENERATORS: dict[str, str] = {}
 """Architecture -> a family of tiny models that has it."""
 for _family, (_create, _) in _FAMILIES.items():
-    if _family in STATE_FAMILIES:  # on the CPU only
-        continue
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
 _NUM_LAYERS = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "olmo3", "qwen2", "qwen3_moe"), 2
-) | {"llama4": 4}
+    (
+        *("bamba", "deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "olmo3"),
+        *("qwen2", "qwen3_moe"),
+    ),
+    2,
+) | {"llama4": 4, "granite_hybrid": 4}
 """Of families whose layers differ: as many as it takes to have all kinds."""
 
 
@@ -115,7 +117,7 @@ def launch_model(config: VllmConfig) -> LaunchModel:
     if layers:
         platform = HPUPlatform(lambda: SimpleNamespace(zeros=_zeros))
         layout = cache_layout(config, layers, dtype, keeps_all=True)
-        bind_kv_caches(layers, platform, NUM_BLOCKS, layout, dtype)
+        bind_kv_caches(layers, platform, NUM_BLOCKS, layout, dtype, MAX_NUM_SEQS + 1)
     if isinstance(model, PoolingModel):
         pooler = config.model.pooler
         assert pooler is not None

@@ -32,10 +32,6 @@ _SAME_LAYERS = {
     *("ChatGLMModel", "ChatGLMForConditionalGeneration"),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM."""
-_WITH_STATES = {
-    *("BambaForCausalLM", "GraniteMoeHybridForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-}
-"""Run on the CPU only."""
 _NEWER = ("DeepseekV2", "GptOss", "Llama4", "Olmo3")
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
@@ -43,16 +39,19 @@ _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("BambaForCausalLM", "MambaForCausalLM"),
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
 _PREFILLS = (
     *("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM"),
     *("GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("MambaForCausalLM", "BambaForCausalLM"),
 )
 _ALL_CASES = [
     *((_FIRST, shape) for shape in SHAPES),
     *((name, "decode") for name in GENERATORS if name != _FIRST),
-    # With windows, with ALiBi, with a soft cap, with sinks, with chunks, with a latent cache.
+    # With windows, with ALiBi, with a soft cap, with sinks, with chunks, with a latent cache, with
+    # states.
     *((name, "prefill with context") for name in _PREFILLS if name in GENERATORS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
 ]
@@ -63,7 +62,7 @@ CASES = [
 
 
 def test_every_architecture_is_captured():
-    names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN - _SAME_LAYERS - _WITH_STATES
+    names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN - _SAME_LAYERS
     for family in _NEWER:
         if not hasattr(transformers, f"{family}Config"):
             names.remove(f"{family}ForCausalLM")

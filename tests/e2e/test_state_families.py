@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.e2e.reference import random_prompts
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reference_model import load_reference
 from tests.tiny_models import STATE_FAMILIES
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
+from vllm.errors import ConfigError
 from vllm.executor import uniproc
 from vllm.outputs import RequestOutput
 
@@ -35,11 +37,28 @@ SETTINGS = {
 }
 PROMPTS = random_prompts(24, LONGEST - MAX_TOKENS, vocab_size=4096)
 WITHOUT_BLOCKS = ("mamba", "mamba2")
+BUCKETS = FEW_BUCKETS | {
+    "VLLM_PROMPT_BS_BUCKET_MIN": 2,
+    "VLLM_PROMPT_BS_BUCKET_MAX": 2,
+    "VLLM_DECODE_BS_BUCKET_MIN": 8,
+}
+"""Prompts beyond 32 tokens are launched in pieces, two rows at a time."""
+FEWER_TO_COMPILE = {
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 64,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 64,
+    "VLLM_REGIONAL_COMPILATION": False,
+}
+MORE_CASES = (
+    *((family, "HPU graphs") for family in ("granite_hybrid", "granite_hybrid_dense", "mamba2")),
+    *((family, mode) for family in ("granite_hybrid", "mamba") for mode in ("lazy", "eager")),
+    *((family, "torch.compile") for family in STATE_FAMILIES),
+)
 
 
 @torch.inference_mode()
 def assert_is_greedy(reference: Any, output: RequestOutput) -> None:
-    """Every token is the likeliest one after those before it, and has its log-probability."""
+    """Every token is the likeliest one after those before it, and has its log-probability, if
+    that was asked for."""
     (completion,), prompt = output.outputs, output.prompt_token_ids
     assert len(completion.token_ids) == MAX_TOKENS
     token_ids = torch.tensor([[*prompt, *completion.token_ids]])
@@ -48,6 +67,8 @@ def assert_is_greedy(reference: Any, output: RequestOutput) -> None:
     got = torch.tensor(completion.token_ids)
     chosen = want.gather(1, got[:, None])[:, 0]
     assert (want.max(-1).values - chosen).max() < 1e-4
+    if completion.logprobs is None:
+        return
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)
     ours = torch.tensor([entry[token].logprob for entry, token in pairs])
     torch.testing.assert_close(ours, chosen, atol=1e-4, rtol=0)
@@ -81,6 +102,41 @@ def test_a_state_is_that_of_its_request(family, models, monkeypatch):
     reference = load_reference(models(family))
     for output in outputs.values():
         assert_is_greedy(reference, output)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("bamba", "HPU graphs"),
+        ("mamba", "HPU graphs"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_CASES),
+    ],
+)
+def test_states_on_a_simulated_card_are_the_same(family, mode, models):
+    """Prompts in pieces, several in a launch, preemption; nothing compiles after the warm-up."""
+    is_lazy, is_eager = MODES[mode]
+    buckets = BUCKETS | (FEWER_TO_COMPILE if mode == "torch.compile" else {})
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
+        settings = SETTINGS | {"enforce_eager": is_eager, "num_gpu_blocks_override": 20}
+        llm = LLM(model=str(models(family)), **settings)
+        before = bridge.counters()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        after = bridge.counters()
+    assert after.compilations == before.compilations
+    assert after.cpu_fallbacks == before.cpu_fallbacks
+    assert (mode == "HPU graphs") == (after.graph_replays > before.graph_replays)
+    scheduler = llm.llm_engine.engine_core.scheduler
+    assert (scheduler.num_preemptions > 0) == (family not in WITHOUT_BLOCKS)
+    reference = AutoModelForCausalLM.from_pretrained(models(family), **LOAD_FLOAT32).eval()
+    for output in outputs:
+        assert_is_greedy(reference, output)
+
+
+def test_prompts_end_to_end_would_mix_states_up(models):
+    with simulated_hpu(VLLM_MERGED_PREFILL=1), pytest.raises(ConfigError, match="mix them up"):
+        LLM(model=str(models("mamba")), **SETTINGS)
 
 
 def test_what_states_do_not_allow_is_off_and_said(models, caplog):

@@ -6,7 +6,13 @@ from torch.nn.functional import silu, softplus
 
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native import NativeOps
-from vllm.ops.state_space import convolve, scan_channels, scan_heads, time_steps
+from vllm.ops.state_space import (
+    convolve,
+    scan_channels,
+    scan_heads,
+    scan_padded_channels,
+    time_steps,
+)
 
 B, H, P, G, N, D, K = 3, 6, 5, 2, 4, 7, 4
 
@@ -140,3 +146,19 @@ def test_a_scan_of_channels_is_the_recurrence():
         want = fading * want + (dt * x)[:, t, :, None].double() * b[:, t, None, :].double()
         assert_close(y[:, t], (want * c[:, t, None, :].double()).sum(-1))
     assert_close(last, want)
+
+
+@pytest.mark.parametrize(("length", "scale"), [(1, 1.0), (33, 1.0), (70, 100.0)])
+def test_a_scan_by_doubling_is_the_scan_token_by_token(length, scale):
+    dt = softplus(random(B, length, D)) * scale
+    dt[0, length // 2 :] = 0.0
+    b, c = random(B, length, N, seed=2), random(B, length, N, seed=3)
+    given = random(B, length, D, seed=1), dt, -random(D, N).exp(), b, c, random(B, D, N, seed=4)
+    for got, want in zip(scan_padded_channels(*given), scan_channels(*given), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5 * scale, rtol=2e-5)
+
+
+def test_time_steps_are_exact_to_the_last_digits():
+    raw = torch.cat((torch.linspace(-100, 100, 4001), torch.linspace(-1e-3, 1e-3, 101)))
+    got = time_steps(raw.view(1, 1, -1), torch.zeros(()), None)
+    torch.testing.assert_close(got.flatten(), softplus(raw.double()).float(), atol=0, rtol=5e-7)

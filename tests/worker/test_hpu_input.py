@@ -120,6 +120,7 @@ def test_a_prefill_with_context_and_padding():
     parts, sampled = packed_parts(launch_of(prefill(3, 5, 3), (7, 5, 4), (5, 0, 3)))
     assert parts == [
         [75, 76, 77, 78, 0, 50, 51, 52, 0, 0, 0, 0, 0, 0, 0],
+        [7, 5, PADDING_ROW],
         [5, 6, 7, 8, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0],
         [3, 7, 0],  # last tokens
         [4, 3, 0],  # query lengths
@@ -165,8 +166,8 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
             PaddedShape(decode(3, 8), is_contiguous=True, num_shared=3),
             (3, 3, 3, 3, 11, 11, 11, 3, 3),
         ),
-        (PaddedShape(prefill(2, 8)), (16, 16, 2, 2, 2, 0, 16, 2)),
-        (PaddedShape(prefill(2, 8, 5)), (16, 16, 2, 2, 2, 10, 16, 2)),
+        (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 2)),
+        (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 2)),
         (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
     ],
 )

@@ -27,6 +27,8 @@ def plan(
     buckets: list[Bucket] | Catalog,
     tables: dict[int, list[int]] | None = None,
     merged_prompts: int = 0,
+    *,
+    has_states: bool = False,
     **limits: Any,
 ) -> list[PaddedLaunch]:
     """The launches of a step.
@@ -35,7 +37,7 @@ def plan(
         rows: row, computed tokens and scheduled tokens of each.
         buckets: what there is.
         tables: blocks of rows; only contiguous attention looks at them.
-        merged_prompts: see HPULaunchPlanner.
+        merged_prompts, has_states: see HPULaunchPlanner.
         limits: of a launch.
     """
     defaults = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -48,7 +50,11 @@ def plan(
             [bucket for bucket in buckets if bucket.phase is Phase.DECODE],
         )
     planner = HPULaunchPlanner(
-        buckets, make_limits(**{**defaults, **limits}), batch, merged_prompts
+        buckets,
+        make_limits(**{**defaults, **limits}),
+        batch,
+        merged_prompts,
+        has_states=has_states,
     )
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
     launches: Any = planner.plan(make_step(*columns))
@@ -236,6 +242,15 @@ def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
 def test_pieces_of_one_prompt_may_share_a_launch():
     (launch,) = plan([(0, 0, 64)], [prefill(1, 32, 2), prefill(2, 32, 2)], max_chunk_tokens=32)
     assert shown([launch]) == [([(0, 0, 32), (0, 32, 32)], prefill(2, 32, 2))]
+
+
+def test_pieces_of_one_prompt_with_a_state_run_one_after_the_other():
+    rows, buckets = [(0, 0, 64), (1, 0, 32)], [prefill(b, 32, 2) for b in (1, 2)]
+    launches = plan(rows, buckets, max_chunk_tokens=32, has_states=True)
+    assert [entries([launch]) for launch in launches] == [
+        [(0, 0, 32)],
+        [(0, 32, 32), (1, 0, 32)],
+    ]
 
 
 SIZES = [prefill(b, q, c) for b in (1, 2, 4) for q in (16, 20, 48, 256) for c in (0, 4, 64)]

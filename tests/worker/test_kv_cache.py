@@ -13,6 +13,7 @@ from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayo
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.hpu import HPUPlatform
+from vllm.worker.hpu.memory import beside_states
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
@@ -222,3 +223,12 @@ def test_states_come_off_the_memory_of_the_cache():
     for block_bytes in (0, 2**20):
         with pytest.raises(ConfigError, match=refused):
             count_blocks(config, block_bytes, 2 * GIB, state_bytes=2 * GIB)
+
+
+def test_states_on_a_card_come_off_the_memory_before_it_is_divided():
+    config = make_config(gpu_memory_utilization=0.5)
+    assert beside_states(config, 2 * GIB, GIB // 2) == (config, 3 * GIB // 2)
+    config, free_bytes = beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, GIB)
+    assert (config.cache.kv_cache_memory_bytes, free_bytes) == (1, 7 * GIB)
+    with pytest.raises(ConfigError, match=r"has 1024 MiB .*--kv-cache-memory-bytes.*to 500"):
+        beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, 2 * GIB)

@@ -16,7 +16,7 @@ from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import AttentionMetadata
-from vllm.attention.state import RaggedStates, StateLayer, StateMetadata, States
+from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, StateMetadata, States
 
 __all__ = [
     "Attention",
@@ -28,6 +28,7 @@ __all__ = [
     "LatentAttention",
     "LaunchAdapters",
     "LaunchContext",
+    "PaddedStates",
     "RaggedMetadata",
     "RaggedStates",
     "ReadsContext",

@@ -41,7 +41,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
         Args:
             inputs: [B, L, ...] each.
-            lengths: [B] int64, tokens of each sequence, those behind are padding, whose results
+            lengths: [B] integers, tokens of each sequence, those behind are padding, whose results
                 count for nothing; None: all L.
             states: before the first token; all zero for a new sequence.
 
@@ -54,7 +54,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
         Args:
             inputs: [B, ...] each.
-            rows: [B] int64, no row twice.
+            rows: [B] int64, none twice but the row of padding.
             is_new: [B] bool, sequences that begin, whatever their rows hold.
 
         Returns:
@@ -166,6 +166,31 @@ class RaggedStates:
                 place.copy_(state)
             outputs.append(out[0])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class PaddedStates:
+    """The states of a launch of B padded rows of Q padded tokens each. Padded rows are all in one
+    row of the caches, which no request has."""
+
+    rows: Tensor
+    """[B] rows of the caches."""
+    is_new: Tensor
+    """[B] bool: a request that begins, whatever its row holds."""
+    lengths: Tensor | None = None
+    """[B] tokens of each row; None: Q is 1."""
+
+    def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """See `StateMetadata`; T is B * Q."""
+        if self.lengths is None:
+            return layer.advance_rows(inputs, self.rows, self.is_new)
+        states = load_states(layer.kv_caches, self.rows, self.is_new)
+        shape = (len(self.rows), -1)
+        out, states = layer.advance(
+            tuple(x.unflatten(0, shape) for x in inputs), self.lengths, states
+        )
+        store_states(layer.kv_caches, self.rows, states)
+        return out.flatten(0, 1)
 
 
 def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:

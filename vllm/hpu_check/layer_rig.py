@@ -121,7 +121,9 @@ class Rig:
             BLOCK_SIZE,
         )
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = PrefillInput(token_ids.ravel(), positions.ravel(), unused, metadata, unused, unused)
+        given = PrefillInput(
+            token_ids.ravel(), unused, positions.ravel(), unused, metadata, unused, unused
+        )
         packed = self._to_card(fields_of(shape).pack(given, padded_sizes(shape)))
         with self.operators():
             hidden_states = Execution(self._bridge, self.model).run(packed, shape)[1]

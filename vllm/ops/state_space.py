@@ -25,7 +25,7 @@ def convolve(
         window: [B, K - 1, D] the inputs before.
         weight: [D, K].
         bias: [D], or None.
-        lengths: [B] int64, tokens of each sequence, those behind are padding; None: all L.
+        lengths: [B] int32 or int64, tokens of each sequence, those behind are padding; None: all L.
 
     Returns:
         [B, L, D] float32, and the new window.
@@ -40,8 +40,8 @@ def convolve(
     if lengths is None:
         window = padded[:, length:]
     else:
-        places = lengths[:, None] + torch.arange(size, device=x.device)
-        window = padded.gather(1, places[:, :, None].expand(-1, -1, padded.shape[2]))
+        places = lengths[:, None] + torch.arange(size, dtype=lengths.dtype, device=x.device)
+        window = padded.gather(1, places.long()[:, :, None].expand(-1, -1, padded.shape[2]))
     return F.silu(out), window
 
 
@@ -49,13 +49,24 @@ def time_steps(
     dt: Tensor, bias: Tensor, lengths: Tensor | None, limits: tuple[float, float] | None = None
 ) -> Tensor:
     """Softplus of [B, L, D] and a bias, within the limits; 0 behind the tokens of a sequence."""
-    steps = F.softplus(dt.float() + bias.float())
+    steps = _softplus(dt.float() + bias.float())
     if limits is not None:
         steps = steps.clamp(*limits)
     if lengths is None:
         return steps
-    is_real = torch.arange(dt.shape[1], device=dt.device) < lengths[:, None]
+    is_real = torch.arange(dt.shape[1], dtype=lengths.dtype, device=dt.device) < lengths[:, None]
     return steps * is_real[:, :, None]
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """max(x, 0) + log(1 + exp(-|x|)) of what cards have operators for. The logarithm of the rounded
+    sum is corrected by what rounding has changed of the exponential."""
+    small = (-x.abs()).exp()
+    above = small + 1.0
+    found = above - 1.0
+    is_lost = found == 0
+    corrected = above.log() * (small / found.masked_fill(is_lost, 1.0))
+    return x.clamp(min=0.0) + torch.where(is_lost, small, corrected)
 
 
 def scan_heads(
@@ -123,7 +134,7 @@ def _step_heads(
     grouped = state.unflatten(1, (num_groups, -1))  # [B, G, H / G, P, N]
     fading = (steps * decay).exp().unflatten(1, (num_groups, -1))[..., None, None]
     entering = inputs.unflatten(1, (num_groups, -1))[..., None] * b[:, 0, :, None, None, :]
-    grouped = torch.addcmul(entering, grouped, fading)
+    grouped = entering + grouped * fading
     y = (grouped.flatten(2, 3) @ c[:, 0, :, :, None]).squeeze(-1)
     return y.reshape(x.shape), grouped.flatten(1, 2)
 
@@ -151,6 +162,30 @@ def scan_channels(
         state = torch.addcmul(entering, state, fading)
         outputs.append((state @ c[:, index, :, None]).squeeze(-1))
     return torch.stack(outputs, dim=1), state
+
+
+def scan_padded_channels(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`scan_channels` in few operations, for a device that pays for each: in a chunk, the states of
+    all tokens take in those 1, 2, 4, ... tokens before them (Hillis and Steele 1986)."""
+    inputs = x * dt
+    outputs = []
+    for start in range(0, x.shape[1], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        fading = (dt[:, part, :, None] * decay).exp()  # [B, Q, D, N]
+        states = inputs[:, part, :, None] * b[:, part, None, :]
+        first = states[:, :1] + fading[:, :1] * state[:, None]
+        states = first if x.shape[1] == 1 else torch.cat((first, states[:, 1:]), dim=1)
+        distance = 1
+        while distance < states.shape[1]:
+            earlier = (0, 0, 0, 0, distance, 0)
+            states = states + fading * F.pad(states[:, :-distance], earlier)
+            fading = fading * F.pad(fading[:, :-distance], earlier)
+            distance *= 2
+        outputs.append((states @ c[:, part, :, None]).squeeze(-1))
+        state = states[:, -1]
+    return torch.cat(outputs, dim=1), state
 
 
 class NativeScans(Ops):

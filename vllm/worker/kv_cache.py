@@ -134,13 +134,7 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
 
 def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> None:
     """Log the size of a KV cache and of states; nothing for a model without them."""
-    if layout.state_bytes:
-        logger.info(
-            "States: %d requests of %.2f MiB (%.2f GiB)",
-            config.scheduler.max_num_seqs,
-            layout.state_bytes / 2**20,
-            states_bytes(config, layout) / _GIB,
-        )
+    log_states(layout, config.scheduler.max_num_seqs)
     if not layout.block_bytes:
         return
     num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
@@ -153,6 +147,17 @@ def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> Non
         num_tokens / max_model_len,
         max_model_len,
     )
+
+
+def log_states(layout: KVCacheLayout, num_rows: int) -> None:
+    """Log the size of the states of so many rows; nothing for a model without them."""
+    if layout.state_bytes:
+        logger.info(
+            "States: %d rows of %.2f MiB (%.2f GiB)",
+            num_rows,
+            layout.state_bytes / 2**20,
+            layout.state_bytes * num_rows / _GIB,
+        )
 
 
 def check_capacity(

@@ -211,12 +211,12 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     nothing that another request could share, and no draft can be taken back.
 
     Raises:
-        ConfigError: the device cannot run it.
+        ConfigError: prompts are to be laid end to end.
     """
-    if platform.needs_static_shapes:
+    if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(
-            f"the model has state-space layers (Mamba), which do not run on the device "
-            f"{platform.name!r} in this version. Use device='cpu'"
+            "VLLM_MERGED_PREFILL=1 lays prompts end to end in one row, and the model has "
+            "state-space layers (Mamba), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
     if settings["enable_prefix_caching"]:

@@ -18,7 +18,13 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
-from vllm.ops.state_space import convolve, scan_channels, scan_heads, time_steps
+from vllm.ops.state_space import (
+    convolve,
+    scan_channels,
+    scan_heads,
+    scan_padded_channels,
+    time_steps,
+)
 
 _ACTIVATIONS = ("silu", "swish")
 """Two names of one function."""
@@ -350,5 +356,7 @@ class MambaMixer(SlicedModule, StateLayer):
         dt = self.dt_proj.method.apply(self.dt_proj, low_rank.contiguous(), None)
         assert self.dt_proj.bias is not None
         steps = time_steps(dt, self.dt_proj.bias, lengths)
-        y, state = scan_channels(x, steps, -self.A_log.exp(), b.float(), c.float(), state)
+        is_static = lengths is not None or x.shape[1] == 1
+        scan = scan_padded_channels if is_static else scan_channels
+        y, state = scan(x, steps, -self.A_log.exp(), b.float(), c.float(), state)
         return y + x * self.D, (window, state)

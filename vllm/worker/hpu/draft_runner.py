@@ -40,10 +40,10 @@ class HPUDraftModel(HPUModel):
     vocab_size: int
 
     def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
-        attention, token_ids, positions, last, adapters = super().prepare(packed, shape)
+        attention, token_ids, positions, last, adapters, states = super().prepare(packed, shape)
         if self.model.arch.vocab_size < self.vocab_size:
             token_ids = token_ids.clamp(max=self.model.arch.vocab_size - 1)
-        return attention, token_ids, positions, last, adapters
+        return attention, token_ids, positions, last, adapters, states
 
     def _head(self, rows: Tensor) -> Tensor:
         logits = super()._head(rows)

@@ -59,6 +59,8 @@ class PrefillInput(Generic[Array]):
 
     token_ids: Array = packed("T")
     """[T]"""
+    rows: Array = packed("B")
+    """[B] as in a decode."""
     positions: Array = packed("T")
     """[T]"""
     last_tokens: Array = packed("B")
@@ -245,6 +247,7 @@ class HPUInputBuilder:
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
         return PrefillInput(
             token_ids=token_ids.ravel(),
+            rows=self._padded(bucket.batch, self.padding_row, rows),
             positions=positions.ravel(),
             last_tokens=self._padded(bucket.batch, 0, first + count - 1),
             metadata=metadata,

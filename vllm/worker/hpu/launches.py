@@ -101,7 +101,12 @@ class PaddedLaunches:
             )
         self._limits = limits
         self.planner = HPULaunchPlanner(
-            catalog, limits, self._batch, self._merged_prompts, self._logprob_rows
+            catalog,
+            limits,
+            self._batch,
+            self._merged_prompts,
+            self._logprob_rows,
+            has_states=self._config.model.resolved_arch.has_states,
         )
         if self.beside is not None:
             self.beside.use_catalog(catalog, limits)

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.worker.interface import MemoryReport
-from vllm.worker.kv_cache import check_capacity, count_blocks
+from vllm.worker.kv_cache import check_capacity, check_states, count_blocks
 
 logger = init_logger(__name__)
 
@@ -27,6 +27,30 @@ def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> 
     share = cache.gpu_memory_utilization * (1 - _graph_share(config))
     cache_bytes = num_blocks * block_bytes / share if share else 0
     return int(free_bytes - cache_bytes)
+
+
+def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tuple[VllmConfig, int]:
+    """The config with the memory of the cache that states leave to blocks, and the memory that they
+    leave to everything.
+
+    Args:
+        config: of the engine.
+        free_bytes: device memory that weights do not use.
+        state_bytes: of the states of all rows.
+
+    Raises:
+        ConfigError: the states do not fit.
+    """
+    cache = config.cache
+    budget, source = int(free_bytes * cache.gpu_memory_utilization), "--gpu-memory-utilization"
+    asked = cache.kv_cache_memory_bytes
+    if asked is not None:
+        budget, source = asked, "--kv-cache-memory-bytes"
+    check_states(config, state_bytes, budget, source)
+    if asked is not None:
+        left = max(1, asked - state_bytes)  # the least that the setting takes
+        config = replace(config, cache=replace(cache, kv_cache_memory_bytes=left))
+    return config, free_bytes - state_bytes
 
 
 def divide_memory(

@@ -14,6 +14,8 @@ from vllm.attention import (
     AttentionMetadata,
     LaunchAdapters,
     LaunchContext,
+    PaddedStates,
+    StateLayer,
     share_context,
 )
 from vllm.attention.backends.flat_pa import Normaliser
@@ -81,11 +83,12 @@ class LaunchModel(nn.Module):
         positions: Tensor,
         *more: Tensor,
         adapters: LaunchAdapters | None = None,
+        states: PaddedStates | None = None,
     ) -> Tensor:
         # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
         angles = [table.angles(positions, self._dtype) for table in self._rotary_tables]
         self.launch_holder.context = LaunchContext(
-            attention, positions, rotary_angles=angles, adapters=adapters
+            attention, positions, rotary_angles=angles, adapters=adapters, states=states
         )
         hidden_states: Tensor = self.model(token_ids, positions, *more)
         self.launch_holder.context = None
@@ -109,9 +112,16 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     return layers + beside(model)
 
 
-Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None, SlottedAdapters | None]
+Prepared = tuple[
+    AttentionMetadata,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    SlottedAdapters | None,
+    PaddedStates | None,
+]
 """How a launch attends, its token ids [T] and positions [T], the rows of its hidden states that the
-head gets (None: all), and the adapters of its tokens."""
+head gets (None: all), the adapters of its tokens, and the states of its rows."""
 
 
 class HPUModel(LaunchModel):
@@ -139,10 +149,11 @@ class HPUModel(LaunchModel):
         super().__init__(model, block_size, kernel, adapters)
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
+        self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
 
     def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        attention, token_ids, positions, last, adapters = self.prepare(packed, shape)
-        hidden_states = self._run(attention, token_ids, positions, adapters=adapters)
+        attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
+        hidden_states = self._run(attention, token_ids, positions, adapters=adapters, states=states)
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
         return self._head(rows), hidden_states
 
@@ -184,7 +195,10 @@ class HPUModel(LaunchModel):
             positions,
         )
         adapters = self._adapters_of(given.adapter_slots, query_len)
-        return attention, token_ids, given.positions, None, adapters
+        states = None
+        if self._has_states:  # and no drafts, so that each row has one token
+            states = PaddedStates(given.rows.long(), given.positions == 0)
+        return attention, token_ids, given.positions, None, adapters, states
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_prefill(packed, shape)
@@ -192,7 +206,11 @@ class HPUModel(LaunchModel):
             given.metadata, self._kinds, self._block_size, self._kernel
         )
         adapters = self._adapters_of(given.adapter_slots, shape.bucket.query_len)
-        return attention, given.token_ids, given.positions, given.last_tokens, adapters
+        states = None
+        if self._has_states:
+            is_new = given.metadata.context_lens == 0
+            states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
+        return attention, given.token_ids, given.positions, given.last_tokens, adapters, states
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_merged(packed, shape)
@@ -202,7 +220,7 @@ class HPUModel(LaunchModel):
         )
         adapters = self._adapters_of(given.adapter_slots)
         last = metadata.last_token_indices
-        return attention, given.token_ids, metadata.positions, last, adapters
+        return attention, given.token_ids, metadata.positions, last, adapters, None
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
         """Of the tokens of rows with these slots."""

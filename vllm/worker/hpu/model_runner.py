@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.attention import StateLayer
 from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
@@ -96,7 +97,10 @@ class HPUModelRunner(ModelRunner):
         hpu_model = self._pad_model(kernel, normaliser, adapters)
         inputs = self._make_inputs(slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
-        self._mover = BlockMover(bridge, self.attention_layers, self.block_size)
+        with_blocks = [
+            layer for layer in self.attention_layers if not isinstance(layer, StateLayer)
+        ]
+        self._mover = BlockMover(bridge, with_blocks, self.block_size)
         self._has_moves = config.has_dense_cache
         self.planner = self.launches = PaddedLaunches(
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows

@@ -152,6 +152,8 @@ class HPULaunchPlanner:
         batch: block tables of the rows.
         merged_prompts: most prompts in one row of a merged prefill; 0: prompts have rows of
             their own.
+        has_states: a launch takes the state of a row as the launch before it has left it, so that
+            it runs one piece of a prompt only.
         logprob_rows: those whose requests want log-probabilities of their prompts, asked anew for
             every step: only a prefill gives them.
     """
@@ -163,12 +165,15 @@ class HPULaunchPlanner:
         batch: InputBatch,
         merged_prompts: int = 0,
         logprob_rows: Collection[int] = (),
+        *,
+        has_states: bool = False,
     ) -> None:
         self.catalog = catalog
         self._logprob_rows = logprob_rows
         self._limits = limits
         self._batch = batch
         self._merged_prompts = merged_prompts
+        self._has_states = has_states
         self._size = limits.block_size
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
@@ -278,13 +283,13 @@ class HPULaunchPlanner:
 
     def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
         """Launches of neighbours, in the order of the rows, that cost the least together."""
-        scheduled = rows.scheduled.tolist()
+        ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
         # For each number of leading rows: their cost, and start and bucket of their last launch.
         best: list[tuple[float, int, Bucket]] = []
         for end in range(1, len(scheduled) + 1):
             options = []
-            for start, shape in self._groups_before(scheduled[:end], contexts):
+            for start, shape in self._groups_before(ids, scheduled[:end], contexts):
                 bucket = self._find(Phase.PREFILL, *shape)
                 if bucket is None:
                     break  # and larger groups have none either
@@ -303,12 +308,14 @@ class HPULaunchPlanner:
         return groups[::-1]
 
     def _groups_before(
-        self, scheduled: list[int], contexts: list[int]
+        self, ids: list[int], scheduled: list[int], contexts: list[int]
     ) -> Iterator[tuple[int, tuple[int, int, int]]]:
         """First row and shape of each group that ends with the last row, the smallest first."""
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
             count = len(scheduled) - start
+            if self._has_states and count > 1 and ids[start] == ids[start + 1]:
+                return
             longest, tokens = max(longest, scheduled[start]), tokens + scheduled[start]
             most, blocks = max(most, contexts[start]), blocks + contexts[start]
             if not self._merged_prompts:

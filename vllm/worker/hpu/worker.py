@@ -33,7 +33,7 @@ from vllm.utils import startup_progress
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launch_profile import profile_launch
-from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
+from vllm.worker.hpu.memory import beside_states, divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
@@ -42,7 +42,7 @@ from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -145,8 +145,13 @@ class HPUWorker(WorkerBase):
         with self._within_memory("the KV cache"):
             # Before the first launch: its workspace stays in use, and is part of what it needs.
             free_bytes = self.bridge.memory_info().free_bytes
+            layout = self.runner.cache_layout
+            config, free_bytes = beside_states(
+                self.config, free_bytes, layout.state_bytes * self._num_rows
+            )
+            self._memory_config = config
             self._report = divide_memory(
-                self.config,
+                config,
                 free_bytes=free_bytes,
                 launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
@@ -157,8 +162,9 @@ class HPUWorker(WorkerBase):
         """Allocate a KV cache of so many blocks, the null block included."""
         bridge = self.bridge
         logger.info(num_blocks_line(num_blocks, 0))
+        log_states(self.runner.cache_layout, self._num_rows)
         total_bytes = bridge.memory_info().total_bytes
-        self.ledger = make_ledger(self.config, self._report, total_bytes, num_blocks)
+        self.ledger = make_ledger(self._memory_config, self._report, total_bytes, num_blocks)
         with self._within_memory("the KV cache"), MemoryProfile(bridge) as allocation:
             self._bind_caches(num_blocks)
         if self._drafter is not None:
@@ -256,7 +262,7 @@ class HPUWorker(WorkerBase):
 
     def _profile(self, free_bytes: int) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
-        most = most_launch_bytes(self.config, free_bytes, self._block_bytes())
+        most = most_launch_bytes(self._memory_config, free_bytes, self._block_bytes())
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
@@ -268,6 +274,11 @@ class HPUWorker(WorkerBase):
         profile, launch_bytes = found
         logger.info("Model profiling run took %s", profile)
         return launch_bytes
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of states: those of the batch, and one of padding."""
+        return self.config.scheduler.max_num_seqs + 1
 
     def _block_bytes(self) -> int:
         return sum(runner.cache_layout.block_bytes for runner in self._runners)
@@ -281,7 +292,7 @@ class HPUWorker(WorkerBase):
         dtype = cache_dtype(self.config)
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
-            bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
+            bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
 
     def _release_caches(self) -> None:
         for runner in self._runners:
