@@ -129,7 +129,7 @@ def test_states_on_a_simulated_card_are_the_same(family, mode, models):
     assert (mode == "HPU graphs") == (after.graph_replays > before.graph_replays)
     scheduler = llm.llm_engine.engine_core.scheduler
     assert (scheduler.num_preemptions > 0) == (family not in WITHOUT_BLOCKS)
-    reference = AutoModelForCausalLM.from_pretrained(models(family), **LOAD_FLOAT32).eval()
+    reference = load_reference(models(family))
     for output in outputs:
         assert_is_greedy(reference, output)
 
