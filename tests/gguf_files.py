@@ -4,6 +4,7 @@ Names, sizes and the order of rows are written here by the published description
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,30 @@ _GEMMA_NAMES = _NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+_NAMES |= {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S+\.experts)\.0\.(\w+)\.weight")
+_EXPERT_NAMES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w2": "down",
+    "w3": "up",
+}
 
 
 def random_blocks(kind: Type, shape: tuple[int, ...], spread: float, seed: int = 0) -> np.ndarray:
@@ -109,9 +133,20 @@ def write_gguf(
         if value is not None:
             _add(writer, name, value)
     dense: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+    weights = load_file(source / "model.safetensors")
+    for name in [name for name in weights if _EXPERT.fullmatch(name)]:
+        parent, layer, part = _EXPERT.fullmatch(name).groups()
+        members = [f"{parent}.{i}.{part}.weight" for i in range(len(weights))]
+        members = [member for member in members if member in weights]
+        stored = f"blk.{layer}.ffn_{_EXPERT_NAMES[part]}_exps.weight"
+        stacked = torch.stack([weights.pop(member).float() for member in members])
+        rounded = _add_tensor(writer, stored, stacked, type_of(stored), len(dense))
+        dense |= {m: x.clone() for m, x in zip(members, rounded, strict=True)}
+    for name, tensor in weights.items():
         stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES)
         values = tensor.float()
+        if "shared_expert_gate" in name:
+            values = values[0]
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
         part = stored.split(".")[-2]
         if arch == "llama" and part in heads:
@@ -119,14 +154,7 @@ def write_gguf(
         if is_gemma and "norm" in stored:
             values = values + 1
         kind = type_of(stored) if values.dim() == 2 else Type.F32
-        if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = Type.F16  # as converters do
-        if kind.name in RANDOM_TYPES:
-            data = random_blocks(kind, tuple(values.shape), float(values.std()), len(dense))
-        else:
-            data = gguf.quantize(values.numpy(), kind)
-        writer.add_tensor(stored, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
-        rounded = torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32))
+        rounded = _add_tensor(writer, stored, values, kind, len(dense))
         if is_gemma and "norm" in stored:
             rounded = rounded - 1
         if arch == "llama" and part in heads:
@@ -151,6 +179,20 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("rope_parameters") or older
 
 
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, values: Tensor, kind: Type, seed: int
+) -> Tensor:
+    """Add a tensor in blocks of a type; the numbers that they stand for."""
+    if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = Type.F16  # as converters do
+    if kind.name in RANDOM_TYPES:
+        data = random_blocks(kind, tuple(values.shape), float(values.std()), seed)
+    else:
+        data = gguf.quantize(values.numpy(), kind)
+    writer.add_tensor(name, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
+    return torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32))
+
+
 def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     rope = _rope(config)
     full = rope.get("full_attention", rope)
@@ -170,6 +212,13 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values["rope.scaling.factor"] = full["factor"]
         original = full.get("original_max_position_embeddings")
         values["rope.scaling.original_context_length"] = original
+    if "num_experts_per_tok" in config:
+        values |= {
+            "expert_count": config.get("num_local_experts") or config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config.get("moe_intermediate_size"),
+            "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        }
     if arch in ("gemma2", "gemma3"):
         values["attention.sliding_window"] = config["sliding_window"]
         values["attn_logit_softcapping"] = config.get("attn_logit_softcapping")

@@ -33,6 +33,7 @@ from tests.gguf_files import (  # noqa: E402
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 HEADS = {"head_dim": 64}
+EXPERT_SIZES = {"moe_intermediate_size": 256}
 MODELS = {
     "llama": ("F32", HEADS),
     "llama3": ("Q5_0", HEADS),
@@ -42,6 +43,9 @@ MODELS = {
     "mistral": ("Q8_0", {"sliding_window": None}),
     "qwen2": ("Q4_1", NO_WINDOW),
     "qwen3": ("Q6_K", HEADS | NO_WINDOW),
+    "mixtral": ("Q8_0", HEADS | {"sliding_window": None}),
+    "qwen2_moe": ("Q4_0", EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | NO_WINDOW),
+    "qwen3_moe": ("Q4_K", EXPERT_SIZES | HEADS),
     "gemma": ("Q8_0", HEADS),
     "gemma2": ("Q4_K", HEADS | {"query_pre_attn_scalar": 64}),
     "gemma3": ("Q5_K", HEADS | {"query_pre_attn_scalar": 64}),

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
+from tests.tiny_models import make_tiny_model
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.folder import unpack
@@ -205,6 +206,10 @@ def test_a_file_that_lies_is_refused_on_one_line(bundled, tmp_path, name):
     assert str(path) in str(failure.value) and "\n" not in str(failure.value)
 
 
+def _experts(count: int, used: int) -> dict[str, int]:
+    return {"llama__expert_count": count, "llama__expert_used_count": used}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -218,7 +223,10 @@ def test_a_file_that_lies_is_refused_on_one_line(bundled, tmp_path, name):
         ({"llama__context_length": "long"}, "context_length' must be a number"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "has no metadata"),
         ({"llama__rope__scaling__type": "su"}, "supported: none, linear, yarn"),
-        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"llama__expert_count": 8}, "expert_used_count' must be a number above 0"),
+        (_experts(8, 2), r"lacks the tensors of model\.layers\.0\.mlp\.experts\.7\.down_proj"),
+        (_experts(2, 8), "expert_count' is 2, and 'llama.expert_used_count' 8"),
+        (_experts(1 << 30, 2), "expert_count' is 1073741824, .* the file has 56 matrices"),
         ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000; the model has 4096 tokens"),
         ({"general__alignment": 7}, "damaged"),
         ({"split__count": 3}, "a part of a model in 3 files, 1 of them are here"),
@@ -229,6 +237,13 @@ def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, mes
     with pytest.raises(WeightLoadError, match=message) as failure:
         unpack(path)
     assert "\n" not in str(failure.value)
+
+
+def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):
+    source = make_tiny_model("qwen2", tmp_path / "source")
+    path = write_gguf(source, tmp_path, qwen2__expert_count=8)
+    with pytest.raises(WeightLoadError, match=r"'qwen2' cannot have; those of llama, qwen2moe"):
+        unpack(path)
 
 
 def test_other_architectures_are_named(tmp_path):

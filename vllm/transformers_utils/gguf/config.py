@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from vllm.errors import WeightLoadError
-from vllm.transformers_utils.gguf.model import ARCHITECTURES, GGUFModel
+from vllm.transformers_utils.gguf.model import ARCHITECTURES, WITH_EXPERTS, GGUFModel
 from vllm.transformers_utils.weight_files import name_some
 
 _MAX_SIZE = 1 << 31
-_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
@@ -27,11 +27,6 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
     kind = model.architecture
-    if model.metadata.get(f"{kind}.expert_count"):
-        raise WeightLoadError(
-            f"{model.paths[0]} has a mixture of experts, which is not supported in GGUF files. "
-            f"Use the safetensors checkpoint of the model"
-        )
     hidden_size, num_heads = (
         _size(model, ".embedding_length"),
         _size(model, ".attention.head_count"),
@@ -64,10 +59,14 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         **_tokens(model, table.shape[0]),
         **_rope(model, head_size),
     }
-    if kind in ("llama", "qwen3"):
+    if model.metadata.get(f"{kind}.expert_count"):
+        config |= _experts(model, config)
+    if kind in ("llama", "qwen3", "qwen3moe"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
     if kind == "llama":
         config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in names
+    if kind == "qwen2moe":
+        config["qkv_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
     is_gemma = kind.startswith("gemma")
     config |= {"hidden_activation": "gelu_pytorch_tanh"} if is_gemma else {"hidden_act": "silu"}
     if kind in _WINDOW_PATTERNS:
@@ -107,7 +106,7 @@ def _size(model: GGUFModel, name: str) -> int:
 def _dtype(model: GGUFModel) -> str:
     """float32 for a model in F32. Anything else runs in bfloat16, F16 too: that is what kernels
     compute in, and most of these files were made of bfloat16 checkpoints."""
-    types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) == 2}
+    types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "bfloat16"
 
 
@@ -201,6 +200,48 @@ def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the experts.
+
+    Raises:
+        WeightLoadError: models of the architecture have none, or the metadata contradicts itself.
+    """
+    kind, names = model.architecture, model.checkpoint_names()
+    if kind not in WITH_EXPERTS:
+        raise WeightLoadError(
+            f"{model.paths[0]} has a mixture of experts, which models of the architecture {kind!r} "
+            f"cannot have; those of {', '.join(WITH_EXPERTS)} can. Use the safetensors checkpoint "
+            f"of the model"
+        )
+    if config["num_hidden_layers"] > len(names):
+        raise _wrong_layers(model, config["num_hidden_layers"])
+    count, used = _size(model, ".expert_count"), _size(model, ".expert_used_count")
+    if used > count or count > len(names):
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.expert_count' is {count}, and "
+            f"'{kind}.expert_used_count' {used}; at most all experts are used, and the file has "
+            f"{len(names)} matrices and vectors. It is damaged; download it again"
+        )
+    found: dict[str, Any] = {
+        "architectures": [WITH_EXPERTS[kind]],
+        "num_experts_per_tok": used,
+        "num_experts": count,
+    }
+    if kind == "llama":
+        return found | {"model_type": "mixtral", "num_local_experts": count}
+    layers = range(config["num_hidden_layers"])
+    found |= {
+        "moe_intermediate_size": _size(model, ".expert_feed_forward_length"),
+        "norm_topk_prob": model.get(".expert_weights_norm", bool, kind == "qwen3moe"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in layers if f"model.layers.{i}.mlp.gate.weight" not in names],
+    }
+    if kind == "qwen2moe":
+        size = _size(model, ".expert_shared_feed_forward_length")
+        found["shared_expert_intermediate_size"] = size
+    return found
+
+
 def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
     return WeightLoadError(
         f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
@@ -225,13 +266,19 @@ def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         "q_norm": (head,),
         "k_norm": (head,),
     }
+    num_experts = config.get("num_experts", 0)
+    shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
     names = model.checkpoint_names()
     if config["num_hidden_layers"] > len(names):
         raise _wrong_layers(model, config["num_hidden_layers"])
+    without = range(config["num_hidden_layers"])
+    if num_experts:
+        without = config.get("mlp_only_layers", ())
+    last = f"mlp.experts.{num_experts - 1}.down_proj"
     lacking = [
         name
         for i in range(config["num_hidden_layers"])
-        for part in ("self_attn.q_proj", "mlp.down_proj")
+        for part in ("self_attn.q_proj", "mlp.down_proj" if i in without else last)
         if (name := f"model.layers.{i}.{part}.weight") not in names
     ]
     if lacking:
@@ -241,7 +288,13 @@ def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         )
     for name, tensor in names.items():
         stem, _, kind = name.rpartition(".")
-        wanted = shapes.get(stem.rpartition(".")[2], (hidden,))
+        parent, _, part = stem.rpartition(".")
+        wanted = shapes.get(part, (hidden,))
+        size_name = "moe_intermediate_size" if ".experts." in parent else None
+        if parent.endswith(".shared_expert"):
+            size_name = "shared_expert_intermediate_size"
+        if (size := config.get(size_name or "")) is not None:
+            wanted = (hidden, size) if part == "down_proj" else (size, hidden)
         if kind == "bias":
             wanted = wanted[:1]
         if tensor.shape != wanted:

@@ -5,7 +5,7 @@ A model may be split: NAME-00001-of-00003.gguf and the files beside it.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +19,21 @@ _Value = TypeVar("_Value")
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-"""`general.architecture` -> architecture. Mistral is stored as llama."""
+"""`general.architecture` -> architecture. Mistral is stored as llama, and so is Mixtral, which has
+experts."""
+WITH_EXPERTS = {
+    "llama": "MixtralForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""The same of models with experts."""
 
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -38,7 +47,18 @@ _PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_EXPERT_PARTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+"""Tensors that have a matrix of every expert, one behind the other."""
 _SANDWICH_PARTS = _PARTS | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -104,7 +124,7 @@ class GGUFModel:
             WeightLoadError: a tensor is unknown.
         """
         parts = _SANDWICH_PARTS if self.architecture in ("gemma2", "gemma3") else _PARTS
-        found = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in self.tensors.items():
             if name == _ROPE_FACTORS:
                 continue
@@ -112,7 +132,13 @@ class GGUFModel:
             full = _OUTER.get(stem)
             if stem.startswith("blk."):
                 _, index, part = (*stem.split(".", 2), "")[:3]
+                if part in _EXPERT_PARTS and kind == "weight" and len(tensor.shape) == 3:
+                    stem = f"model.layers.{index}.mlp.experts."
+                    found |= _by_expert(tensor, stem, f".{_EXPERT_PARTS[part]}.weight")
+                    continue
                 full = f"model.layers.{index}.{parts[part]}" if part in parts else None
+                if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+                    tensor = replace(tensor, shape=(1, *tensor.shape))
             if full is None or kind not in ("weight", "bias"):
                 raise WeightLoadError(
                     f"tensor {name} of {tensor.path} is unknown in models of the architecture "
@@ -120,6 +146,19 @@ class GGUFModel:
                 )
             found[f"{full}.{kind}"] = tensor
         return found
+
+
+def _by_expert(tensor: StoredTensor, before: str, behind: str) -> dict[str, StoredTensor]:
+    """The matrices of a tensor [experts, rows, columns], with the number of the expert in their
+    names."""
+    count, *shape = tensor.shape
+    num_bytes = shape[0] * tensor.row_bytes
+    return {
+        f"{before}{i}{behind}": replace(
+            tensor, shape=tuple(shape), start=tensor.start + i * num_bytes
+        )
+        for i in range(count)
+    }
 
 
 def open_model(paths: Iterable[Path]) -> GGUFModel:
