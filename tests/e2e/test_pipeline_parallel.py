@@ -67,6 +67,7 @@ def assert_stages_are_one(family: str, tensor: int, stages: int, tmp_path, monke
         ("opt", 1, 2),  # learned positions
         ("opt_post_norm", 1, 2),  # projections around the layers
         ("gpt_oss", 1, 2),
+        ("mamba", 1, 2),  # states, and no KV cache
     ],
 )
 def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path, monkeypatch):

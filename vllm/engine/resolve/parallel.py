@@ -27,8 +27,6 @@ def resolve_parallel(
         reason = f"is not available on the device {device.name!r} in this version"
     elif lora.enable_lora:
         reason = "and enable_lora=True cannot be used together in this version"
-    elif model.resolved_arch.has_states:
-        reason = "does not divide a model with states (Mamba layers) in this version"
     elif model.pooler is not None:
         reason = f"needs a model that generates, and '{model.model}' runs with pooling"
     elif load.load_format == "sharded_state":
