@@ -18,7 +18,7 @@ from tests.e2e.ranks import (
     ranks_of,
 )
 from tests.executor.thread_ranks import ThreadRanks
-from tests.tiny_models import ALL_FAMILIES, STATE_FAMILIES, make_tiny_model
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
@@ -75,7 +75,7 @@ def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [f for f in ALL_FAMILIES if f not in STATE_FAMILIES])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_stages_of_every_family_give_the_tokens_of_one_process(family, tmp_path, monkeypatch):
     assert_stages_are_one(family, 1, 2, tmp_path, monkeypatch)
 
