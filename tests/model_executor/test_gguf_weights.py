@@ -16,6 +16,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
 from vllm.model_executor.quantization.gguf_blocks import needs_package
+from vllm.ops import get_ops, set_ops
 from vllm.ops.native import NativeOps
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import BLOCK_TYPES
@@ -50,6 +51,15 @@ MODELS = {
     "gemma2": ("Q4_K", HEADS | {"query_pre_attn_scalar": 64}),
     "gemma3": ("Q5_K", HEADS | {"query_pre_attn_scalar": 64}),
 }
+
+
+@pytest.fixture(autouse=True)
+def torch_ops():
+    """Whatever an engine of this process has installed: the CPU kernels round inputs of int4."""
+    before = get_ops()
+    set_ops(NativeOps())
+    yield
+    set_ops(before)
 
 
 @pytest.fixture(autouse=True)
