@@ -32,7 +32,7 @@ _SAME_LAYERS = {
     *("ChatGLMModel", "ChatGLMForConditionalGeneration"),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM."""
-_NEWER = ("DeepseekV2", "GptOss", "Llama4", "Olmo3")
+_NEWER = ("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3")
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {

@@ -9,7 +9,7 @@ The documents are not part of the repository. A row says in our words what one o
                `formula` that of a variable of linear bucketing
     architecture   a model class that has to be there
     command    a command line that has to be taken, with `env`, a model of `family` with values
-               `model`, and what has to arrive (`expect`); its flags of `unbuilt` are refused
+               `model`, and what has to arrive (`expect`)
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,6 @@ class Statement:
     family: str = ""
     model: dict[str, Any] = field(default_factory=dict)
     expect: dict[str, Any] = field(default_factory=dict)
-    unbuilt: tuple[str, ...] = ()
 
     @property
     def tests(self) -> tuple[str, ...]:

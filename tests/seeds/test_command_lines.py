@@ -15,11 +15,9 @@ from vllm.bucketing import plan_buckets, prove
 from vllm.config import VllmConfig
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
 EXAMPLES = [row for row in read_table() if row.command]
-UNBUILT = [(row, flag) for row in EXAMPLES for flag in row.unbuilt]
 SERVER = ["python", "-m", "vllm.entrypoints.openai.api_server"]
 BLOCKS = 4108
 
@@ -39,13 +37,9 @@ def kind(row: Statement) -> str:
     return f"{row.family} {row.model}"
 
 
-def resolve(row: Statement, model: Path, *, without: tuple[str, ...]) -> VllmConfig:
+def resolve(row: Statement, model: Path) -> VllmConfig:
     """The config of an example's engine, for the tiny model."""
-    command = row.command
-    for flag in without:
-        assert f" {flag}" in command
-        command = command.replace(f" {flag}", "")
-    words = shlex.split(command)
+    words = shlex.split(row.command)
     if words[:3] == SERVER:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
     else:
@@ -69,9 +63,9 @@ def setting(config: VllmConfig, name: str) -> object:
 
 @pytest.mark.parametrize("row", EXAMPLES, ids=lambda row: row.says)
 def test_an_example_is_taken(row, models):
-    """Without what is not built; every step of the engine it describes has a bucket."""
+    """Every step of the engine it describes has a bucket."""
     with simulated_hpu(**row.env), captured_log():
-        config = resolve(row, models[kind(row)], without=tuple(row.unbuilt))
+        config = resolve(row, models[kind(row)])
         assert config.device.device == "hpu"
         assert {name: setting(config, name) for name in row.expect} == row.expect
         plan = plan_buckets(config, BLOCKS)
@@ -80,27 +74,10 @@ def test_an_example_is_taken(row, models):
     assert len(plan.catalog.prefill) < 120
 
 
-@pytest.mark.parametrize(("row", "flag"), UNBUILT, ids=lambda x: getattr(x, "says", x))
-def test_what_is_not_built_is_refused_by_name(row, flag, models, capsys):
-    others = tuple(other for other in row.unbuilt if other != flag)
-    with simulated_hpu(**row.env), captured_log():
-        try:
-            resolve(row, models[kind(row)], without=others)
-        except ConfigError as error:
-            text = str(error)
-        except SystemExit:
-            text = capsys.readouterr().err.partition("\n")[0]
-        else:
-            pytest.fail(f"{flag} was taken: its row can be one that holds")
-    name, value = flag.removeprefix("--").split()
-    assert name.replace("-", "_") in text.replace("-", "_")
-    assert value in text
-
-
 def test_the_recipe_for_32k_works_as_it_is_written(models):
     (row,) = [row for row in EXAMPLES if "32K recipe" in row.says]
     with simulated_hpu(**row.env), captured_log() as lines:
-        config = resolve(row, models[kind(row)], without=())
+        config = resolve(row, models[kind(row)])
         plan = plan_buckets(config, BLOCKS)
     (line,) = [line for line in lines if "max_num_batched_tokens" in line]
     assert line.startswith(

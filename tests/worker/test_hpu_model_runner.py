@@ -67,7 +67,7 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
         runner, shape = runner_of(llm), PaddedShape(decode(3, 20))
         launches: list[int] = []
         with torch.inference_mode():
-            given = runner.launches.padding_input(shape)
+            (given,) = runner.launches.padding_inputs(shape)
             if mode == "HPU graphs":
                 replay = bridge.card.replay
                 monkeypatch.setattr(

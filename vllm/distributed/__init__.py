@@ -13,9 +13,10 @@ from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
 )
-from vllm.distributed.pipeline import GlooLink, Link, Stage
+from vllm.distributed.pipeline import CardLink, GlooLink, Link, Stage
 
 __all__ = [
+    "CardLink",
     "CheckedCollectives",
     "Collectives",
     "GlooLink",

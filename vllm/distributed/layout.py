@@ -41,6 +41,15 @@ class RankLayout:
         """Stage of a rank."""
         return rank // self.tensor_size
 
+    def stages_around(self, rank: int) -> tuple[int | None, int | None]:
+        """The ranks that a rank takes hidden states from, and sends them to; None: there is none.
+
+        >>> RankLayout(pipeline_size=3).stages_around(2)
+        (1, None)
+        """
+        before, after = rank - self.tensor_size, rank + self.tensor_size
+        return before if before >= 0 else None, after if after < self.world_size else None
+
     @property
     def result_rank(self) -> int:
         """The rank whose results count: the first of the last stage."""

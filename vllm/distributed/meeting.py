@@ -16,7 +16,7 @@ import torch
 
 from vllm.config import ParallelConfig
 from vllm.distributed.layout import RankLayout
-from vllm.distributed.pipeline import GlooLink
+from vllm.distributed.pipeline import CardLink, GlooLink
 from vllm.errors import ConfigError
 
 ARENA_HEADER_BYTES = 4096
@@ -46,7 +46,7 @@ class Meeting:
     buffers for each of its ranks. None: they are on several machines."""
     has_joined: bool = False
     """The default process group of torch.distributed is that of `join`."""
-    _link: GlooLink | None = None
+    _link: CardLink | GlooLink | None = None
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
@@ -182,26 +182,29 @@ class Meeting:
         )
         self.has_joined = True
 
-    def open_link(self) -> GlooLink:
+    def open_link(self, card: "torch.device | None" = None) -> CardLink | GlooLink:
         """Connect the stages of the pipeline; returns when all ranks have come.
+
+        Args:
+            card: hidden states go from card to card, through the default group, which has been
+                joined; None: through gloo, in a group of their own.
 
         Raises:
             RuntimeError: a rank has not come in time.
         """
-        layout, distributed = self.layout, torch.distributed
+        around = self.layout.stages_around(self.rank)
+        if card is not None:
+            self._link = link = CardLink(self.rank, *around)
+            link.connect(card)
+            return link
+        distributed = torch.distributed
         group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("stages", self.store),
             self.rank,
-            layout.world_size,
+            self.layout.world_size,
             timedelta(seconds=self.timeout_s),
         )
-        stage = layout.pipeline_rank(self.rank)
-        self._link = GlooLink(
-            group,
-            self.rank,
-            None if stage == 0 else self.rank - layout.tensor_size,
-            None if stage == layout.pipeline_size - 1 else self.rank + layout.tensor_size,
-        )
+        self._link = GlooLink(group, self.rank, *around)
         return self._link
 
     def open_groups(self, members: list[list[int]]) -> "torch.distributed.ProcessGroup | None":

@@ -74,7 +74,50 @@ class Stage:
         return self.link
 
 
-class GlooLink:
+class _StageLink:
+    """What links have in common: one tensor under way, and errors that name the rank.
+
+    Args:
+        rank: of this process.
+        before, after: ranks of the stages around this one; None: there is none.
+    """
+
+    def __init__(self, rank: int, before: int | None, after: int | None) -> None:
+        self._rank = rank
+        self._before, self._after = before, after
+        self._sent: tuple[torch.distributed.Work, Tensor] | None = None
+
+    def close(self) -> None:
+        """Give up what is under way; nothing is sent from here on."""
+        self._sent = None
+
+    def send(self, hidden_states: Tensor) -> None:
+        """See `Link`. Waits until the tensor before this one has been taken."""
+        assert self._after is not None
+        try:
+            if self._sent is not None:
+                self._sent[0].wait()
+            self._sent = self._begin_send(hidden_states, self._after)
+        except RuntimeError as error:
+            raise CollectiveError(f"send to rank {self._after}", self._rank, str(error)) from error
+
+    def receive(self, hidden_states: Tensor) -> None:
+        """See `Link`."""
+        assert self._before is not None
+        try:
+            self._receive(hidden_states, self._before)
+        except RuntimeError as error:
+            what = f"receive from rank {self._before}"
+            raise CollectiveError(what, self._rank, str(error)) from error
+
+    def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
+        raise NotImplementedError
+
+    def _receive(self, x: Tensor, rank: int) -> None:
+        raise NotImplementedError
+
+
+class GlooLink(_StageLink):
     """Sends hidden states through gloo, while the rank computes its next step.
 
     Args:
@@ -90,34 +133,42 @@ class GlooLink:
         before: int | None,
         after: int | None,
     ) -> None:
+        super().__init__(rank, before, after)
         self._group: torch.distributed.ProcessGroup | None = group
-        self._rank = rank
-        self._before, self._after = before, after
-        self._sent: tuple[torch.distributed.Work, Tensor] | None = None
 
     def close(self) -> None:
-        """Give the group up; nothing is sent from here on."""
-        self._sent = self._group = None
+        """See `_StageLink.close`. Gives the group up."""
+        super().close()
+        self._group = None
 
-    def send(self, hidden_states: Tensor) -> None:
-        """See `Link`. Waits until the tensor before this one has been taken."""
-        assert self._after is not None and self._group is not None
-        data = _bytes_of(hidden_states.contiguous())
-        try:
-            if self._sent is not None:
-                self._sent[0].wait()
-            self._sent = self._group.send([data], self._after, 0), data
-        except RuntimeError as error:
-            raise CollectiveError(f"send to rank {self._after}", self._rank, str(error)) from error
+    def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
+        assert self._group is not None
+        data = _bytes_of(x.contiguous())
+        return self._group.send([data], rank, 0), data
 
-    def receive(self, hidden_states: Tensor) -> None:
-        """See `Link`."""
-        assert self._before is not None and self._group is not None
-        try:
-            self._group.recv([_bytes_of(hidden_states)], self._before, 0).wait()
-        except RuntimeError as error:
-            what = f"receive from rank {self._before}"
-            raise CollectiveError(what, self._rank, str(error)) from error
+    def _receive(self, x: Tensor, rank: int) -> None:
+        assert self._group is not None
+        self._group.recv([_bytes_of(x)], rank, 0).wait()
+
+
+class CardLink(_StageLink):
+    """Sends hidden states from card to card through the default group of torch.distributed."""
+
+    def connect(self, device: torch.device) -> None:
+        """Exchange one number with the stages around this one: the first exchange of two cards
+        opens their connection, which takes seconds."""
+        if self._before is not None:
+            self.receive(torch.empty(1, device=device))
+        if self._after is not None:
+            self.send(torch.zeros(1, device=device))
+
+    def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
+        work = torch.distributed.isend(x, rank)
+        assert work is not None, "the rank is in the default group"
+        return work, x
+
+    def _receive(self, x: Tensor, rank: int) -> None:
+        torch.distributed.recv(x, rank)
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -81,6 +81,19 @@ class LaunchResult:
     """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
     `indices`. None if no row has drafts; m is t then."""
 
+    @classmethod
+    def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
+        """Of a stage of a pipeline whose tokens the last stage samples.
+
+        Args:
+            rows: [m] rows of the batch that sample.
+            num_drafts: [m] of each; None: no row has drafts.
+        """
+        if num_drafts is not None:
+            rows = np.repeat(rows, num_drafts + 1)
+        indices = np.arange(len(rows), dtype=np.int32)
+        return cls(rows, indices, None, [], num_drafts=num_drafts)
+
     @property
     def sampled_rows(self) -> IntArray:
         """[m] rows of the batch that sampled."""
@@ -252,7 +265,7 @@ class ModelRunner:
         for row in step.freed_rows:
             if samples:
                 self.sampling.remove(row)
-                self.prompt_logprobs.remove(row)
+            self.prompt_logprobs.remove(row)
             if self.embeddings is not None:
                 self.embeddings.remove(row)
             if self.adapters is not None:
@@ -264,7 +277,8 @@ class ModelRunner:
                 if new.request.sampling_params.guided_decoding is not None:
                     matcher = self.grammars.matcher(new.request, new.output_token_ids)
                 self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
-                self.prompt_logprobs.add(new.row, new.request)
+            # Also where they are not computed: all stages plan the same launches.
+            self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:
                 self.embeddings.add(new.row, new.request)
             if self.adapters is not None:
@@ -287,11 +301,7 @@ class ModelRunner:
         num_drafts = model_input.num_drafts
         if not self.stage.is_last:
             self.stage.connected.send(self._forward(model_input))
-            rows = launch.rows[model_input.sampled]
-            if num_drafts is not None:
-                rows = np.repeat(rows, num_drafts + 1)
-            indices = np.arange(len(rows), dtype=np.int32)
-            return LaunchResult(rows, indices, None, [], num_drafts=num_drafts)
+            return LaunchResult.unsampled(launch.rows[model_input.sampled], num_drafts)
         drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
         self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
         hidden_states = self._forward(model_input)

@@ -6,26 +6,23 @@ from vllm import envs
 from vllm.config import LoadConfig, LoRAConfig, ModelConfig, ParallelConfig
 from vllm.config.parallel import even_partition
 from vllm.errors import ConfigError
-from vllm.platforms import Platform
 
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 def resolve_parallel(
-    asked: ParallelConfig, model: ModelConfig, load: LoadConfig, lora: LoRAConfig, device: Platform
+    asked: ParallelConfig, model: ModelConfig, load: LoadConfig, lora: LoRAConfig
 ) -> ParallelConfig:
     """The sizes of the groups, with the layers of each stage.
 
     Raises:
-        ConfigError: the model, the device or another setting needs one worker or one stage.
+        ConfigError: the model or another setting needs one worker or one stage.
     """
     size = asked.pipeline_parallel_size
     if size == 1:
         return asked
     reason = None
-    if device.needs_static_shapes:
-        reason = f"is not available on the device {device.name!r} in this version"
-    elif lora.enable_lora:
+    if lora.enable_lora:
         reason = "and enable_lora=True cannot be used together in this version"
     elif model.pooler is not None:
         reason = f"needs a model that generates, and '{model.model}' runs with pooling"

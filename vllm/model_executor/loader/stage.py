@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from vllm.distributed import Stage
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, LoadableModel
 
 
 class Absent(nn.Module):
@@ -44,6 +44,11 @@ def keep_stage(model: CausalLM, stage: Stage) -> None:
         for name, child in list(parent.named_children()):
             if id(child) in ids:
                 setattr(parent, name, Absent())
+
+
+def present_layers(model: LoadableModel) -> list[nn.Module]:
+    """The layers of a model that this rank has, in the order they run."""
+    return [layer for layer in model.layers if not isinstance(layer, Absent)]
 
 
 def absent_prefixes(model: nn.Module) -> tuple[str, ...]:

@@ -124,11 +124,21 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
 }
 
 
+_EXCHANGES = ("c10d::send", "c10d::recv_")
+
+
 def collective(op: Any) -> Callable[..., Any]:
-    """A collective that has ended when it returns, so that a replay needs nobody to wait."""
+    """A collective that has ended when it returns, so that a replay needs nobody to wait.
+
+    Not so an exchange of two cards: the caller waits for it, and gloo takes a second wait for one
+    more message.
+    """
+    is_exchange = op._schema.name in _EXCHANGES
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
+        if is_exchange:
+            return result
         for part in result if isinstance(result, Sequence) else (result,):
             if isinstance(part, torch.ScriptObject):
                 work: Any = part

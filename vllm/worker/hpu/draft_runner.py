@@ -5,16 +5,16 @@ that verify drafts, what is before them as a prompt. Each further draft is a dec
 draft before it on the card. The host reads all drafts at once, when the last one is launched.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
-from vllm.lora.launches import DeviceSlots
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.metadata import ALL_GREEDY
@@ -103,14 +103,8 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         return self._target.sampling, self._target.sampler
 
-    def _pad_model(
-        self,
-        kernel: SDPAKernel,
-        normaliser: Normaliser | float | None,
-        adapters: DeviceSlots | None,
-    ) -> HPUModel:
-        size, last_token_ids = self.block_size, self._last_token_ids
-        padded = HPUDraftModel(self.model, size, kernel, normaliser, last_token_ids, adapters)
+    def _pad_model(self, *args: Any) -> HPUModel:
+        padded = HPUDraftModel(*args)
         padded.vocab_size = self._target.vocab_size
         return padded
 
@@ -176,6 +170,5 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up."""
-        device_input = self.launches.padding_input(shape)
-        logits, _ = self.launches.execution.run(device_input, shape)
-        self._warm_up_sampler(device_input, logits, [ALL_GREEDY])
+        device_input, (logits, _) = self.launches.run_padding(shape)
+        self._warm_up_sampler(shape, device_input, logits, [ALL_GREEDY])

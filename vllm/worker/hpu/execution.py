@@ -18,7 +18,8 @@ from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import PaddedShape
 
 Outputs = tuple[Tensor, Tensor]
-"""Logits [B, V], or numbers of a pooling head, and hidden states [B * Q, hidden]."""
+"""Logits [B, V], or numbers of a pooling head, and hidden states [B * Q, hidden]. Of a stage of a
+pipeline that is not the last, the hidden states twice."""
 
 
 class Execution:
@@ -37,13 +38,20 @@ class Execution:
         self._bridge = bridge
         self.model = model
 
-    def run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
-        """One launch; the outputs are overwritten by the next launch of the same shape."""
-        with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
-            return self._run(packed, shape)
+    def run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
+        """One launch; the outputs are overwritten by the next launch of the same shape.
 
-    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
-        outputs: Outputs = self.model(packed, shape)
+        Args:
+            packed: input of the launch.
+            shape: of the launch.
+            before: [B * Q, hidden], what the stage of the pipeline before this one has returned;
+                nothing for the first.
+        """
+        with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
+            return self._run(packed, shape, *before)
+
+    def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
+        outputs: Outputs = self.model(packed, shape, *before)
         self._bridge.mark_step()
         return outputs
 
@@ -87,22 +95,22 @@ class GraphExecution(LazyExecution):
         super().__init__(bridge, model, layers_per_mark)
         self._graphs: dict[PaddedShape, nn.Module] = {}
 
-    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
+    def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
         graph = self._graphs.get(shape)
         if graph is None:
-            return super()._run(packed, shape)
-        outputs: Outputs = graph(packed)
+            return super()._run(packed, shape, *before)
+        outputs: Outputs = graph(packed, *before)
         return outputs
 
     def how(self, shape: PaddedShape) -> str:
         """Replayed or not."""
         return "replay" if shape in self._graphs else LazyExecution.name
 
-    def capture(self, packed: Tensor, shape: PaddedShape) -> None:
-        """Record the graph of a shape."""
+    def capture(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> None:
+        """Record the graph of a shape; the arguments are those of `run`."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
         with self.model.launch_holder.running(None):
-            graph(packed)
+            graph(packed, *before)
         self._graphs[shape] = graph
 
     @property
@@ -128,8 +136,8 @@ class _ShapedModel(nn.Module):
         self._model = model
         self._shape = shape
 
-    def forward(self, packed: Tensor) -> Outputs:
-        outputs: Outputs = self._model(packed, self._shape)
+    def forward(self, packed: Tensor, *before: Tensor) -> Outputs:
+        outputs: Outputs = self._model(packed, self._shape, *before)
         return outputs
 
 
@@ -160,8 +168,8 @@ class CompiledExecution(Execution):
         else:
             self._compiled = torch.compile(model, **options)
 
-    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
-        outputs: Outputs = self._compiled(packed, shape)
+    def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
+        outputs: Outputs = self._compiled(packed, shape, *before)
         return outputs
 
     def allow_shapes(self, num_shapes: int) -> None:

@@ -55,7 +55,7 @@ def profile_launch(
     profile = TorchProfile(config.observability.torch_profiler_dir or ".", text)
     with torch.inference_mode():
         if as_graph and isinstance(execution, GraphExecution):
-            execution.capture(runner.launches.padding_input(shape), shape)
+            runner.launches.capture(shape)
         for _ in range(_RUNS_BEFORE):
             runner.warm_up(shape, sampling="none")
         bridge.synchronize()

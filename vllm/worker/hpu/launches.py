@@ -5,15 +5,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
-from vllm.worker.hpu.execution import GraphExecution, make_execution
+from vllm.worker.hpu.execution import GraphExecution, Outputs, make_execution
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.model import LaunchModel
@@ -68,6 +70,7 @@ class PaddedLaunches:
     ) -> None:
         self._config = config
         self._bridge = bridge
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         self.inputs = inputs
         self.to_device = HostBuffers(bridge).to_device
         self.execution = make_execution(bridge, model, config)
@@ -175,8 +178,22 @@ class PaddedLaunches:
             num_late_compilations=report.recent_compilations(),
         )
 
-    def padding_input(self, shape: PaddedShape) -> Tensor:
-        """Input on the device of a launch without rows: it writes nothing but the null block."""
+    def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
+        """Of the hidden states that a launch takes from the stage of the pipeline before this one:
+        [B * Q, hidden]; None: this is the first stage."""
+        model = self.execution.model.model
+        if not isinstance(model, CausalLM) or model.stage.is_first:
+            return None
+        return shape.bucket.num_tokens, model.arch.hidden_size
+
+    def run_padding(self, shape: PaddedShape) -> tuple[Tensor, Outputs]:
+        """Run a launch without rows: its packed input, and what it returns."""
+        packed, *before = self.padding_inputs(shape)
+        return packed, self.execution.run(packed, shape, *before)
+
+    def padding_inputs(self, shape: PaddedShape) -> list[Tensor]:
+        """Packed input on the device of a launch without rows, which writes nothing but the null
+        block, and the hidden states of the stage before, if there is one."""
         none = np.empty(0, np.int32)
         launch = PaddedLaunch(
             none,
@@ -188,7 +205,9 @@ class PaddedLaunches:
             shape.num_shared,
         )
         packed, _ = self.inputs.pack(launch)
-        return self.to_device(packed)
+        size = self.size_before(shape)
+        states = [] if size is None else [self._bridge.zeros(size, self._dtype)]
+        return [self.to_device(packed), *states]
 
     def allow_shapes(self, num_shapes: int) -> None:
         """Launches of so many shapes will run; see `Execution.allow_shapes`."""
@@ -201,7 +220,8 @@ class PaddedLaunches:
     def capture(self, shape: PaddedShape) -> None:
         """Record the graph of a shape."""
         assert isinstance(self.execution, GraphExecution)
-        self.execution.capture(self.padding_input(shape), shape)
+        packed, *before = self.padding_inputs(shape)
+        self.execution.capture(packed, shape, *before)
         if self.beside is not None:
             self.beside.capture(shape)
 

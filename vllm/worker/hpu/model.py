@@ -26,6 +26,7 @@ from vllm.bucketing import Phase
 from vllm.config import HPUConfig
 from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
+from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
@@ -46,6 +47,7 @@ class LaunchModel(nn.Module):
         block_size: tokens per KV block.
         kernel: attention of prompts.
         adapters: LoRA adapters on the device; None: there are none.
+        dtype: of the hidden states; None: of the first parameter, which is the embedding.
 
     Raises:
         ConfigError: a layer asks for what no launch has.
@@ -59,6 +61,7 @@ class LaunchModel(nn.Module):
         block_size: int,
         kernel: SDPAKernel,
         adapters: DeviceSlots | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -67,7 +70,7 @@ class LaunchModel(nn.Module):
         self._kernel = kernel
         self._adapters = adapters
         self._rotary_tables = number_rotary_tables(model)
-        self._dtype = next(model.parameters()).dtype
+        self._dtype = dtype or next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
 
     def compile_regions(self, **options: Any) -> None:
@@ -79,7 +82,7 @@ class LaunchModel(nn.Module):
     def _run(
         self,
         attention: AttentionMetadata,
-        token_ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         *more: Tensor,
         adapters: LaunchAdapters | None = None,
@@ -90,20 +93,21 @@ class LaunchModel(nn.Module):
         self.launch_holder.context = LaunchContext(
             attention, positions, rotary_angles=angles, adapters=adapters, states=states
         )
-        hidden_states: Tensor = self.model(token_ids, positions, *more)
+        hidden_states: Tensor = self.model(inputs, positions, *more)
         self.launch_holder.context = None
         return hidden_states
 
 
 def regions_of(model: LayeredModel) -> list[nn.Module]:
-    """The layers of a model, and the largest modules that have no part in a layer."""
-    layers = list(model.layers)
+    """The layers of a model, and the largest modules that have no part in a layer; those of this
+    stage of a pipeline."""
+    layers = present_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
 
     def beside(parent: nn.Module) -> list[nn.Module]:
         found = []
         for child in parent.children():
-            if id(child) in inside:
+            if id(child) in inside or isinstance(child, Absent):
                 continue
             has_layers = any(id(module) in inside for module in child.modules())
             found += beside(child) if has_layers else [child]
@@ -125,16 +129,17 @@ head gets (None: all), the adapters of its tokens, and the states of its rows.""
 
 
 class HPUModel(LaunchModel):
-    """A decoder over prefills and decodes, of which last tokens count.
+    """A decoder, or a stage of one, over prefills and decodes, of which last tokens count.
 
     Args:
-        model, block_size, kernel, adapters: see `LaunchModel`.
+        model, block_size, kernel, adapters, dtype: see `LaunchModel`.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
             sampled there. The last entry is for padding. None: nothing is sampled.
 
-    Shape: packed input of a launch -> (logits [B, V], of a decode [B * Q, V]; hidden states
-    [B * Q, hidden])
+    Shape: packed input of a launch and, for a stage after the first, the hidden states
+    [B * Q, hidden] of the stage before -> (logits [B, V], of a decode [B * Q, V]; hidden states
+    [B * Q, hidden]). A stage before the last has no logits: the hidden states stand for them.
     """
 
     def __init__(
@@ -145,15 +150,22 @@ class HPUModel(LaunchModel):
         normaliser: Normaliser | float | None = None,
         last_token_ids: Tensor | None = None,
         adapters: DeviceSlots | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, block_size, kernel, adapters)
+        super().__init__(model, block_size, kernel, adapters, dtype)
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
+        self._has_head = isinstance(model, PoolingModel) or model.stage.is_last
 
-    def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
-        hidden_states = self._run(attention, token_ids, positions, adapters=adapters, states=states)
+        inputs = token_ids if before is None else before
+        hidden_states = self._run(attention, inputs, positions, adapters=adapters, states=states)
+        if not self._has_head:
+            return hidden_states, hidden_states
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
         return self._head(rows), hidden_states
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.attention import StateLayer
-from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.lora.launches import DeviceSlots
 from vllm.lora.layers import AdapterLayers
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
@@ -94,7 +92,9 @@ class HPUModelRunner(ModelRunner):
         adapters, slot_of_row = None, None
         if isinstance(self.adapters, DeviceRows):
             adapters, slot_of_row = self.adapters.slots, self.adapters.slot_of_row
-        hpu_model = self._pad_model(kernel, normaliser, adapters)
+        hpu_model = self._pad_model(
+            model, self.block_size, kernel, normaliser, self._last_token_ids, adapters, self._dtype
+        )
         inputs = self._make_inputs(slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
         with_blocks = [
@@ -106,14 +106,8 @@ class HPUModelRunner(ModelRunner):
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
         )
 
-    def _pad_model(
-        self,
-        kernel: SDPAKernel,
-        normaliser: Normaliser | float | None,
-        adapters: DeviceSlots | None,
-    ) -> HPUModel:
-        size, last_token_ids = self.block_size, self._last_token_ids
-        return HPUModel(self.model, size, kernel, normaliser, last_token_ids, adapters)
+    def _pad_model(self, *args: Any) -> HPUModel:
+        return HPUModel(*args)
 
     def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
         return HPUInputBuilder(self.batch, self.block_size, slot_of_row)
@@ -171,10 +165,17 @@ class HPUModelRunner(ModelRunner):
     def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
         packed, indices = self.launches.inputs.pack(launch)
         num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
-        drafts = self._followed_drafts(launch.rows[indices], num_drafts)
-        self.sampling.start_masks(launch.rows[indices], drafts)
+        drafts = None
+        if self.stage.is_last:
+            drafts = self._followed_drafts(launch.rows[indices], num_drafts)
+            self.sampling.start_masks(launch.rows[indices], drafts)
         device_input = self.launches.to_device(packed)
-        logits, hidden_states = self.launches.execution.run(device_input, launch.shape)
+        logits, hidden_states = self.launches.execution.run(
+            device_input, launch.shape, *self._received(launch.shape)
+        )
+        if not self.stage.is_last:
+            self.stage.connected.send(self._kept_states(hidden_states))
+            return LaunchResult.unsampled(launch.rows[indices], num_drafts)
         prompt_logprobs: list[tuple[int, PendingLogprobs]] = []
         if launch.bucket.phase is Phase.PREFILL:
             starts = np.arange(len(launch.rows), dtype=np.int32) * launch.bucket.query_len
@@ -195,6 +196,22 @@ class HPUModelRunner(ModelRunner):
             if num_drafts is not None:
                 self.launches.inputs.mark_verified(launch.rows[indices][num_drafts > 0])
         return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
+
+    def _received(self, shape: PaddedShape) -> list[Tensor]:
+        """What the stage of the pipeline before this one has sent for a launch; nothing to the
+        first stage."""
+        size = self.launches.size_before(shape)
+        if size is None:
+            return []
+        states = torch.empty(size, dtype=self._dtype, device=self.device)
+        self.stage.connected.receive(states)
+        return [states]
+
+    def _kept_states(self, hidden_states: Tensor) -> Tensor:
+        """A copy: the next launch of this shape writes over what a graph gives."""
+        kept = hidden_states.clone()
+        self._bridge.mark_step()
+        return kept
 
     def _sampled_places(
         self, launch: PaddedLaunch, indices: IntArray, num_drafts: IntArray | None
@@ -263,17 +280,17 @@ class HPUModelRunner(ModelRunner):
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`."""
-        device_input = self.launches.padding_input(shape)
-        logits, hidden_states = self.launches.execution.run(device_input, shape)
+        device_input, (logits, hidden_states) = self.launches.run_padding(shape)
         if self._has_moves and shape.bucket.phase is Phase.DECODE:
             self._mover.warm_up()
-        if shape.bucket.phase is Phase.PREFILL:
+        if not self.stage.is_last:
+            self._kept_states(hidden_states)
+        elif shape.bucket.phase is Phase.PREFILL:
             widths = (1,) if sampling == "none" else size_classes(self._likeliest)
             for width in widths:
                 self.prompt_logprobs.gather(hidden_states, 0, np.zeros(1, np.int32), width)
-        self._warm_up_sampler(
-            device_input, logits, self._sampling_launches(shape.num_rows, sampling)
-        )
+        launches = self._sampling_launches(shape.num_rows, sampling)
+        self._warm_up_sampler(shape, device_input, logits, launches)
         if self.drafter is not None:
             self.drafter.warm_up(shape)
 
@@ -288,19 +305,25 @@ class HPUModelRunner(ModelRunner):
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
         """Run a launch of padding alone after the warm-up, and compile how it samples. What that
         compiles counts as warmed up."""
-        device_input = self.launches.padding_input(shape)
         with self.launches.report.warming_up():
-            logits, _ = self.launches.execution.run(device_input, shape)
-            self._warm_up_sampler(device_input, logits, [metadata])
+            device_input, (logits, _) = self.launches.run_padding(shape)
+            self._warm_up_sampler(shape, device_input, logits, [metadata])
 
     def _warm_up_sampler(
-        self, device_input: Tensor, logits: Tensor, launches: Iterable[SamplingMetadata]
+        self,
+        shape: PaddedShape,
+        device_input: Tensor,
+        logits: Tensor,
+        launches: Iterable[SamplingMetadata],
     ) -> None:
+        """A stage of a pipeline that does not sample goes through the same steps as the last."""
         sampled = None
         for metadata in launches:
-            sampled = self.sampler(logits, metadata)
-            self._note_stages(len(logits), metadata)
-        assert sampled is not None
+            self._note_stages(shape.num_rows, metadata)
+            if self.stage.is_last:
+                sampled = self.sampler(logits, metadata)
+        if sampled is None:
+            return
         self._keep_tokens(device_input, sampled)
         sampled.host_ids.cpu()
 

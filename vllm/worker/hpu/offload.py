@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vllm.bucketing import format_bytes
 from vllm.logger import init_logger
+from vllm.model_executor.loader.stage import present_layers
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.platforms.habana.bridge import HabanaBridge
 
@@ -34,7 +35,7 @@ def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
         model: its parameters may be on the meta device.
         num_bytes: of device memory to spare.
     """
-    layers = model.layers
+    layers = present_layers(model)
     sizes = sorted(map(_num_bytes, layers))  # the smallest first: which are chosen is open
     counts = range(2, len(layers))
     count = next((n for n in counts if sum(sizes[:n]) - sizes[-1] >= num_bytes), len(layers))

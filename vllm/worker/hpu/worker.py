@@ -18,7 +18,7 @@ from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
-from vllm.distributed import Collectives, Meeting, TorchCollectives
+from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
@@ -104,14 +104,17 @@ class HPUWorker(WorkerBase):
         """The model on the card; some of its layers on the host, if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
-            return load_model(self.config, self.tp, self.bridge.device)
+            return load_model(self.config, self.tp, self.bridge.device, stage=self.stage)
         layers: list[nn.Module] = []
 
         def choose(model: LoadableModel) -> list[nn.Module]:
             layers.extend(choose_layers(model, asked_bytes))
             return layers
 
-        model = load_model(self.config, self.tp, self.bridge.device, choose_host_layers=choose)
+        device = self.bridge.device
+        model = load_model(
+            self.config, self.tp, device, choose_host_layers=choose, stage=self.stage
+        )
         stream_layers(self.bridge, model, layers, asked_bytes)
         return model
 
@@ -128,10 +131,17 @@ class HPUWorker(WorkerBase):
         self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
         runner.drafter = self._drafter
 
-    def _make_collectives(self, meeting: Meeting) -> Collectives:
+    def join(self, meeting: Meeting) -> None:
+        """See `WorkerBase.join`."""
         meeting.join(self.platform.collectives_backend)
+        super().join(meeting)
+
+    def _make_collectives(self, meeting: Meeting) -> Collectives:
         group = meeting.open_groups(meeting.layout.tensor_groups)
         return TorchCollectives(self.tp.size, group)
+
+    def _make_link(self, meeting: Meeting) -> Link:
+        return meeting.open_link(self.bridge.device)
 
     def measure(self) -> MemoryReport:
         """Run the largest launches, and divide the memory that they leave.
@@ -207,7 +217,7 @@ class HPUWorker(WorkerBase):
         logger.info("init_cache_engine took %s", self._preparation)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        return load_model(config, self.tp, torch.device("cpu"))
+        return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
 
     def sleep(self, level: int = 1) -> None:
         """Throw the graphs away, which hold addresses, then give back what they point to."""

@@ -82,4 +82,5 @@ class HPUPoolingRunner(PoolingRunner):
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`; there is no sampler."""
-        self._run_packed(self.launches.padding_input(shape), shape).cpu()
+        packed, *_ = self.launches.padding_inputs(shape)
+        self._run_packed(packed, shape).cpu()

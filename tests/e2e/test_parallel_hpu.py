@@ -1,0 +1,95 @@
+"""Several simulated cards, each a process, give the tokens of the CPU. Strict mode."""
+
+import pytest
+
+from tests.e2e.ranks import assert_same, generate
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.quantized_checkpoints import write
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
+from vllm import LLM, envs
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> None:
+    is_family = name in ALL_FAMILIES
+    folder, dense = (make_tiny_model(name, tmp_path),) * 2 if is_family else write(name, tmp_path)
+    engine = SMALL_ENGINE | {
+        "skip_tokenizer_init": True,
+        "sampling_warmup": "all",
+        "num_gpu_blocks_override": 65,  # layers with windows of their own need more
+    }
+    want = generate(LLM(str(dense), device="cpu", **engine))
+    for name, value in envs.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    is_lazy, enforce_eager = MODES[mode]
+    with simulated_hpu(
+        PT_HPU_LAZY_MODE=is_lazy, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
+    ) as bridge:
+        llm = LLM(
+            str(folder),
+            device="hpu",
+            enforce_eager=enforce_eager,
+            worker_extension_cls="tests.executor.late_compilations.LateCompilations",
+            **engine | settings,
+        )
+        executor = llm.llm_engine.engine_core.executor
+        compilations = bridge.counters().compilations
+        assert_same(generate(llm), want)
+        assert bridge.counters().compilations == compilations
+        if mode == "HPU graphs":
+            assert bridge.counters().graph_replays
+        assert set(executor.collective_rpc("late_compilations")) == {0}
+        executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3_moe", {"enable_expert_parallel": True}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gptq-4", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_cards_give_the_tokens_of_the_cpu(name, settings, tmp_path, monkeypatch):
+    settings = {"tensor_parallel_size": 2} | settings
+    assert_cards_are_the_cpu(name, settings, "HPU graphs", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "mode"),
+    [
+        ("llama", {"speculative_config": NGRAM}, "HPU graphs"),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in [
+                ("llama", {"tensor_parallel_size": 2}, "HPU graphs"),
+                ("llama", {"pipeline_parallel_size": 3}, "torch.compile"),
+                ("llama", {}, "lazy"),
+                ("gptq-4", {}, "eager"),
+            ]
+        ),
+    ],
+)
+def test_stages_on_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_path, monkeypatch):
+    settings = {"pipeline_parallel_size": 2} | settings
+    assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_stages_of_every_family_give_the_tokens_of_the_cpu(family, tmp_path, monkeypatch):
+    settings = {"pipeline_parallel_size": 2}
+    assert_cards_are_the_cpu(family, settings, "HPU graphs", tmp_path, monkeypatch)
+
+
+def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
+    for name, value in envs.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)
+    folder = str(make_tiny_model("llama", tmp_path))
+    with (
+        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS),
+        pytest.raises(ValueError, match="has opened its card for an engine of one card already"),
+    ):
+        LLM(folder, device="hpu", tensor_parallel_size=2, skip_tokenizer_init=True, **SMALL_ENGINE)
