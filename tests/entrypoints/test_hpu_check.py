@@ -293,7 +293,7 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
 def test_collectives_over_two_simulated_cards(monkeypatch):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     outcome = collectives.check_collectives(2)
-    assert (outcome.status, outcome.detail) == ("pass", "sum and gather over 2 cards")
+    assert (outcome.status, outcome.detail) == ("pass", "sum, gather and send over 2 cards")
 
 
 @needs_simulated_device
@@ -311,6 +311,18 @@ def test_a_wrong_value_of_a_collective_is_found(
     monkeypatch.setattr(collectives.TPGroup, method, lambda self, x: x + 1)
     with pytest.raises(RuntimeError, match=message):
         collectives.exchange("0", "1", str(tmp_path / "store"))
+
+
+def test_a_wrong_value_from_the_card_before_is_found():
+    class Link:
+        def send(self, x: torch.Tensor) -> None:
+            raise AssertionError("the last card sends nothing")
+
+        def receive(self, x: torch.Tensor) -> None:
+            x[:1] = 1.0
+
+    with pytest.raises(RuntimeError, match=r"^card 2 received 1.0 to 0.0 from card 1$"):
+        collectives.send_on(Link(), torch.full((4,), 2.0), 2, 3)
 
 
 @pytest.mark.parametrize(

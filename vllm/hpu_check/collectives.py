@@ -1,4 +1,4 @@
-"""Check of the collectives: one process for each card, and a sum over all of them."""
+"""Check of the collectives: one process for each card, and exchanges between all of them."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from vllm.distributed import TPGroup
+from vllm.distributed import CardLink, Link, RankLayout, TPGroup
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.hpu import create_hpu_platform
 
@@ -19,7 +19,8 @@ _RANK_PROGRAM = f"import sys; from {__name__} import exchange; exchange(*sys.arg
 
 
 def check_collectives(num_cards: int) -> Outcome:
-    """Sum and gather over all cards, none of which may be open in this process."""
+    """Sum and gather over all cards, and send from each to the next; none of them may be open in
+    this process."""
     if num_cards < 2:
         return Outcome("skip", "there is one card")
     with TemporaryDirectory() as name:
@@ -39,7 +40,7 @@ def check_collectives(num_cards: int) -> Outcome:
                 return Outcome("fail", f"rank {rank} of {num_cards}: {reason}")
     if None in codes:
         return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")
-    return Outcome("pass", f"sum and gather over {num_cards} cards")
+    return Outcome("pass", f"sum, gather and send over {num_cards} cards")
 
 
 def exchange(rank_text: str, world_size_text: str, store: str) -> None:
@@ -60,13 +61,37 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
     ranks = torch.arange(world_size).float()
     with torch.inference_mode():
         mine = torch.full((64,), float(rank)).to(bridge.device)
-        gathered = group.all_gather(mine).cpu()
+        link = CardLink(rank, *RankLayout(pipeline_size=world_size).stages_around(rank))
+        link.connect(bridge.device)
+        send_on(link, mine, rank, world_size)
+        gathered = group.all_gather(mine).cpu()  # no card leaves before all have received
         summed = group.all_reduce(mine).cpu()
+        link.close()
     torch.distributed.destroy_process_group()
     if not torch.equal(gathered, ranks.repeat_interleave(64)):
         raise RuntimeError(f"gathered {gathered[::64].tolist()} over {world_size} cards")
     if not torch.equal(summed, ranks.sum().expand(64)):
         raise RuntimeError(f"the sum over {world_size} cards is {summed[0].item()}")
+
+
+def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:
+    """Send to the next card, as the stages of a pipeline do, and look at what has come.
+
+    Args:
+        link: to the cards before and after.
+        mine: [N], all of them the rank.
+
+    Raises:
+        RuntimeError: another value has come than the rank of the card before.
+    """
+    if rank < world_size - 1:
+        link.send(mine)
+    if rank > 0:
+        came = torch.zeros_like(mine)
+        link.receive(came)
+        first, last = came[0].item(), came[-1].item()
+        if not first == last == rank - 1:
+            raise RuntimeError(f"card {rank} received {first} to {last} from card {rank - 1}")
 
 
 def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]":
