@@ -1,10 +1,12 @@
 """Checkpoints of each kind of format from files to tokens, on the CPU and a simulated Gaudi."""
 
 import pytest
+import torch
 
-from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.model_executor.helpers import prompt_of
 from tests.quantized_checkpoints import write
+from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu.library import load_cpu_kernels
 
@@ -76,6 +78,44 @@ def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpo
     num_compared = 4 if name.startswith("fp8") else NUM_TOKENS
     assert got[:num_compared] == want[:num_compared]
     assert got_logprob == pytest.approx(want_logprob, abs=0.15)
+
+
+def prompt_logprobs(folder, **settings):
+    """Log-probabilities of the tokens of a prompt, and the types of the weights of experts."""
+    llm = LLM(str(folder), skip_tokenizer_init=True, **(SMALL_ENGINE | settings))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    places = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([each[token].logprob for token, each in places]), llm.apply_model(dtypes)[0]
+
+
+def dtypes(model):
+    return {
+        str(param.dtype)
+        for name, param in model.named_parameters()
+        if ".experts." in name and "scale" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "card"),
+    [
+        ("HPU graphs", "gaudi2"),
+        pytest.param("torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
+        ("eager", "gaudi2"),
+    ],
+)
+def test_experts_in_fp8_stay_so_on_a_simulated_card(tmp_path, mode, card):
+    """An operator for all experts, or products one after the other. Strict mode."""
+    folder, dense = write("fp8-block", tmp_path, make_tiny_model("qwen3_moe", tmp_path))
+    is_lazy, enforce_eager = MODES[mode]
+    settings = {"dtype": "bfloat16", "enforce_eager": enforce_eager}
+    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS):
+        got, types = prompt_logprobs(folder, **settings)
+    assert types == {"torch.float8_e4m3fn"}
+    want, _ = prompt_logprobs(dense)
+    # Of a token whose router chooses another expert it is more.
+    assert (got - want).abs().median() < 0.2
 
 
 @pytest.mark.parametrize("card", ["cpu", "gaudi2"])

@@ -11,6 +11,7 @@ from vllm.attention.backends import hpu_attn
 from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.platforms.habana import sim_fp8, sim_spec
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_clock import Clock
@@ -249,6 +250,7 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         "moe": (HPUOps, "moe", lambda self, x, *args: x),
         "fp8 cast": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
+        "fp8 moe": (HPUFp8Experts, "forward", lambda self, x, *args: x),
     }
     for row, fault in faults.items():
         assert result_of(bridge, row).status == "pass"

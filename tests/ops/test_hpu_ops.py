@@ -20,8 +20,11 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_of_extreme_gates,
 )
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.ops.interface import ExpertOptions, Ops
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import Fp8Weight
+from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim import SimBridge
 
@@ -220,3 +223,51 @@ def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, 
     before = kernels.calls
     ops.moe(*(t.to("hpu") for t in (given[0], *routed, *given[1:])))
     assert kernels.calls == before
+
+
+class CountsFp8Experts:
+    calls = 0
+
+    def __init__(self, kernels: FusedKernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += name == "fp8_moe"
+        return getattr(self._kernels, name)
+
+
+def fp8_experts(num_out: int, num_in: int, block_inputs: int) -> list[Fp8Weight]:
+    scales = torch.rand(3, num_out, num_in // block_inputs) * 1e-3 + 1e-3
+    numbers = (torch.randn(3, num_out, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return [
+        Fp8Weight(numbers=n, scales=s, block_inputs=block_inputs)
+        for n, s in zip(numbers, scales, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("card", "block_inputs"), [("gaudi2", 8), ("gaudi2", 0), ("gaudi3", 0)])
+@pytest.mark.parametrize("is_lazy", [False, True])
+@torch.inference_mode()
+def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
+    """One operator where it can run, else a product after the other. Of 5 experts the last 3 are
+    here, the others on another rank."""
+    bridge = SimBridge(card, is_lazy=is_lazy, is_strict=True)
+    ops, size, hidden = HPUOps(bridge), 24, 32
+    stored = [
+        fp8_experts(*shape, block_inputs or shape[1])
+        for shape in ((size, hidden), (size, hidden), (hidden, size))
+    ]
+    experts = ops.prepare_experts(*stored, torch.bfloat16, 2)
+    assert isinstance(experts, HPUFp8Experts)
+    numbers = [p for name, p in experts.named_parameters() if "scale" not in name]
+    assert {p.dtype for p in numbers} == {torch.float8_e4m3fn}
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
+    want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, first_expert=2)
+    experts._kernels = counted = CountsFp8Experts(bridge.kernels)
+    got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
+    assert got.dtype == x.dtype
+    # Inputs, what is between the products and numbers of Gaudi 2 are rounded to 3 bits.
+    error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert error < 0.1
+    assert counted.calls == is_lazy

@@ -123,6 +123,8 @@ KERNEL_CALLS = {
     # An operator of torch, which no stand-in records; tests/ops/test_hpu_ops calls it.
     "has_moe": (lambda k: k.has_moe, []),
     "moe": (lambda k: k.moe, []),
+    "has_fp8_moe": (lambda k: k.has_fp8_moe, []),
+    "fp8_moe": (lambda k: k.fp8_moe, []),
 }
 
 FP8 = torch.float8_e4m3fn

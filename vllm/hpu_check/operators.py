@@ -8,12 +8,17 @@ import torch
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import round_to_fp8
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _FP8 = torch.float8_e4m3fn
 _FP8_STEP = 2**-3
 """Distance of two neighbours of e4m3, as a share of the smaller one; rounding errs by half."""
+
+_FP8_MOE_ERROR = 0.1
+"""Inputs of two products and their weights are rounded to 3 bits."""
 
 
 def check_moe(bridge: HabanaBridge) -> Outcome:
@@ -32,6 +37,26 @@ def check_moe(bridge: HabanaBridge) -> Outcome:
         comparison.add(str(dtype), got, want)
         comparison.add_time(str(dtype), shortest_s(bridge, call))
     return comparison.outcome()
+
+
+def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
+    """The same with weights in fp8: one operator where the bridge has it and it can run."""
+    comparison, host = Comparison(), NativeOps()
+    gate, up, down = torch.randn(3, 4, 64, 64) / 8
+    ops, stored = HPUOps(bridge), [list(map(round_to_fp8, part)) for part in (gate, up, down)]
+    prepared = ops.prepare_experts(*stored, torch.bfloat16)
+    assert isinstance(prepared, HPUFp8Experts)
+    experts = prepared.to(bridge.device)
+    x, ids = torch.randn(17, 64), torch.stack([torch.randperm(4)[:2] for _ in range(17)])
+    weights = torch.rand(17, 2)
+    near = [t.to(bridge.device) for t in (x.bfloat16(), ids, weights)]
+    call = partial(experts.forward, near[0], near[1], near[2])
+    want = host.moe(x, ids, weights, torch.cat([gate, up], dim=1), down)
+    error = (call().cpu().float() - want).square().mean().sqrt() / want.square().mean().sqrt()
+    if (reason := slow_call("e4m3", shortest_s(bridge, call))) is not None:
+        return Outcome("fail", reason)
+    detail = f"error {error:.3f} of the values, limit {_FP8_MOE_ERROR}"
+    return Outcome("pass" if error <= _FP8_MOE_ERROR else "fail", detail)
 
 
 def check_fp8_cast(bridge: HabanaBridge) -> Outcome:

@@ -4,13 +4,15 @@ Shapes depend on the arguments alone and no value is read on the host, so every 
 be captured in a graph. Attention is not here: its layouts are those of `attention.backends`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from vllm.ops.hpu_quantized import prepare_on_host
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, PreparedWeight
+from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, PreparedExperts, PreparedWeight
 from vllm.ops.native import NativeOps
-from vllm.ops.stored_weight import StoredWeight
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -52,6 +54,23 @@ class HPUOps(NativeOps):
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
         return super().prepare_weight(weight, dtype) if prepared is None else prepared
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+        first_expert: int | None = None,
+    ) -> PreparedExperts | None:
+        gates, ups, downs = (
+            [weight for weight in weights if isinstance(weight, Fp8Weight)]
+            for weights in (gate, up, down)
+        )
+        if not len(gates) == len(ups) == len(downs) == len(gate):
+            return None
+        card = (self._kernels, self._fp8_max, self._is_lazy)
+        return HPUFp8Experts(gates, ups, downs, *card, first_expert)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:

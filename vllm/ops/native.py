@@ -4,7 +4,7 @@ Never optimised. Norms and softmax are computed in float32 whatever the dtype of
 device implementation derives from this class and replaces what it does better.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -157,9 +157,8 @@ class NativeOps(NativeAdapters, NativeScans):
             )
         # All tokens through all experts: no shape depends on the choices.
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert in range(num_experts):
-            is_other = topk_ids != expert + (first_expert or 0)
-            weight = topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
+        choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
+        for expert, (is_other, weight) in enumerate(choices):
             middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
             bias = None if down_bias is None else down_bias[expert]
             given = (x * weight).to(x.dtype) if options.scales_inputs else x
@@ -356,6 +355,16 @@ def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: T
         raise ValueError(
             f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
         )
+
+
+def choices_of(
+    num_experts: int, topk_ids: Tensor, topk_weights: Tensor, first_expert: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each of the experts which choices [T, k] are of others, and its weight [T, 1] for each
+    token, 0 where it was not chosen. No shape depends on the choices."""
+    for expert in range(num_experts):
+        is_other = topk_ids != expert + (first_expert or 0)
+        yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
 
 
 def check_top_k(top_k: int, logits: Tensor) -> None:

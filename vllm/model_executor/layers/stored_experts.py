@@ -47,6 +47,7 @@ class HandedOverExperts(DenseExperts):
         up: list[StoredWeight],
         down: list[StoredWeight],
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Set `packed` where the device takes the weights, one of each for every expert.
 
@@ -59,6 +60,8 @@ class HandedOverExperts(DenseExperts):
             self.packed = get_ops().prepare_experts(gate, up, down, dtype, layer.first_expert)
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
+        if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
+            layer.packed = self.packed.to(device)
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.packed is None:
@@ -95,7 +98,7 @@ class RoundedExperts(HandedOverExperts):
             for number, weights in enumerate(zip(gate_up, down, strict=True))
         ]
         gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
-        self.hand_over(layer, gate, up, downs, down.dtype)
+        self.hand_over(layer, gate, up, downs, down.dtype, down.device)
         if self.packed is not None:
             layer.remove_weights()
 
@@ -122,7 +125,7 @@ class StoredExperts(HandedOverExperts):
         gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
         for number in layer.expert_ids:
             delattr(layer, str(number))
-        self.hand_over(layer, gate, up, down, self.dtype)
+        self.hand_over(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
             return
         dense = torch.empty(len(gate), 2 * layer.intermediate_size, layer.hidden_size)

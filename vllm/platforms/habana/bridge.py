@@ -165,6 +165,40 @@ class FusedKernels(Protocol):
             first_expert: id of the first of these experts; others are left out.
         """
 
+    @property
+    def has_fp8_moe(self) -> bool:
+        """Whether this build has `fp8_moe`."""
+
+    def fp8_moe(
+        self,
+        numbers: "Tensor",
+        scale: "Tensor",
+        ids: "Tensor",
+        weights: "Tensor",
+        gate_up: "Sequence[Tensor]",
+        gate_up_scales: "Sequence[Tensor]",
+        down: "Sequence[Tensor]",
+        down_scales: "Sequence[Tensor]",
+        first_expert: int = 0,
+    ) -> "Tensor":
+        """As `moe`, of numbers in fp8, each times a scale; where `moe` can run. The inputs of the
+        second product are rounded to fp8 with scales of their own.
+
+        Args:
+            numbers: [tokens, hidden] float8_e4m3fn.
+            scale: of each token [tokens, 1] float32.
+            ids: [tokens, k] int32 or int64.
+            weights: [tokens, k] bfloat16.
+            gate_up: of each expert [2 * I, hidden] float8_e4m3fn, gate then up.
+            gate_up_scales: of each expert [2 * I] float32.
+            down: of each expert [hidden, I] float8_e4m3fn.
+            down_scales: of each expert [hidden] float32.
+            first_expert: as in `moe`.
+
+        Returns:
+            [tokens, hidden] bfloat16
+        """
+
 
 class DeviceEvent(Protocol):
     """A mark in the queue of the card."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAME, _OVERLOAD = "mixture_of_experts", "fused_weights"
+_NAME, _DENSE, _FP8 = "mixture_of_experts", "fused_weights", "fp8_fused_weights_dynamic"
 
 
 class FusedExperts:
@@ -16,8 +16,13 @@ class FusedExperts:
     @property
     def has_moe(self) -> bool:
         """Whether this bridge has the operator for gates and ups that are one weight."""
-        operator: Any = getattr(torch.ops.hpu, _NAME, None)
-        return operator is not None and _OVERLOAD in operator.overloads()
+        return _DENSE in _overloads()
+
+    @property
+    def has_fp8_moe(self) -> bool:
+        """Whether this bridge has the operator for weights in fp8, whose second product rounds its
+        inputs by itself."""
+        return _FP8 in _overloads()
 
     def moe(
         self,
@@ -36,9 +41,47 @@ class FusedExperts:
             router_weights=weights,
             w12=list(gate_up),
             w3=list(down),
-            permuted_weights=True,
-            activation="silu",
-            experts_min=first_expert,
-            experts_max=first_expert + len(down) - 1,
+            **_options(first_expert, len(down)),
         )
         return out
+
+    def fp8_moe(
+        self,
+        numbers: Tensor,
+        scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[Tensor],
+        gate_up_scales: Sequence[Tensor],
+        down: Sequence[Tensor],
+        down_scales: Sequence[Tensor],
+        first_expert: int = 0,
+    ) -> Tensor:
+        """See `FusedKernels.fp8_moe`."""
+        operator: Any = getattr(torch.ops.hpu, _NAME)
+        out: Tensor = operator(
+            hidden_states=numbers,
+            expert_routing_table=ids,
+            router_weights=weights,
+            w12=list(gate_up),
+            w3=list(down),
+            d_scale_hidden_states=scale,
+            d_scale_w12=list(gate_up_scales),
+            d_scale_w3=list(down_scales),
+            **_options(first_expert, len(down)),
+        )
+        return out
+
+
+def _overloads() -> list[str]:
+    operator: Any = getattr(torch.ops.hpu, _NAME, None)
+    return [] if operator is None else list(operator.overloads())
+
+
+def _options(first_expert: int, num_experts: int) -> dict[str, Any]:
+    return {
+        "permuted_weights": True,
+        "activation": "silu",
+        "experts_min": first_expert,
+        "experts_max": first_expert + num_experts - 1,
+    }

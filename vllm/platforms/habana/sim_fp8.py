@@ -52,7 +52,13 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-largest, largest)
 
 
-def _decode(x: Tensor) -> Tensor:
+def round_rows(x: Tensor) -> Tensor:
+    """x as it is after each row was rounded to e4m3 with a scale of its own."""
+    scale = (x.abs().amax(-1, keepdim=True) + 1e-8) / active_card().spec.e4m3_max
+    return decode(saturate(x / scale, _E4M3).to(_E4M3)) * scale
+
+
+def decode(x: Tensor) -> Tensor:
     """In fp32, as the card reads the bits."""
     numbers = x.float()
     largest = active_card().spec.e4m3_max
@@ -86,7 +92,7 @@ def _cast_from_fp8(
     out_dtype: torch.dtype,
     scale_shape: list[int] | None = None,
 ) -> Tensor:
-    numbers = _decode(input)
+    numbers = decode(input)
     return (numbers if scale is None else numbers * _shaped(scale, scale_shape)).to(out_dtype)
 
 
@@ -105,7 +111,7 @@ def _fp8_gemm_v2(
 ) -> Tensor:
     if accumulate and D is None:
         raise RuntimeError("fp8_gemm_v2: accumulate needs D")
-    left, right = _decode(A), _decode(B)
+    left, right = decode(A), decode(B)
     product = (left.mT if trans_A else left) @ (right.mT if trans_B else right)
     if A_scale_inv is not None:
         product = product * A_scale_inv

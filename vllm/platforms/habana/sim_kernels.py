@@ -23,6 +23,11 @@ _SCHEMAS = {
         " Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max)"
         " -> Tensor"
     ),
+    "mixture_of_experts.fp8_fused_weights_dynamic": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3,"
+        " bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor"
+    ),
     "sdpa_recomp_fwd": (
         "(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale,"
         " bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len,"
@@ -43,6 +48,7 @@ def register() -> torch.library.Library:
         "rms_norm": _rms_norm,
         "rotary_pos_embedding": _rotary_pos_embedding,
         "mixture_of_experts.fused_weights": _mixture_of_experts,
+        "mixture_of_experts.fp8_fused_weights_dynamic": _fp8_mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
         **sim_fp8.KERNELS,
         **sim_uint4.KERNELS,
@@ -50,7 +56,10 @@ def register() -> torch.library.Library:
     for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS | sim_uint4.SCHEMAS).items():
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
-    for name, shape_of in sim_fp8.SHAPES.items():
+    shapes = sim_fp8.SHAPES | {
+        "mixture_of_experts.fp8_fused_weights_dynamic": _shape_of_fp8_experts
+    }
+    for name, shape_of in shapes.items():
         library.impl(name, shape_of, "Meta")  # type: ignore[no-untyped-call]
     return library
 
@@ -100,15 +109,62 @@ def _mixture_of_experts(
 ) -> Tensor:
     if activation != "silu" or not permuted_weights:
         raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
-    if not len(w12) == len(w3) == experts_max - experts_min + 1:
-        raise RuntimeError(f"{len(w12)} weights of experts {experts_min} to {experts_max}")
     x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
-    for expert, (gate_up, down) in enumerate(zip(w12, w3, strict=True), experts_min):
-        is_chosen = expert_routing_table == expert
-        weight = router_weights.float().masked_fill(~is_chosen, 0.0).sum(-1, keepdim=True)
+    weights = _weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3)
+    )
+    for weight, gate_up, down in zip(weights, w12, w3, strict=True):
         gate, up = (x @ gate_up.float().T).chunk(2, dim=-1)
         out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float().T)
     return out.to(hidden_states.dtype)
+
+
+def _fp8_mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    d_scale_hidden_states: Tensor,
+    d_scale_w12: list[Tensor],
+    d_scale_w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+) -> Tensor:
+    """As the one above; what goes into the second product is rounded to fp8 row by row."""
+    if activation != "silu" or not permuted_weights:
+        raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
+    x = sim_fp8.decode(hidden_states) * d_scale_hidden_states
+    out = torch.zeros_like(x)
+    counts = (len(w12), len(w3), len(d_scale_w12), len(d_scale_w3))
+    weights = _weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, *counts
+    )
+    experts = zip(weights, w12, d_scale_w12, w3, d_scale_w3, strict=True)
+    for weight, gate_up, gate_up_scale, down, down_scale in experts:
+        gate, up = (x @ sim_fp8.decode(gate_up).T * gate_up_scale).chunk(2, dim=-1)
+        middle = sim_fp8.round_rows(torch.nn.functional.silu(gate) * up)
+        out = out + weight * (middle @ sim_fp8.decode(down).T * down_scale)
+    return out.bfloat16()
+
+
+def _shape_of_fp8_experts(hidden_states: Tensor, *others: object) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape, dtype=torch.bfloat16)
+
+
+def _weights_of_experts(
+    table: Tensor, router_weights: Tensor, first: int, last: int, *counts: int
+) -> list[Tensor]:
+    """The weight [tokens, 1] of each of the experts that were given, as often as `counts` say."""
+    if set(counts) != {last - first + 1}:
+        raise RuntimeError(f"{counts} weights and scales of experts {first} to {last}")
+    given = router_weights.float()
+    return [
+        given.masked_fill(table != expert, 0.0).sum(-1, keepdim=True)
+        for expert in range(first, last + 1)
+    ]
 
 
 def _sdpa_recomp_fwd(
