@@ -105,9 +105,17 @@ def test_messages_have_the_form_that_subscribers_know(open_socket, addresses):
 
 def test_a_replay_has_what_is_kept_from_a_number_on(open_socket, addresses):
     publisher = KVEventPublisher(make_config(addresses, buffer_steps=3))
-    for value in range(5):
-        publisher.publish([BlockRemoved(block_hashes=[value])])
-    subscribe(open_socket, addresses, lambda: publisher.publish([AllBlocksCleared()]))
+    numbers = iter(range(1000))
+
+    def publish():
+        publisher.publish([BlockRemoved(block_hashes=[next(numbers)])])
+
+    for _ in range(5):
+        publish()
+    subscriber = subscribe(open_socket, addresses, publish)
+    last = next(numbers) - 1
+    while int.from_bytes(subscriber.recv_multipart()[1], "big") < last:
+        pass  # what is published is kept by another thread, and then sent
     kept = ask_again(open_socket, addresses, 0)
     assert len(kept) == 3 and [number for number, _ in kept] == sorted(n for n, _ in kept)
     newest = kept[-1][0]
