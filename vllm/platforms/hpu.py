@@ -112,6 +112,10 @@ class HPUPlatform(Platform):
     def can_run_draft_models(self) -> bool:
         return True
 
+    @property
+    def can_run_speculators(self) -> bool:
+        return True
+
     def free_memory_bytes(self) -> int:
         """What is left of the pool of this process."""
         return self.bridge.memory_info().free_bytes

@@ -6,7 +6,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, SchedulerOutput
-from vllm.worker.draft_progress import DraftProgress, DraftSpans
+from vllm.worker.draft_progress import DraftProgress, DraftSpans, NewestTokens
 from vllm.worker.input_batch import InputBatch
 
 
@@ -24,7 +24,7 @@ class DraftMaker(ABC):
 
     config: VllmConfig
     batch: InputBatch
-    _progress: DraftProgress | None = None
+    _progress: DraftProgress | NewestTokens | None = None
 
     def start(self, num_blocks: int) -> None:
         """The KV cache is bound, with so many blocks."""
@@ -48,7 +48,7 @@ class DraftMaker(ABC):
         try:
             self._run_known(spans)
             for place in range(1, int(spans.num_drafts.max())):
-                self._run_newest(spans.rows[spans.num_drafts > place])
+                self._run_newest(spans.rows[spans.num_drafts > place], place)
         finally:
             num_tokens[spans.rows] = known
         self._write_drafts()
@@ -59,8 +59,8 @@ class DraftMaker(ABC):
         """Run known tokens, and append the first draft of the rows that get drafts."""
 
     @abstractmethod
-    def _run_newest(self, rows: IntArray) -> None:
-        """Run the newest token of each row, and append what follows it."""
+    def _run_newest(self, rows: IntArray, place: int) -> None:
+        """Run the newest token of each row, the draft before a place, and append what follows."""
 
     def _write_drafts(self) -> None:  # noqa: B027
         """All drafts are made: those that are not in the batch yet are written there."""

@@ -29,6 +29,29 @@ class DraftSpans:
     """[n] drafts to make behind them; 0 for prompts."""
 
 
+class NewestTokens:
+    """What a speculator without attention runs: the newest token of each row with drafts.
+
+    Args:
+        batch: the rows.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+
+    def plan(self, step: SchedulerOutput) -> DraftSpans | None:
+        """See `DraftProgress.plan`."""
+        if step.num_draft_tokens is None:
+            return None
+        has_drafts = step.num_draft_tokens > 0
+        rows = step.rows[has_drafts]
+        first = self._batch.num_tokens[rows] - 2
+        return DraftSpans(rows, first, np.ones_like(rows), step.num_draft_tokens[has_drafts])
+
+    def add_drafts(self, spans: DraftSpans) -> None:
+        """See `DraftProgress.add_drafts`; nothing of them is kept."""
+
+
 class DraftProgress:
     """Follows the draft model over the steps.
 

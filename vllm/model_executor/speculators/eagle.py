@@ -171,8 +171,7 @@ class Eagle3(Speculator):
             return logits
         size = len(logits), self.target.arch.vocab_size
         everywhere = torch.full(size, -torch.inf, dtype=logits.dtype, device=logits.device)
-        everywhere[:, self._token_ids(self.d2t)] = logits
-        return everywhere
+        return everywhere.index_copy(1, self._token_ids(self.d2t), logits)
 
     @staticmethod
     def _token_ids(offsets: Tensor) -> Tensor:

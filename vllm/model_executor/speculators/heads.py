@@ -86,6 +86,10 @@ class Medusa(Speculator):
                 return ((renamed, source),)
         return ((name, source),)
 
+    @property
+    def num_networks(self) -> int:
+        return len(self.heads)
+
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         return states
 
@@ -161,6 +165,15 @@ class MLPSpeculator(Speculator):
             and len(modules) <= int(place) < self.arch.hf_config["n_predict"]
         )
         return () if is_copy else ((name, source),)
+
+    @property
+    def num_networks(self) -> int:
+        config = self.arch.hf_config
+        return min(2, config["n_predict"]) if config["tie_weights"] else int(config["n_predict"])
+
+    @property
+    def step_size(self) -> int:
+        return int(self.arch.hf_config["inner_dim"])
 
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         if place == 0 and self.scales_input:

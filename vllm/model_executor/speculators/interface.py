@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
+from vllm.distributed import Stage
 from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.transformers_utils.weight_files import find_files
 
@@ -52,9 +53,25 @@ class Speculator(LoadableModel):
         return ()
 
     @property
+    def stage(self) -> Stage:
+        """That of its target, which has all layers."""
+        return self.target.stage
+
+    @property
+    def num_networks(self) -> int:
+        """Places that have a network of their own; those behind them share the last one."""
+        return 1
+
+    @property
     def kept_size(self) -> int:
         """Elements that it keeps of each token: the size of its state."""
         return self.target.arch.hidden_size
+
+    @property
+    def step_size(self) -> int:
+        """Elements of what a step returns; another number than `kept_size` only where the first
+        place has a network of its own."""
+        return self.kept_size
 
     def keep(self, result: Tensor, inner: Sequence[Tensor]) -> Tensor:
         """What it keeps of T tokens that the target has run.
@@ -75,15 +92,15 @@ class Speculator(LoadableModel):
         Args:
             place: of the guess that follows the token, from 0.
             input_ids: [n] int64
-            states: [n, kept_size]; of tokens before the newest one, what `keep` has returned. May
-                be overwritten.
+            states: [n, kept_size], or [n, step_size] behind the first place; of tokens before the
+                newest one, what `keep` has returned. May be overwritten.
             positions: [n] int64
 
         Returns:
-            [n, kept_size], the next states.
+            [n, step_size], the next states.
         """
 
     @abstractmethod
     def compute_logits(self, place: int, states: Tensor) -> Tensor:
-        """The guesses at a place: what `step` has returned for it, [n, kept_size] -> [n, tokens of
+        """The guesses at a place: what `step` has returned for it, [n, step_size] -> [n, tokens of
         the target]."""

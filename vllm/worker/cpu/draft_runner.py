@@ -55,7 +55,7 @@ class DraftRunner(DraftMaker, CPUModelRunner):
         self._features[spans.rows] = features[spans.rows] & DISTRIBUTION
         has_drafts = spans.num_drafts > 0
         if has_drafts.all() and (spans.count == 1).all():
-            self._run_newest(spans.rows)
+            self._run_newest(spans.rows, 0)
             return
         for places, done, count in split_spans(spans.count, self._max_tokens):
             ends = done + count == spans.count[places]
@@ -66,7 +66,7 @@ class DraftRunner(DraftMaker, CPUModelRunner):
                 has_drafts[places] & ends,
             )
 
-    def _run_newest(self, rows: IntArray) -> None:
+    def _run_newest(self, rows: IntArray, place: int) -> None:
         newest = self.batch.num_tokens[rows] - 1
         ones = np.ones_like(newest)
         step = self._decode_step if self._are_known(rows, newest) else None

@@ -15,7 +15,7 @@ from vllm.model_executor.speculators.interface import Speculator
 from vllm.utils.ragged import positions_within, split_spans
 from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.draft_progress import DraftProgress
+from vllm.worker.draft_progress import DraftProgress, NewestTokens
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.kept_states import KeptStates, LatestStates, StatesInBlocks
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
@@ -55,7 +55,7 @@ class SpeculatorRunner:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         self.attention_layers: list[CachedLayer] = layers_with_cache(speculator)
         self._states: KeptStates | None = None
-        self._progress: DraftProgress | None = None
+        self._progress: DraftProgress | NewestTokens | None = None
         self.inner_layers = speculator.inner_layers
 
     @property
@@ -73,6 +73,7 @@ class SpeculatorRunner:
         config, size = self.config, self._speculator.kept_size
         if not self.attention_layers:
             self._states = LatestStates(self.batch, size, self._dtype, self._num_latest)
+            self._progress = NewestTokens(self.batch)
             return
         block_size, max_len = config.cache.block_size, config.model.max_model_len
         assert max_len is not None
@@ -94,19 +95,12 @@ class SpeculatorRunner:
         Args:
             step: the batch is up to date with it, and all tokens of its rows with drafts are known.
         """
-        counts = step.num_draft_tokens
-        if self._progress is not None:
-            spans = self._progress.plan(step)
-            if spans is None:
-                return
-            rows, counts = spans.rows, spans.num_drafts
-            states = self._run_known(rows, spans.first, spans.count)
-        elif counts is None:
+        assert self._progress is not None, "the KV cache is not bound"
+        spans = self._progress.plan(step)
+        if spans is None:
             return
-        else:
-            rows, counts = step.rows[counts > 0], counts[counts > 0]
-            newest = self.batch.num_tokens[rows] - 2
-            states = self._run_known(rows, newest, np.ones_like(rows))
+        rows, counts = spans.rows, spans.num_drafts
+        states = self._run_known(rows, spans.first, spans.count)
         known = self.batch.num_tokens[rows]
         places = np.flatnonzero(counts > 0)
         try:

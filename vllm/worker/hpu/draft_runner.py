@@ -23,7 +23,7 @@ from vllm.sample.state import SamplingState
 from vllm.worker.draft_maker import DraftMaker
 from vllm.worker.draft_progress import DraftSpans
 from vllm.worker.hpu.input import HPUInputBuilder
-from vllm.worker.hpu.launches import Sampling
+from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel, Prepared
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
@@ -97,6 +97,12 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         has sampled."""
         target.launches.add_beside(self.launches)
 
+    def bind_states(self, num_blocks: int) -> None:
+        """Take memory of a KV cache of so many blocks for what is kept besides keys and values."""
+
+    def release_states(self) -> None:
+        """Give back what `bind_states` has taken."""
+
     def _make_batch(self, config: VllmConfig) -> InputBatch:
         return self._target.batch
 
@@ -128,21 +134,26 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         if has_drafts.any():
             first = (spans.first + num_before)[has_drafts]
             count = num_last[has_drafts].astype(np.int32)
-            self._run_decodes(spans.rows[has_drafts], first, count)
+            self._run_decodes(spans.rows[has_drafts], first, count, 0)
 
-    def _run_newest(self, rows: IntArray) -> None:
-        newest = self.batch.num_tokens[rows] - 1
-        self._run_decodes(rows, newest, np.ones_like(newest))
+    def _run_newest(self, rows: IntArray, place: int) -> None:
+        newest = self.batch.num_tokens[rows] - 1 - self.launches.inputs.tokens_ahead
+        self._run_decodes(rows, newest, np.ones_like(newest), place)
 
-    def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray) -> None:
+    def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray, place: int) -> None:
         for launch in self.launches.planner.plan_known(rows, first, count, is_decode=True):
-            self._run_draft(launch, samples=True)
+            self._run_draft(launch, samples=True, place=place)
 
-    def _run_draft(self, launch: PaddedLaunch, *, samples: bool) -> None:
-        with self.launches.running(launch) as self._warmed:
-            packed, _ = self.launches.inputs.pack(launch)
-            device_input = self.launches.to_device(packed)
-            logits, _ = self.launches.execution.run(device_input, launch.shape)
+    def _launches_at(self, place: int) -> PaddedLaunches:
+        """Those that make the draft at a place."""
+        return self.launches
+
+    def _run_draft(self, launch: PaddedLaunch, *, samples: bool, place: int = 0) -> None:
+        launches = self._launches_at(place)
+        with launches.running(launch) as self._warmed:
+            packed, _ = launches.inputs.pack(launch)
+            device_input = launches.to_device(packed)
+            logits, _ = launches.execution.run(device_input, launch.shape)
             if not samples:
                 return
             places, real = last_places(launch), launch.rows
@@ -155,7 +166,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
             self._check_stages(len(logits), metadata)
             sampled = self.sampler(logits, metadata)
             self._keep_tokens(device_input, sampled)
-        self.launches.inputs.mark_sampled(real)
+        launches.inputs.mark_sampled(real)
         self._made.append((real, positions, places, sampled.host_ids))
         self.batch.num_tokens[real] += 1
 

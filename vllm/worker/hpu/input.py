@@ -5,7 +5,7 @@ order. Their sizes depend on the shape of the launch alone.
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 from torch import Tensor
@@ -112,6 +112,12 @@ def fields_of(shape: PaddedShape) -> PackedFields[Any]:
     return _MERGED if shape.merged_prompts else _PREFILL
 
 
+def unpack_slots(buffer: Tensor, shape: PaddedShape) -> Tensor:
+    """[T] slots of the KV cache for the tokens of a packed launch."""
+    slots: Tensor = fields_of(shape).unpack(buffer, padded_sizes(shape)).metadata.slot_mapping
+    return slots.flatten()
+
+
 def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
     """Views of the parts of a packed decode."""
     return _DECODE.unpack(buffer, padded_sizes(shape))
@@ -136,6 +142,9 @@ class HPUInputBuilder:
         slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
             adapters.
     """
+
+    tokens_ahead: ClassVar[int] = 0
+    """The token that runs at a position is that of the position so many places further on."""
 
     def __init__(
         self, batch: InputBatch, block_size: int, slot_of_row: IntArray | None = None
@@ -169,7 +178,8 @@ class HPUInputBuilder:
         """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
         batch, start = self._batch, launch.num_computed_tokens
         seq_lens = start + launch.num_scheduled_tokens
-        sampled = np.flatnonzero(seq_lens >= batch.num_tokens[launch.rows]).astype(np.int32)
+        num_known = batch.num_tokens[launch.rows] - self.tokens_ahead
+        sampled = np.flatnonzero(seq_lens >= num_known).astype(np.int32)
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         kept, places = self._kept(launch, sampled)
         sample_rows[places] = launch.rows[kept]
@@ -205,8 +215,8 @@ class HPUInputBuilder:
             query_lens = launch.num_scheduled_tokens
             column = np.arange(bucket.query_len, dtype=np.int32)
             positions = positions + np.minimum(column, query_lens[:, None] - 1)
-        token_ids = batch.token_ids[rows[:, None], positions]
-        newest = start == batch.num_tokens[rows] - 1
+        token_ids = batch.token_ids[rows[:, None], positions + self.tokens_ahead]
+        newest = start + self.tokens_ahead == batch.num_tokens[rows] - 1
         token_ids[self._is_resident[rows] & newest, 0] = RESIDENT
         metadata = build_decode_metadata(
             batch.block_table[rows],
@@ -243,7 +253,8 @@ class HPUInputBuilder:
         positions = np.zeros_like(token_ids)
         index, column = np.nonzero(np.arange(bucket.query_len) < count[:, None])
         positions[index, column] = start[index] + column
-        token_ids[index, column] = batch.token_ids[rows[index], start[index] + column]
+        places = start[index] + column + self.tokens_ahead
+        token_ids[index, column] = batch.token_ids[rows[index], places]
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
         return PrefillInput(
             token_ids=token_ids.ravel(),
@@ -268,7 +279,8 @@ class HPUInputBuilder:
         )
         num_tokens = int(launch.num_scheduled_tokens.sum())
         index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
-        token_ids = self._padded(bucket.query_len, 0, batch.token_ids[rows[index], position])
+        known = batch.token_ids[rows[index], position + self.tokens_ahead]
+        token_ids = self._padded(bucket.query_len, 0, known)
         slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
         return MergedInput(token_ids, metadata, slots, sample_rows)
 

@@ -44,6 +44,7 @@ class PaddedLaunches:
         batch: the rows.
         logprob_rows: see `HPULaunchPlanner`.
         whole_prompts: every prompt runs in one launch, and there are no decodes.
+        single_tokens: each row of a launch has one token, and there are no prompts.
 
     Attributes:
         inputs, to_device, execution, report: pack a launch, copy it to the card, run it, and
@@ -51,11 +52,9 @@ class PaddedLaunches:
         phases: of its launches.
         planner: there from the first `use_catalog`.
         is_warm: the warm-up has ended.
-        beside: launches of a draft model, which runs in the same buckets and is warmed up with
-            this one; None: there is none.
+        beside: launches of what makes drafts, which run in the same buckets and are warmed up with
+            this one.
     """
-
-    beside: "PaddedLaunches | None" = None
 
     def __init__(
         self,
@@ -67,7 +66,10 @@ class PaddedLaunches:
         *,
         logprob_rows: Collection[int] = (),
         whole_prompts: bool = False,
+        single_tokens: bool = False,
     ) -> None:
+        self.beside: list[PaddedLaunches] = []
+        self._single_tokens = single_tokens
         self._config = config
         self._bridge = bridge
         self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
@@ -111,13 +113,18 @@ class PaddedLaunches:
             self._logprob_rows,
             has_states=self._config.model.resolved_arch.has_states,
         )
-        if self.beside is not None:
-            self.beside.use_catalog(catalog, limits)
+        for launches in self.beside:
+            launches.use_catalog(catalog, limits)
 
     def add_beside(self, launches: "PaddedLaunches") -> None:
         """Let those of a draft model use the same buckets; their report is this one."""
-        self.beside = launches
+        self.beside.append(launches)
         launches.report = self.report
+
+    def runs(self, shape: PaddedShape) -> bool:
+        """Whether launches of this shape occur."""
+        bucket = shape.bucket
+        return not self._single_tokens or (bucket.phase is Phase.DECODE and bucket.query_len == 1)
 
     def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
         """Every shape in which launches of a bucket can run."""
@@ -211,32 +218,32 @@ class PaddedLaunches:
 
     def allow_shapes(self, num_shapes: int) -> None:
         """Launches of so many shapes will run; see `Execution.allow_shapes`."""
-        self.execution.allow_shapes(num_shapes)
-        if self.beside is not None:
-            # Limits count what is compiled of a function, and models share functions.
-            self.execution.allow_shapes(2 * num_shapes)
-            self.beside.execution.allow_shapes(2 * num_shapes)
+        # Limits count what is compiled of a function, and models share functions.
+        num_models = 1 + len(self.beside)
+        for launches in (self, *self.beside):
+            launches.execution.allow_shapes(num_models * num_shapes)
 
     def capture(self, shape: PaddedShape) -> None:
-        """Record the graph of a shape."""
+        """Record the graph of a shape, if launches of it occur."""
         assert isinstance(self.execution, GraphExecution)
+        if not self.runs(shape):
+            return
         packed, *before = self.padding_inputs(shape)
         self.execution.capture(packed, shape, *before)
-        if self.beside is not None:
-            self.beside.capture(shape)
+        for launches in self.beside:
+            launches.capture(shape)
 
     def release(self, shape: PaddedShape) -> None:
         """Throw the graph of a shape away, if it has one."""
         assert isinstance(self.execution, GraphExecution)
         self.execution.release(shape)
-        if self.beside is not None:
-            self.beside.release(shape)
+        for launches in self.beside:
+            launches.release(shape)
 
     def finish_warmup(self) -> None:
         """From now on nothing new should compile."""
-        self.is_warm = True
-        if self.beside is not None:
-            self.beside.is_warm = True
+        for launches in (self, *self.beside):
+            launches.is_warm = True
         self.report.finish_warmup()
 
 

@@ -4,7 +4,8 @@ Everything between the one copy to the device and these happens in here, on the 
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
-from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill, unpack_slots
 from vllm.worker.hpu.planner import PaddedShape
 
 
@@ -84,18 +85,22 @@ class LaunchModel(nn.Module):
         attention: AttentionMetadata,
         inputs: Tensor,
         positions: Tensor,
-        *more: Tensor,
+        *more: Any,
         adapters: LaunchAdapters | None = None,
         states: PaddedStates | None = None,
-    ) -> Tensor:
+    ) -> Any:
         # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
         angles = [table.angles(positions, self._dtype) for table in self._rotary_tables]
         self.launch_holder.context = LaunchContext(
             attention, positions, rotary_angles=angles, adapters=adapters, states=states
         )
-        hidden_states: Tensor = self.model(inputs, positions, *more)
+        result = self._forward(inputs, positions, *more)
         self.launch_holder.context = None
-        return hidden_states
+        return result
+
+    def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
+        """What runs with the context of the launch."""
+        return self.model(inputs, positions, *more)
 
 
 def regions_of(model: LayeredModel) -> list[nn.Module]:
@@ -109,7 +114,8 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
         for child in parent.children():
             if id(child) in inside or isinstance(child, Absent):
                 continue
-            has_layers = any(id(module) in inside for module in child.modules())
+            is_list = isinstance(child, nn.ModuleList)
+            has_layers = is_list or any(id(module) in inside for module in child.modules())
             found += beside(child) if has_layers else [child]
         return found
 
@@ -128,6 +134,23 @@ Prepared = tuple[
 head gets (None: all), the adapters of its tokens, and the states of its rows."""
 
 
+class StateKeeper(Protocol):
+    """Keeps hidden states of the tokens of a launch on the card, as a part of the launch."""
+
+    inner_layers: tuple[int, ...]
+    """Layers whose inputs it takes besides the result, ascending and distinct."""
+
+    def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """Keep them.
+
+        Args:
+            slots: [T] of the KV cache, one for each token.
+            result: [T, hidden] of the forward pass.
+            inner: [T, hidden] each, of `inner_layers`.
+        """
+        ...
+
+
 class HPUModel(LaunchModel):
     """A decoder, or a stage of one, over prefills and decodes, of which last tokens count.
 
@@ -136,6 +159,9 @@ class HPUModel(LaunchModel):
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
             sampled there. The last entry is for padding. None: nothing is sampled.
+
+    Attributes:
+        keeper: takes the hidden states of all tokens; None: nothing does.
 
     Shape: packed input of a launch and, for a stage after the first, the hidden states
     [B * Q, hidden] of the stage before -> (logits [B, V], of a decode [B * Q, V]; hidden states
@@ -153,6 +179,7 @@ class HPUModel(LaunchModel):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
+        self.keeper: StateKeeper | None = None
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
@@ -163,11 +190,23 @@ class HPUModel(LaunchModel):
     ) -> tuple[Tensor, Tensor]:
         attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
         inputs = token_ids if before is None else before
-        hidden_states = self._run(attention, inputs, positions, adapters=adapters, states=states)
+        result = self._run(attention, inputs, positions, adapters=adapters, states=states)
+        if self.keeper is None:
+            hidden_states = result
+        else:
+            hidden_states, inner = result
+            self.keeper.keep(unpack_slots(packed, shape), hidden_states, inner)
         if not self._has_head:
             return hidden_states, hidden_states
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
         return self._head(rows), hidden_states
+
+    def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
+        """The hidden states, and with a keeper also the inputs of its layers."""
+        if self.keeper is None:
+            return super()._forward(inputs, positions, *more)
+        assert isinstance(self.model, CausalLM)
+        return self.model.forward_and_inputs(inputs, positions, self.keeper.inner_layers)
 
     def compile_regions(self, **options: Any) -> None:
         super().compile_regions(**options)

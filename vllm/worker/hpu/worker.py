@@ -18,12 +18,14 @@ from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
+from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader import load_model, load_speculator
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
+from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
@@ -39,6 +41,7 @@ from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
 from vllm.worker.hpu.profile import held_bytes, profile_launches
 from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
+from vllm.worker.hpu.speculator_runner import HPUSpeculatorRunner
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -90,12 +93,12 @@ class HPUWorker(WorkerBase):
                 self.model = self._load_weights()
                 draft_config, draft_model = self.config.of_draft_model, None
                 if draft_config is not None:
-                    draft_model = load_model(draft_config, self.tp, bridge.device)
+                    draft_model = self._read_drafter(draft_config)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
                 self.runner = self._make_runner(self.model, kernel)
-                if draft_config is not None and isinstance(draft_model, CausalLM):
+                if draft_config is not None and draft_model is not None:
                     self._add_drafter(draft_config, draft_model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
@@ -125,10 +128,22 @@ class HPUWorker(WorkerBase):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
-    def _add_drafter(self, config: VllmConfig, model: CausalLM, kernel: SDPAKernel) -> None:
+    def _read_drafter(self, config: VllmConfig) -> nn.Module:
+        """The draft model or speculator beside the model, on the card."""
+        row = SPECULATORS.get(self.config.speculative.method or "")
+        if row is None:
+            return load_model(config, self.tp, self.bridge.device)
+        assert isinstance(self.model, CausalLM), "a pooling model has no drafts"
+        return load_speculator(row.class_path, config, self.model, self.bridge.device)
+
+    def _add_drafter(self, config: VllmConfig, model: nn.Module, kernel: SDPAKernel) -> None:
         runner, max_drafts = self.runner, self.config.scheduler.max_draft_tokens
         assert isinstance(runner, HPUModelRunner)
-        self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
+        if isinstance(model, Speculator):
+            self._drafter = HPUSpeculatorRunner(config, model, runner, kernel, max_drafts)
+        else:
+            assert isinstance(model, CausalLM), "a draft model generates text"
+            self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
         runner.drafter = self._drafter
 
     def join(self, meeting: Meeting) -> None:
@@ -303,11 +318,15 @@ class HPUWorker(WorkerBase):
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
             bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
+        if self._drafter is not None:
+            self._drafter.bind_states(num_blocks)
 
     def _release_caches(self) -> None:
         for runner in self._runners:
             for layer in runner.attention_layers:
                 layer.release_kv_cache()
+        if self._drafter is not None:
+            self._drafter.release_states()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
