@@ -14,7 +14,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.e2e.server import ROOT
+from tests.executor.thread_ranks import ThreadRanks
 from vllm import LLM, SamplingParams
+from vllm.engine import engine_core
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.model_executor.model_memory import model_storages
@@ -57,6 +59,17 @@ def test_an_evicted_prefix_comes_back_from_host_memory(expected):
     assert llm.reset_prefix_cache()
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)  # of the same weights still
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_every_rank_has_its_part_of_a_block(sizes, expected, monkeypatch):
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    parallel = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
+    config = transfer("OffloadingConnector")
+    llm = LLM(**SMALL, **parallel, dtype="float32", kv_transfer_config=config)
+    tokens, _ = generate(llm)
+    again, cached = generate(llm)
+    assert again == tokens and all(cached)
 
 
 def test_files_outlive_the_engine_and_damaged_ones_are_computed_again(expected, tmp_path):

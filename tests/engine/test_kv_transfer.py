@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.test_replica_router import make_request
-from vllm.config import CacheConfig, ConnectorConfig, KVTransferConfig
+from vllm.config import ConnectorConfig, KVTransferConfig
 from vllm.core.block_hash import block_hashes
 from vllm.core.cache_events import CacheEventLog
 from vllm.core.kv_cache_manager import KVCacheManager
@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.tiers import TieredConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
-from vllm.engine.resolve.model_options import check_connector
 from vllm.errors import ConfigError
 from vllm.messages import BlockStored
 from vllm.request import Request
@@ -322,13 +321,6 @@ def test_a_user_may_bring_a_connector(name, message):
 
 
 OFFLOAD = ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnector"})
-
-
-def test_it_is_refused_on_a_card():
-    card, cache = SimpleNamespace(name="hpu", has_own_memory=True), CacheConfig(block_size=16)
-    with pytest.raises(ConfigError, match=r"not available on the device 'hpu'.* Leave it out"):
-        check_connector(OFFLOAD, card, cache)
-    assert check_connector(ConnectorConfig(), card, cache).kv_transfer is None
 
 
 def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down():

@@ -26,11 +26,17 @@ def model_storages(model: nn.Module) -> list[Tensor]:
         [num_bytes] uint8 each, sharing the memory.
     """
     found: dict[int, Tensor] = {}
-    for tensor in _tensors(model, set()):
+    for tensor in model_tensors(model):
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in found:
             found[storage.data_ptr()] = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
     return list(found.values())
+
+
+def model_tensors(model: nn.Module) -> list[Tensor]:
+    """Every tensor that a model reads but its KV caches, each once, in an order as above. Several
+    may be views of one storage."""
+    return list({id(tensor): tensor for tensor in _tensors(model, set())}.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

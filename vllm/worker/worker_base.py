@@ -4,11 +4,12 @@ Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
@@ -18,6 +19,7 @@ from vllm.model_executor.quantization import inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_both
 from vllm.worker.adapters import Adapters
+from vllm.worker.block_store import BlockStore, hash_contents
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
@@ -46,6 +48,7 @@ class WorkerBase(ABC):
     runner: ModelRunner | PoolingRunner
     profile: TorchProfile
     stage: Stage
+    _blocks: BlockStore
     rank = 0
     local_rank = 0
 
@@ -195,6 +198,35 @@ class WorkerBase(ABC):
             )
         self._adds_measurements = self._adds_measurements if adds is None else adds
         return inc_measure.save(self.model, inc, self.tp, self._adds_measurements)
+
+    # ---- KV blocks elsewhere ----------------------------------------------------------------
+
+    def cache_fingerprint(self) -> bytes:
+        """What decides the content of KV blocks besides tokens; see `hash_contents`."""
+        weights, kernels = self._weights_and_kernels()
+        return hash_contents(self.config, self.rank, self._blocks, weights, kernels)
+
+    @abstractmethod
+    def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
+        """The bytes of all weights, [num_bytes] uint8 each on the CPU, and what computes."""
+
+    def read_blocks(self, block_ids: list[int]) -> list[bytes]:
+        """The bytes of KV blocks, in all layers of this rank."""
+        return self._blocks.read(block_ids)
+
+    def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
+        """Write KV blocks that `read_blocks` has returned.
+
+        Args:
+            block_ids: of the blocks.
+            blocks: the bytes of each block, rank by rank.
+
+        Returns:
+            False if one of them does not fit: nothing was written.
+        """
+        if any(len(block) != self.config.parallel.world_size for block in blocks):
+            return False
+        return self._blocks.write(block_ids, [block[self.rank] for block in blocks])
 
     # ---- sleep mode -----------------------------------------------------------------------
 

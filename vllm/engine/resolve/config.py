@@ -113,7 +113,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
             "(enable_prefix_caching=False, a pooling model, or a model with states). Leave "
             "kv_events_config out, or turn the prefix cache on"
         )
-    connector = check_connector(_section(ConnectorConfig, settings), platform, cache)
+    connector = check_connector(_section(ConnectorConfig, settings), cache)
     # A connector or a draft model keeps numbers of blocks.
     may_move = connector.kv_transfer is None and speculative.draft_model is None
     hpu = resolve_hpu_config(

@@ -177,9 +177,7 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
     return replace(arch, layer_windows=(None,) * arch.num_layers), limit
 
 
-def check_connector(
-    connector: ConnectorConfig, platform: Platform, cache: CacheConfig
-) -> ConnectorConfig:
+def check_connector(connector: ConnectorConfig, cache: CacheConfig) -> ConnectorConfig:
     """`connector`, if the engine can use it.
 
     Raises:
@@ -187,11 +185,6 @@ def check_connector(
     """
     if connector.kv_transfer is None:
         return connector
-    if platform.has_own_memory:
-        raise ConfigError(
-            f"kv_transfer_config is not available on the device {platform.name!r}: blocks are "
-            f"copied on cpu only. Leave it out"
-        )
     if not cache.enable_prefix_caching:
         raise ConfigError(
             "kv_transfer_config needs the prefix cache, which is off "

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm.attention import CachedLayer
-from vllm.errors import ConfigError
+from vllm.worker.block_store import states_are_not_copied
 
 
 class BlockCopies:
@@ -27,10 +27,7 @@ class BlockCopies:
     def __init__(self, layers: Sequence[CachedLayer], num_blocks: int) -> None:
         tensors = {cache.data_ptr(): cache for layer in layers for cache in layer.kv_caches}
         if any(len(cache) != num_blocks for cache in tensors.values()):
-            raise ConfigError(
-                "kv_transfer_config: this model has a state for each request beside the KV cache "
-                "(Mamba layers), which is not copied. Leave it out"
-            )
+            raise states_are_not_copied()
         self.layout = [(tuple(cache.shape[1:]), str(cache.dtype)) for cache in tensors.values()]
         self._caches = [
             cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in tensors.values()

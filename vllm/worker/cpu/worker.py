@@ -1,11 +1,11 @@
 """The worker of the CPU."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
-from hashlib import sha256
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.config.speculators import SPECULATORS
@@ -15,7 +15,7 @@ from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model, load_speculator
-from vllm.model_executor.model_memory import fingerprint, model_storages
+from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.quantization import Quantization
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
@@ -27,7 +27,6 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
-from vllm.version import __version__
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.model_runner import CPUModelRunner
@@ -219,39 +218,10 @@ class CPUWorker(WorkerBase):
             HostCache(layers),
         )
 
-    def cache_fingerprint(self) -> bytes:
-        """What decides the content of KV blocks besides tokens: the weights, the layout of the
-        blocks, and the kernels."""
-        config, kernels = self.config, load_cpu_kernels()
-        digest = sha256()
-        for storage in model_storages(self.model):
-            digest.update(fingerprint(storage))
+    def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
+        kernels = load_cpu_kernels()
         isa = kernels.isa if kernels is not None and isinstance(self._ops, CPUOps) else "torch"
-        layout = (
-            *(__version__, isa, config.model.dtype_name, config.cache.kv_cache_dtype),
-            *(config.cache.block_size, self.tp.rank, self.tp.size, self._blocks.layout),
-            config.model.resolved_arch,
-        )
-        digest.update(repr(layout).encode())
-        return digest.digest()
-
-    def read_blocks(self, block_ids: list[int]) -> list[bytes]:
-        """The bytes of KV blocks, in all layers of this rank."""
-        return self._blocks.read(block_ids)
-
-    def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
-        """Write KV blocks that `read_blocks` has returned.
-
-        Args:
-            block_ids: of the blocks.
-            blocks: the bytes of each block, rank by rank.
-
-        Returns:
-            False if one of them does not fit: nothing was written.
-        """
-        if any(len(block) != self.tp.size for block in blocks):
-            return False
-        return self._blocks.write(block_ids, [block[self.tp.rank] for block in blocks])
+        return model_storages(self.model), isa
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""

@@ -1,11 +1,11 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.attention.backends.sdpa import (
     SDPAKernel,
@@ -24,6 +24,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model, load_speculator
+from vllm.model_executor.model_memory import model_tensors
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
@@ -32,6 +33,8 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
+from vllm.worker.block_store import states_are_not_copied
+from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launch_profile import profile_launch
@@ -194,6 +197,8 @@ class HPUWorker(WorkerBase):
             self._bind_caches(num_blocks)
         if self._drafter is not None:
             self._drafter.start(num_blocks)
+        if self.config.connector.kv_transfer is not None:
+            self._start_block_copies()
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
@@ -203,6 +208,18 @@ class HPUWorker(WorkerBase):
             CardWeights(self.model, self.config.model.path or "", self._build_model, bridge),
             CardCache(bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
         )
+
+    def _start_block_copies(self) -> None:
+        layers = self.runner.attention_layers
+        if self.runner.cache_layout.state_layers:
+            raise states_are_not_copied()
+        blocks = CardBlockCopies(self.bridge, layers, self.config.cache.block_size)
+        with torch.inference_mode():
+            blocks.warm_up()
+        self._blocks = blocks
+
+    def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
+        return map(_host_bytes, model_tensors(self.model)), self.bridge.device.type
 
     def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
         """See `Worker.next_warm_up`."""
@@ -370,6 +387,10 @@ class HPUWorker(WorkerBase):
             self.runner.launches.report.finish_warmup()
             return None
         return WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger)
+
+
+def _host_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def _prompt_kernel(config: VllmConfig, kernels: FusedKernels, device: torch.device) -> SDPAKernel:

@@ -1,0 +1,63 @@
+"""What the engine asks of a worker whose KV blocks are also kept elsewhere."""
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Protocol
+
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.model_executor.model_memory import fingerprint
+from vllm.version import __version__
+
+
+class BlockStore(Protocol):
+    """The caches of some layers, block by block."""
+
+    @property
+    def layout(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and type of a block in each of the caches."""
+        ...
+
+    def read(self, block_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, layer after layer."""
+        ...
+
+    def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
+        """Write blocks that `read` has returned. Returns False, and writes nothing, if one has
+        another size."""
+        ...
+
+
+def states_are_not_copied() -> ConfigError:
+    """The error for a model whose KV cache is not all there is."""
+    return ConfigError(
+        "kv_transfer_config: this model has a state for each request beside the KV cache "
+        "(Mamba layers), which is not copied. Leave it out"
+    )
+
+
+def hash_contents(
+    config: VllmConfig, rank: int, blocks: BlockStore, weights: Iterable[Tensor], kernels: str
+) -> bytes:
+    """What decides the content of KV blocks besides tokens: the weights, the layout of the
+    blocks, and the kernels.
+
+    Args:
+        config: of the engine.
+        rank: of the worker.
+        blocks: of this rank.
+        weights: [num_bytes] uint8 each, on the CPU.
+        kernels: the name of the code that computes.
+    """
+    digest = sha256()
+    for weight in weights:
+        digest.update(fingerprint(weight))
+    layout = (
+        *(__version__, kernels, config.model.dtype_name, config.cache.kv_cache_dtype),
+        *(config.cache.block_size, rank, blocks.layout, config.model.resolved_arch),
+        *(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size),
+    )
+    digest.update(repr(layout).encode())
+    return digest.digest()
