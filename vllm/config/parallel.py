@@ -28,6 +28,19 @@ class ParallelConfig:
     """Replicas of the model behind one server, each in a process of its own. Every request goes to
     the replica with the fewest tokens to compute. CPU cores and memory are divided among them."""
 
+    data_parallel_size_local: int | None = None
+    """Replicas on this machine. The others run on machines where `vllm serve --headless` has the
+    same flags; see docs/data_parallel.md. Not set: all of them."""
+
+    data_parallel_start_rank: int = 0
+    """Index of the first replica of this machine, with --headless."""
+
+    data_parallel_address: str = "127.0.0.1"
+    """Address of the machine with the server, where the other machines connect."""
+
+    data_parallel_rpc_port: int = 29550
+    """Port there. Neither encrypted nor authenticated: choose an address of a private network."""
+
     data_parallel_rank: int = field(default=0, metadata={"cli": False})
     """Which of the replicas this is, from 0."""
 
@@ -56,6 +69,7 @@ class ParallelConfig:
         check_at_least(
             self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
         )
+        self._check_replicas()
         if not self.distributed_timeout_s > 0:
             raise ConfigError(
                 f"distributed_timeout_s must be more than 0, got {self.distributed_timeout_s}"
@@ -71,6 +85,25 @@ class ParallelConfig:
                 f"distributed_executor_backend out, or use 'mp' or 'ray'"
             )
 
+    def _check_replicas(self) -> None:
+        size, local = self.data_parallel_size, self.data_parallel_size_local
+        if local is not None and not 0 <= local <= size:
+            raise ConfigError(
+                f"data_parallel_size_local is {local}; accepted: 0 to data_parallel_size={size}, "
+                f"the replicas on all machines together"
+            )
+        most = size - self.num_local_replicas
+        if not 0 <= self.data_parallel_start_rank <= most:
+            raise ConfigError(
+                f"data_parallel_start_rank is {self.data_parallel_start_rank}; accepted: 0 to "
+                f"{most}, as {self.num_local_replicas} of {size} replicas are on this machine. Set "
+                f"data_parallel_size_local to the number of replicas on it"
+            )
+        if not 1 <= self.data_parallel_rpc_port <= 65535:
+            raise ConfigError(
+                f"data_parallel_rpc_port must be from 1 to 65535, got {self.data_parallel_rpc_port}"
+            )
+
     def _check_external(self) -> None:
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(self, name)) > 1:
@@ -78,6 +111,17 @@ class ParallelConfig:
                     f"distributed_executor_backend='external_launcher' runs tensor parallel ranks, "
                     f"and {name} is {size}. Leave it out, or use 'mp' or 'ray'"
                 )
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas on this machine."""
+        local = self.data_parallel_size_local
+        return self.data_parallel_size if local is None else local
+
+    @property
+    def local_replica(self) -> int:
+        """Which of the replicas on this machine this is, from 0."""
+        return self.data_parallel_rank - self.data_parallel_start_rank
 
     @property
     def world_size(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.engine.async_control import AsyncControl
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
@@ -35,6 +35,7 @@ from vllm.engine.process.wire import CoreOutput, Refused
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
     CapacityError,
+    ConfigError,
     EngineDeadError,
     RequestError,
     RequestTimeoutError,
@@ -94,7 +95,7 @@ class AsyncLLM(AsyncControl):
         self._began = began
         self._limits = limits or AdmissionLimits()
         self._core = CoreReplicas(
-            _num_replicas(engine_args, config),
+            _replicas(engine_args, config),
             num_restarts,
             on_output=self._on_output,
             on_refused=self._on_refused,
@@ -503,11 +504,19 @@ class AsyncLLM(AsyncControl):
         return len(self._streams)
 
 
-def _num_replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> int:
-    """How many cores to start. A wrong number is reported when the config is made."""
+def _replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> ParallelConfig:
+    """How many cores to start, and where. A wrong number is reported when the config is made."""
     if config is not None:
-        return config.parallel.data_parallel_size
-    return max(1, engine_args.data_parallel_size) if engine_args is not None else 1
+        return config.parallel
+    assert engine_args is not None
+    with contextlib.suppress(ConfigError):
+        return ParallelConfig(
+            data_parallel_size=engine_args.data_parallel_size,
+            data_parallel_size_local=engine_args.data_parallel_size_local,
+            data_parallel_address=engine_args.data_parallel_address,
+            data_parallel_rpc_port=engine_args.data_parallel_rpc_port,
+        )
+    return ParallelConfig()
 
 
 AsyncLLMEngine = AsyncLLM

@@ -79,7 +79,6 @@ def test_flags_of_the_engine_reach_it():
         (["--ssl-cert-reqs", "3"], "ssl_cert_reqs"),
         (["--enable-auto-tool-choice"], "tool_call_parser"),
         (["--prompt-adapters", "a=b"], "prompt_adapters"),
-        (["--headless"], "headless"),
         (["--api-key", ""], "api_key"),
         (["--allowed-methods", "[1"], "allowed_methods"),
     ],

@@ -77,7 +77,13 @@ class CoreClient:
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
     ) -> None:
-        """Deliver messages to the running event loop.
+        """Deliver messages to the running event loop; see `attach_raw`."""
+        self.attach_raw(lambda data: on_message(decode_from_core(data)), on_death)
+
+    def attach_raw(
+        self, on_message: Callable[[bytes], None], on_death: Callable[[str], None]
+    ) -> None:
+        """Deliver encoded messages to the running event loop.
 
         Args:
             on_message: called with each message, in order.
@@ -99,7 +105,10 @@ class CoreClient:
         Raises:
             RequestError: it contains something that cannot be sent.
         """
-        data = encode(message)
+        self.send_raw(encode(message))
+
+    def send_raw(self, data: bytes) -> None:
+        """Send an encoded message; one to a core that has ended is dropped."""
         if self._is_closed:
             return
         with contextlib.suppress(zmq.Again):  # the other end is closed: `on_death` will report it
@@ -152,7 +161,7 @@ class CoreClient:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(decode_from_core(data))
+            self._on_message(data)
 
     def _wait_for_end(self, loop: asyncio.AbstractEventLoop) -> None:
         self.process.wait()

@@ -267,9 +267,9 @@ def _start_core(start: StartCore) -> EngineCore:
     )
     device = replace(config.device, is_beside_server=True)
     parallel = config.parallel
-    if parallel.data_parallel_size > 1:
+    if parallel.num_local_replicas > 1:
         resolve_platform(config.device.device).set_replica(
-            parallel.data_parallel_rank, parallel.data_parallel_size, parallel.world_size
+            parallel.local_replica, parallel.num_local_replicas, parallel.world_size
         )
     return EngineCore(replace(config, load=load, device=device))
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.process.far_cores import FarCores
 from vllm.engine.process.replica_router import ReplicaRouter
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
@@ -46,7 +47,7 @@ class CoreReplicas:
     replicas are.
 
     Args:
-        num_replicas: at least 1.
+        parallel: how many replicas there are, and on which machines.
         num_restarts: how often a core that died is restarted, for each replica.
         on_output: called with the index of a replica and the output of its step.
         on_refused: called with each request that a core refuses.
@@ -62,13 +63,14 @@ class CoreReplicas:
 
     def __init__(
         self,
-        num_replicas: int,
+        parallel: ParallelConfig,
         num_restarts: int,
         *,
         on_output: Callable[[int, CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[int, BaseException, bool, list[str]], None],
     ) -> None:
+        num_replicas, num_local = parallel.data_parallel_size, parallel.num_local_replicas
         self.stats = [SchedulerStats()] * num_replicas
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._on_output = on_output
@@ -76,10 +78,18 @@ class CoreReplicas:
         self._draining: set[int] = set()
         self._router: ReplicaRouter | None = None
         self._has_started = False
+        self._far: FarCores | None = None
+        if num_local < num_replicas:
+            self._far = FarCores(
+                parallel.data_parallel_address,
+                parallel.data_parallel_rpc_port,
+                range(num_local, num_replicas),
+            )
         self._all = [
             CoreSupervisor(
                 num_restarts,
                 "" if num_replicas == 1 else f" of replica {index}",
+                *self._start_of(index, num_local),
                 on_output=partial(self._take_output, index),
                 on_refused=on_refused,
                 on_lost=partial(self._lose, index),
@@ -94,6 +104,12 @@ class CoreReplicas:
                 replica.startup = StartupState(self._note_change, is_logged=False)
         for replica in self._all:
             replica.death_callbacks.append(self._note_death)
+
+    def _start_of(self, index: int, num_local: int) -> tuple[Any, ...]:
+        """How a replica is started, if it runs on another machine."""
+        if self._far is None or index < num_local:
+            return ()
+        return partial(self._far.take, index), f"waiting for the machine of replica {index}"
 
     def __len__(self) -> int:
         return len(self._all)
@@ -139,6 +155,7 @@ class CoreReplicas:
         try:
             config = await asyncio.to_thread(self._resolve, resolve)
             configs = await asyncio.to_thread(replica_configs, config)
+            configs += [config] * (len(self._all) - len(configs))  # other machines have their own
             self._router = ReplicaRouter(
                 len(self._all),
                 config.scheduler.max_num_seqs,
@@ -166,6 +183,8 @@ class CoreReplicas:
         """End the cores for good. Everyone who waits gets the error."""
         for replica in self._all:
             replica.stop(error)
+        if self._far is not None:
+            self._far.close()
         self.startup.set_failed(error)
 
     def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:

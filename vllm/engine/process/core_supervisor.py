@@ -6,7 +6,7 @@ Everything except starting a process happens in one event loop.
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.engine.process.core_client import CoreClient
@@ -29,7 +29,43 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 logger = init_logger(__name__)
 
-_IMPORTING = "importing PyTorch and the engine"
+
+class Core(Protocol):
+    """The process of a core, here or on another machine."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, of a process on this machine."""
+        ...
+
+    def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
+        """Let it load the model; called once, in any thread. See `CoreClient.configure`."""
+        ...
+
+    def attach(
+        self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
+    ) -> None:
+        """Deliver messages to the running event loop; see `CoreClient.attach_raw`."""
+        ...
+
+    def send(self, message: ToCore) -> None:
+        """Send a message; one to a core that has ended is dropped.
+
+        Raises:
+            RequestError: it contains something that cannot be sent.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it. Calling it again does nothing."""
+        ...
+
+
+def start_core() -> "asyncio.Future[Core]":
+    """A core on this machine, which imports modules. No task: the end of the event loop does not
+    cancel it, so that a process that is being made can be ended."""
+    loop = asyncio.get_running_loop()
+    return loop.run_in_executor(None, lambda: CoreClient())
 
 
 class CoreSupervisor:
@@ -38,6 +74,8 @@ class CoreSupervisor:
     Args:
         num_restarts: how often a core that died is restarted.
         suffix: names the core in messages, such as " of replica 1".
+        start_core: starts a process, or waits for one on another machine.
+        first_phase: what it does until it has its config, for progress reports.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
@@ -52,6 +90,8 @@ class CoreSupervisor:
         self,
         num_restarts: int,
         suffix: str = "",
+        start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
+        first_phase: str = "importing PyTorch and the engine",
         *,
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
@@ -59,13 +99,14 @@ class CoreSupervisor:
     ) -> None:
         self.startup = StartupState()
         self._suffix = suffix
+        self._start_core, self._first_phase = start_core, first_phase
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
         self._on_output = on_output
         self._on_refused = on_refused
         self._on_lost = on_lost
-        self._core: CoreClient | None = None
+        self._core: Core | None = None
         self._ready: asyncio.Future[None] | None = None
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
@@ -185,12 +226,12 @@ class CoreSupervisor:
     async def _start_process(self) -> "asyncio.Future[None]":
         """Start a process that waits for its config. The future is done when it is ready."""
         self._failure = None
-        self.startup.report(_IMPORTING)
-        spawned = asyncio.get_running_loop().run_in_executor(None, CoreClient)
+        self.startup.report(self._first_phase)
+        spawned = self._start_core()
         try:
             core = await asyncio.shield(spawned)
-        except asyncio.CancelledError:  # the loop ends, the thread continues
-            spawned.add_done_callback(lambda future: future.result().close())
+        except asyncio.CancelledError:  # the loop ends, a thread may continue
+            spawned.add_done_callback(_close_core)
             raise
         if self._is_stopped:
             core.close()
@@ -202,7 +243,7 @@ class CoreSupervisor:
 
     async def _configure(self) -> None:
         if self._core is not None:
-            self.startup.report(_IMPORTING)
+            self.startup.report(self._first_phase)
             await asyncio.to_thread(self._core.configure, self._config, ModelRegistry.plugins())
 
     def _on_message(self, message: FromCore) -> None:
@@ -289,3 +330,8 @@ class CoreSupervisor:
         core, self._core = self._core, None
         if core is not None:
             core.close()
+
+
+def _close_core(started: "asyncio.Future[Core]") -> None:
+    if not started.cancelled() and started.exception() is None:
+        started.result().close()

@@ -78,7 +78,10 @@ _LORA_SHARDS = (
     "is whole on each rank; outputs are the same"
 )
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
-_DP_LOCAL = "the replicas of data_parallel_size are processes of this machine"
+_DP_LOCAL = (
+    "replicas on other machines are started there by `vllm serve --headless`, "
+    "see docs/data_parallel.md"
+)
 _MERGE = (
     "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
@@ -178,9 +181,6 @@ _ARGUMENTS = (
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),
     _ignored("max_prompt_adapters", 1, _PROMPT_ADAPTERS_OFF),
     _ignored("max_prompt_adapter_token", 0, _PROMPT_ADAPTERS_OFF),
-    _ignored("data_parallel_size_local", None, _DP_LOCAL),
-    _ignored("data_parallel_address", None, _DP_LOCAL),
-    _ignored("data_parallel_rpc_port", None, _DP_LOCAL),
     _missing("data_parallel_backend", "mp", _DP_LOCAL),
     _missing(
         "config_format",

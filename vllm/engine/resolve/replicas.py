@@ -29,8 +29,8 @@ def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig
     text = settings.VLLM_CPU_OMP_THREADS_BIND
     bound_cores: tuple[tuple[int, ...], ...] | None = None
     replica_cores: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    num_replicas, num_ranks = parallel.data_parallel_size, parallel.world_size
-    if platform.name == "cpu" and num_replicas == 1:
+    num_replicas, num_ranks = parallel.num_local_replicas, parallel.world_size
+    if platform.name == "cpu" and num_replicas <= 1:
         bound_cores = parse_cores(text, usable_cores(), num_ranks)
     elif platform.name == "cpu":
         replica_cores = divide_cores(text, usable_cores(), num_replicas, num_ranks)
@@ -44,7 +44,8 @@ def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig
 
 
 def replica_configs(config: VllmConfig) -> list[VllmConfig]:
-    """The config of each replica. The memory that is free now is divided among them.
+    """The config of each replica on this machine. The memory that is free now is divided among
+    them.
 
     Args:
         config: of all of them together; with one replica, it is the config of that one.
@@ -52,9 +53,12 @@ def replica_configs(config: VllmConfig) -> list[VllmConfig]:
     Raises:
         ConfigError: a replica cannot have a part of what the config asks for.
     """
-    count = config.parallel.data_parallel_size
-    if count == 1:
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1:
         return [config]
+    count, first = parallel.num_local_replicas, parallel.data_parallel_start_rank
+    if count == 0:
+        return []
     devices = [config.device] * count
     if config.device.device == "cpu":
         share = resolve_platform("cpu").free_memory_bytes() // count
@@ -69,7 +73,7 @@ def replica_configs(config: VllmConfig) -> list[VllmConfig]:
         _with_own_endpoints(
             replace(
                 config,
-                parallel=replace(config.parallel, data_parallel_rank=index),
+                parallel=replace(parallel, data_parallel_rank=first + index),
                 device=devices[index],
                 cache=cache,
             ),
@@ -80,6 +84,8 @@ def replica_configs(config: VllmConfig) -> list[VllmConfig]:
 
 
 def _cpu_share(device: DeviceConfig, index: int, count: int) -> DeviceConfig:
+    if count == 1:
+        return device
     if device.replica_cores:
         return replace(device, bound_cores=device.replica_cores[index], replica_cores=())
     if not device.counts_threads:

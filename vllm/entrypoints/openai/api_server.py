@@ -57,6 +57,10 @@ def run_server(
 
     configure_logs(args)
     config = check_start(engine_args, args)
+    if args.headless:
+        from vllm.engine.process.core_host import run_host
+
+        return run_host(config or engine_args.create_engine_config())
 
     from vllm.entrypoints.http.uvicorn_server import bind, serve
 

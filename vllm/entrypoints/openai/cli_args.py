@@ -38,7 +38,6 @@ SERVER_COMPAT: Mapping[str, CompatArgument] = {
             "requests in progress are always counted",
             available=True,
         ),
-        CompatArgument("headless", False, "every engine has a server of its own", available=False),
     )
 }
 """Flags of the fork's server that have no effect here, or request a missing feature."""

@@ -24,6 +24,10 @@ class ServerArgs:
     port: int = 8000
     """Port to listen on; 0 takes a free one and logs it."""
 
+    headless: bool = False
+    """Run replicas of a server on another machine (data_parallel_address), and listen to no
+    clients."""
+
     uds: str | None = None
     """Path of a Unix domain socket to listen on, in place of host and port."""
 

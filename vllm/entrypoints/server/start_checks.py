@@ -26,6 +26,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
     from vllm.entrypoints.http.tls import check_certificates
 
     check_certificates(args)
+    _check_machines(engine_args, args)
     config = engine_args.create_early_config()
     _check_adapters(engine_args, args)
     if args.chat_template is not None:
@@ -45,6 +46,26 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
         check_parser_flags(args)
     return config
+
+
+def _check_machines(engine_args: "EngineArgs", args: ServerArgs) -> None:
+    """Refuse flags of replicas on several machines that contradict each other."""
+    size, local = engine_args.data_parallel_size, engine_args.data_parallel_size_local
+    start = engine_args.data_parallel_start_rank
+    if not args.headless:
+        if start:
+            raise ConfigError(
+                f"data_parallel_start_rank={start} is for machines without a server: the server "
+                f"has the first replicas. Add --headless, or leave it out"
+            )
+        return
+    if not start and (local is None or local == size):
+        raise ConfigError(
+            f"headless runs some of the replicas of a server on another machine; "
+            f"data_parallel_size is {size}, data_parallel_size_local {local} and "
+            f"data_parallel_start_rank 0. Give data_parallel_size as on the server, how many of "
+            f"them run here, and the index of the first one"
+        )
 
 
 def _check_adapters(engine_args: "EngineArgs", args: ServerArgs) -> None:

@@ -122,7 +122,7 @@ class CPUWorker(WorkerBase):
         device = self.config.device
         if device.counts_threads and device.bound_cores is None:
             found = torch.get_num_threads()
-            num_replicas = self.config.parallel.data_parallel_size
+            num_replicas = self.config.parallel.num_local_replicas
             num_cores = max(1, count_cores(num_replicas) // self.num_local_ranks)
             wanted = count_threads(
                 found, max(1, num_cores), weight_bytes, is_beside_server=device.is_beside_server

@@ -1,0 +1,112 @@
+"""Messages between a server and the machines that run some of its replicas, over TCP. A connection
+is one replica.
+
+    machine -> server    Hello
+    server -> machine    Begin: start the core. Then messages to the core.
+    machine -> server    messages from the core, and Ended when its process has ended
+
+Every frame is its length, 8 bytes, little endian, a kind of one byte, and msgpack: `Hello`,
+`Begin`, the messages of `wire` as they are, or `Ended`. No pickle, no code.
+"""
+
+import asyncio
+import socket
+import struct
+from dataclasses import replace
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.version import __version__
+
+_HEADER = struct.Struct("<QB")
+_MAX_BYTES = 2**32
+
+HELLO, BEGIN, MESSAGE, ENDED = range(4)
+"""Kinds of frames."""
+
+_KEEPALIVE_S = 5
+_KEEPALIVE_PROBES = 3
+
+
+class FarError(Exception):
+    """The other end does not speak this protocol, or another version of it; str() says why."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """A machine that can start a core."""
+
+    replica: int
+    version: str = __version__
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True):
+    """Start the core."""
+
+    facts: dict[str, str]
+    """What the configs of both machines have to agree on."""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The process of the core has ended."""
+
+    cause: str
+
+
+def facts_of(config: VllmConfig) -> dict[str, str]:
+    """What the replicas of a server have in common: name of a flag -> value."""
+    model, parallel = config.model, config.parallel
+    return {
+        "model": repr(replace(model.resolved_arch, hf_config={})),
+        "dtype": model.dtype_name,
+        "quantization": str(model.quantization),
+        "max_model_len": str(config.scheduler.max_model_len),
+        "max_num_seqs": str(config.scheduler.max_num_seqs),
+        "enable_lora": str(config.lora.enable_lora),
+        "speculative_config": str(dict(config.speculative.speculative_config)),
+        "data_parallel_size": str(parallel.data_parallel_size),
+    }
+
+
+def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
+    """The first flag that differs, with both values; None: they agree."""
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return f"{name} is {value} on this machine and {theirs.get(name)} on that of the server"
+    return None
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    """The bytes of a frame."""
+    return _HEADER.pack(len(data), kind) + data
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, max_bytes: int = _MAX_BYTES
+) -> tuple[int, bytes]:
+    """Kind and content of the next frame.
+
+    Raises:
+        FarError: it is larger than `max_bytes`, or of an unknown kind.
+        OSError, EOFError: the connection has ended.
+    """
+    size, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    if size > max_bytes or kind > ENDED:
+        raise FarError("what was sent is no message of this protocol")
+    return kind, await reader.readexactly(size)
+
+
+def notice_loss(writer: asyncio.StreamWriter) -> None:
+    """Let the system end a connection whose other machine does not answer any more, within some
+    20 s."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPINTVL", _KEEPALIVE_S),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", 1000 * _KEEPALIVE_S * (_KEEPALIVE_PROBES + 1)),
+    ):
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
