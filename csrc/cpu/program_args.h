@@ -20,7 +20,8 @@ VLLM_STRUCT(Operation,
   int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
   int64_t y, y_offset;  // the same for the second operand
   int64_t out;          // buffer of the result, whose rows it fills
-  const void* weight;          // T: the weight of a norm, the table of a lookup
+  const void* weight;          // T: the weight of a norm, the table of a lookup; [num_heads,
+                               // head_size] of add_weights and multiply_weights
   const void* bias;            // T: of a linear layer or a norm; or null
   const LinearWeight* packed;  // of a linear layer; of a lookup that has no weight
   const float* table;          // [positions, rot_dim] of rotate, cosines then sines
@@ -42,7 +43,7 @@ VLLM_STRUCT(Operation,
   int64_t sliding_window;  // 0: none
   int64_t chunk_size;      // of attend; 0: none
   float scalar;            // eps of a norm; the factor of scale and of round_to_fp8; the limit of
-                           // clip; of query @ key in attend; of the weights in route
+                           // clip and soft_cap; of query @ key in attend; of the weights in route
   float soft_cap;          // of the scores in attend; 0: none
   float key_scale, value_scale;  // of write_cache, and value_scale of attend: the caches hold
                                  // number / scale; 1 where cache_type is kSame

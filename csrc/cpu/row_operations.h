@@ -26,6 +26,9 @@
   X(scale, 1)                  \
   X(scale_rows, 1)             \
   X(clip, 1)                   \
+  X(soft_cap, 6)               \
+  X(add_weights, 1)            \
+  X(multiply_weights, 1)       \
   X(route, 10)                 \
   X(relu, 1)                   \
   X(gelu, 5)                   \
@@ -205,6 +208,39 @@ void clip(const RowCall<T>& rows) {
       store(out + i, max(-limit, min(limit, load(x + i, count))), count);
     });
   });
+}
+
+// scalar * tanh(x / scalar), rounded after each of the three.
+template <typename T>
+void soft_cap(const RowCall<T>& rows) {
+  const Vec cap = splat(rows.op.scalar);
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, cap * round_to<T>(tanh(round_to<T>(load(x + i, count) / cap))), count);
+    });
+  });
+}
+
+// Calls combine(vector of x, vector of the weights) for all of a row; each element has a weight of
+// its own.
+template <typename T, typename Combine>
+void with_weights(const RowCall<T>& rows, Combine combine) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    for_each_vector(rows.op.num_heads * rows.op.head_size, [&](int64_t at, int64_t count) {
+      store(rows.out[i] + at, combine(load(rows.x[i] + at, count), load(rows.weight() + at, count)),
+            count);
+    });
+  }
+}
+
+template <typename T>
+void add_weights(const RowCall<T>& rows) {
+  with_weights(rows, [](Vec x, Vec weight) { return x + weight; });
+}
+
+template <typename T>
+void multiply_weights(const RowCall<T>& rows) {
+  with_weights(rows, [](Vec x, Vec weight) { return x * weight; });
 }
 
 // The choices of a token, as `choice_bytes` says; from one row to the next by the strides.

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.cohere import CohereForCausalLM
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
+from vllm.model_executor.models.gemma import Gemma2ForCausalLM
 from vllm.model_executor.models.gpt2 import GPTBigCodeForCausalLM
 from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
@@ -33,6 +34,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen2MoeForCausalLM
 from vllm.model_executor.models.olmo import OlmoForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
+from vllm.model_executor.models.phi import PhiForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
@@ -75,6 +77,17 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
     ),
     "head norms": (Qwen3ForCausalLM, {"head_dim": 32}),
     "rotation of neighbours, attention beside the MLP": (CohereForCausalLM, {"logit_scale": 0.5}),
+    "norms with weights of each head": (CohereForCausalLM, {"use_qk_norm": True}),
+    "soft caps, norms before and after": (
+        Gemma2ForCausalLM,
+        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.7, "sliding_window": 7}
+        | {"query_pre_attn_scalar": 24, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "layer norms, bias of the head": (
+        PhiForCausalLM,
+        {"num_key_value_heads": 6, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}
+        | {"layer_norm_eps": 1e-5},
+    ),
     "learned positions, one KV head, plain MLP": (
         GPTBigCodeForCausalLM,
         {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh", "rope_theta": None},
@@ -123,6 +136,10 @@ def make_opt(**changes: Any) -> OPTForCausalLM:
         for key, param in module.named_parameters(recurse=False):
             nn.init.normal_(param, std=0.1 if key == "bias" else param.shape[-1] ** -0.5)
     return prepare(model, "dense", torch.bfloat16)
+
+
+def make_opt_of_narrow_embeddings() -> OPTForCausalLM:
+    return make_opt(do_layer_norm_before=False, word_embed_proj_dim=40)
 
 
 def make_model(
@@ -263,17 +280,35 @@ def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(isa, name, sto
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 
-@pytest.mark.parametrize("is_pre_norm", [True, False])
-def test_a_family_without_rotations_and_gates_has_the_bits_of_its_modules(is_pre_norm):
-    assert_same_bits(make_opt(do_layer_norm_before=is_pre_norm), MIXED)
+@pytest.mark.parametrize("make", [make_opt, make_opt_of_narrow_embeddings])
+def test_a_family_without_rotations_and_gates_has_the_bits_of_its_modules(make):
+    assert_same_bits(make(), MIXED)
 
 
-@pytest.mark.parametrize("make", [lambda: make_model("all biases, tied"), make_opt])
-def test_the_head_is_one_product(make):
-    model = make()
+HEADS: dict[str, Any] = {
+    "tied": lambda: make_model("all biases, tied"),
+    "opt": make_opt,
+    "projection before the product": make_opt_of_narrow_embeddings,
+    "scale": lambda: make_model("rotation of neighbours, attention beside the MLP"),
+    "bias": lambda: make_model("layer norms, bias of the head"),
+    "soft cap": lambda: make_model("soft caps, norms before and after"),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_have_the_bits_of_the_modules(isa, name):
+    model = HEADS[name]()
     head = fuse_head(model, fuse(model))
     assert head is not None
     assert (head.given_width, head.width) == (CONFIG["hidden_size"], CONFIG["vocab_size"])
+    hidden_states = torch.randn(9, head.given_width).bfloat16()
+    head._launch.given = hidden_states.data_ptr()
+    _, positions, metadata = Requests(9).launch([1] * 9)
+    assert torch.equal(
+        run_fused(head, torch.zeros_like(positions), positions, metadata),
+        model.compute_logits(hidden_states),
+    )
 
 
 def test_many_decodes_have_the_bits_of_the_modules(isa):

@@ -42,8 +42,6 @@ NOT_HERE = (
     *("mamba", "mamba2", "bamba", "granite_hybrid", "granite_hybrid_dense"),
 )
 """Norms that need all heads; latent attention and states, which no program has."""
-BY_MODULES = ("opt_post_norm", "stablelm_head_norms", "cohere_head_norms")
-"""No program can be recorded of them, with one rank or several."""
 WITH_EXPERTS = [
     family
     for family in ("mixtral", "qwen2_moe", "qwen3_moe", "granite_moe", "gpt_oss", "llama4")
@@ -133,25 +131,19 @@ def assert_close(got: Tensor, want: Tensor) -> None:
         assert float((got - want).abs().mean()) < 0.08 * float(want.abs().mean())
 
 
-def assert_ranks_are_one(ranks: Ranks, one: Ranks, is_fused: bool) -> None:
+def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
     """Modules and programs of all ranks have the same bits, near those of one rank."""
     (alone,) = map(fuse, one.models)
     programs = {id(model): fuse(model) for model in ranks.models}
-    assert [alone is not None, *(p is not None for p in programs.values())] == [is_fused] * (
-        1 + ranks.size
-    )
+    assert alone is not None and all(programs.values())
     for launch in launches():
         (want,) = one.run_modules(launch)
         by_modules = ranks.run_modules(launch)
         assert_close(by_modules[0], want)
-        by_program = by_modules
-        if is_fused:
-            by_program = ranks.run_programs(programs, launch)
-        for got in (*by_modules, *by_program):
+        for got in (*by_modules, *ranks.run_programs(programs, launch)):
             assert torch.equal(got, by_modules[0])
-    if is_fused and fuse_head(one.models[0], alone) is not None:
-        heads = [fuse_head(model, programs[id(model)]) for model in ranks.models]
-        assert [head and head.width for head in heads] == [VOCAB_SIZE] * ranks.size
+    heads = [fuse_head(model, programs[id(model)]) for model in ranks.models]
+    assert [head and head.width for head in heads] == [VOCAB_SIZE] * ranks.size
 
 
 HERE = [family for family in ALL_FAMILIES if family not in NOT_HERE]
@@ -172,7 +164,7 @@ CASES = [
 def test_programs_of_ranks_have_the_bits_of_their_modules(tiny_model, family, size, dtype):
     several = Ranks(tiny_model(family), size, dtype)
     with Ranks(tiny_model(family), 1, dtype) as one, several as ranks:
-        assert_ranks_are_one(ranks, one, family not in BY_MODULES)
+        assert_ranks_are_one(ranks, one)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
@@ -180,7 +172,7 @@ def test_ranks_may_have_whole_experts(tiny_model, family):
     for size, dtype in ((2, "bfloat16"), (4, "float32")):
         several = Ranks(tiny_model(family), size, dtype, is_by_expert=True)
         with Ranks(tiny_model(family), 1, dtype) as one, several as ranks:
-            assert_ranks_are_one(ranks, one, family not in BY_MODULES)
+            assert_ranks_are_one(ranks, one)
 
 
 def test_a_program_names_the_rank_that_does_not_come(tiny_model):

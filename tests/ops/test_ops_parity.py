@@ -4,6 +4,7 @@ The reference itself is checked against Hugging Face models, and its two attenti
 against each other.
 """
 
+import math
 from itertools import product
 from typing import get_args
 
@@ -210,6 +211,15 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap_agrees_with_reference(ops, dtype):
+    extremes = torch.tensor([-3e38, -90.0, -0.0, 0.0, 1e-4, 0.29, 90.0, 3e38, math.inf])
+    for x in (torch.randn(5, 70) * 20, torch.randn(0, 3), extremes):
+        got = ops.soft_cap(x.to(dtype), 7.5)
+        assert_close(got, NATIVE.soft_cap(x.to(dtype), 7.5))
+        assert float(got.abs().max() if len(got) else 0.0) <= 7.5
+
+
 def test_not_a_number_is_not_hidden(ops):
     x = torch.ones(1, 64)
     x[0, 5] = float("nan")
@@ -218,7 +228,8 @@ def test_not_a_number_is_not_hidden(ops):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
-        assert ops.silu_and_mul(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
+        for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
+            assert got.isnan().nonzero().tolist() == [[0, 5]]
         assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()
         cache = PagedCache([40], 1, 16, 16, dtype)
         cache.keys[cache.block_tables[0, 0], 3] = float("nan")

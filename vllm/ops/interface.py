@@ -180,6 +180,18 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), which stays between -cap and cap (Gemma 2; arXiv 2408.00118).
+
+        Args:
+            x: any shape. Not changed.
+            cap: above 0.
+
+        Returns:
+            A new dense tensor, shape and dtype of x; rounded after each of the three steps.
+        """
+
+    @abstractmethod
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         """x times one number per token.
 

@@ -85,6 +85,9 @@ class NativeOps(NativeAdapters, NativeScans):
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
+
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         if factor.shape != (len(x), 1):
             raise ValueError(f"factor is {list(factor.shape)}, not [{len(x)}, 1]")

@@ -133,6 +133,12 @@ class CPUOps(NativeOps):
             return super().gelu_and_mul(x, is_tanh)
         return run("gelu_and_mul", x, is_gated=True, option=is_tanh)
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().soft_cap(x, cap)
+        return run("soft_cap", x, scalar=cap)
+
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         run = self._rows_of(x)
         if run is None:

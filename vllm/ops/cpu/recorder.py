@@ -198,16 +198,25 @@ class Recorder(CPUOps):
         return self._row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
-        """The sum of two rows, either of which may be given first."""
+        """The sum of two rows, either of which may be given first; or of rows and a tensor with the
+        sizes of one."""
         if not isinstance(x, Rows):
             raise NotFusibleError(f"rows are added to a {type(x).__name__}")
+        if isinstance(y, Tensor):
+            return self._with_weights("add_weights", x, y)
         return self._row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number."""
+        """Rows times a number, or a tensor with the sizes of a row."""
+        if isinstance(x, Rows) and isinstance(factor, Tensor):
+            return self._with_weights("multiply_weights", x, factor)
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
         return self._row_operation("scale", x, scalar=factor)
+
+    def _with_weights(self, kind: str, x: Rows, weights: Tensor) -> Rows:
+        """Each element of rows with a number of its own."""
+        return self._rows(kind, x.sizes, x, operands={"weight": self._dense(weights, *x.sizes)})
 
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
