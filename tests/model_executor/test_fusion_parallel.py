@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tests.model_executor.helpers import make_config
 from tests.model_executor.test_fusion import (
-    BLOCK_SIZE,
-    NUM_BLOCKS,
     Requests,
     attention_layers,
+    bind_caches,
     run_fused,
 )
 from tests.tiny_models import ALL_FAMILIES, VOCAB_SIZE
@@ -38,13 +37,14 @@ from vllm.ops.cpu.operators import CPUOps
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
 NOT_HERE = (
-    *("olmo2", "olmo3", "olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"),
+    *("olmo2", "olmo3", "olmoe"),
     *("mamba", "mamba2", "bamba", "granite_hybrid", "granite_hybrid_dense"),
 )
-"""Norms that need all heads; latent attention and states, which no program has."""
+"""Norms that need all heads; states, which no program has."""
 WITH_EXPERTS = [
     family
     for family in ("mixtral", "qwen2_moe", "qwen3_moe", "granite_moe", "gpt_oss", "llama4")
+    + ("deepseek_v2", "deepseek_v3")
     if family in ALL_FAMILIES
 ]
 LAUNCHES = [[9, 1, 23], [1, 1, 40], [1, 1, 1]]
@@ -89,11 +89,7 @@ class Ranks:
             config = make_config(self.folder, self.dtype)
             model = load_model(config, group, torch.device("cpu"), CPUPacked())
             for layer in attention_layers(model):
-                shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
-                dtype = getattr(torch, self.dtype)
-                layer.bind_kv_cache(
-                    torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-                )
+                bind_caches(layer, getattr(torch, self.dtype))
             self.models.append(model)
         self.pool = ThreadPoolExecutor(self.size)
         return self

@@ -66,9 +66,10 @@ def test_the_projection_of_keys_and_values_is_split_whatever_its_format(tiny_mod
     name = "model.layers.1.self_attn.kv_b_proj"
     layer = packed.get_submodule(name)
     heads = tensors[f"{name}.weight"].bfloat16().unflatten(0, (4, -1))
-    assert torch.equal(layer.key_up, heads[:, :24])
-    assert torch.equal(layer.value_up, heads[:, 24:].mT)
-    assert dict(layer.named_parameters()).keys() == {"key_up", "value_up"}
+    assert torch.equal(layer.key_up.dense(), heads[:, :24])
+    assert torch.equal(layer.value_up.dense(), heads[:, 24:].mT)
+    names = {name for name, _ in layer.named_parameters()}
+    assert names == {"key_up.weight", "value_up.weight"}
     rows = torch.randn(3, LATENT_SIZE).bfloat16()
     torch.testing.assert_close(layer(rows), rows @ heads.flatten(0, 1).T)
 
@@ -121,11 +122,10 @@ def test_experts_are_those_of_transformers(num_groups, top_groups, is_normalized
         Routing(
             num_experts=24,
             top_k=5,
-            score="sigmoid",
+            weights="sigmoid_of_chosen" if is_normalized else "sigmoid",
             num_groups=num_groups,
             top_groups=top_groups,
             has_bias=True,
-            is_normalized=is_normalized,
             scale=2.5,
         ),
     )

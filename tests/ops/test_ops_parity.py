@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops, Routing
+from vllm.ops.interface import ExpertGroups, Ops, Routing
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -209,6 +209,42 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     nan = float("nan")
     ids, _ = ops.route(torch.tensor([[nan, 1, nan, 2], [nan] * 4]), 3, "softmax_of_chosen")
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "size", "out", "rest"), [(1, 6, 1, 0), (5, 24, 65, 16)])
+def test_products_of_heads_agree_with_reference(ops, num_heads, size, out, rest, dtype):
+    matrices = torch.randn(num_heads, size, out).to(dtype)
+    heads, reference = ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
+    assert torch.equal(heads.dense(), matrices)
+    for num_tokens in (0, 1, 7, 70):
+        x = torch.randn(num_tokens, num_heads, size + rest).to(dtype)
+        x, beside = x.split((size, rest), dim=-1)
+        want = reference.multiply(x)
+        got = heads.multiply(x)
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.04)
+        both = heads.multiply(x, beside)
+        assert both.is_contiguous()
+        assert torch.equal(both, torch.cat((got, beside), dim=-1))
+        for t in range(min(num_tokens, 7)):
+            assert torch.equal(heads.multiply(x[t : t + 1])[0], got[t])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", get_args(Routing))
+def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, dtype):
+    for num_experts, groups in ((24, (4, 2)), (24, (24, 5)), (256, (8, 4)), (20, (1, 1))):
+        logits = (torch.randn(30, num_experts) * 2).to(dtype)
+        bias = torch.randn(num_experts) * 0.3
+        for added in (None, bias):
+            if added is None and len(logits[0].unique()) < num_experts:
+                continue
+            args = (logits, 5, routing, 2.5, ExpertGroups(*groups), added)
+            (ids, weights), (want_ids, want) = ops.route(*args), NATIVE.route(*args)
+            assert torch.equal(ids, want_ids)
+            torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="24 experts cannot be chosen from"):
+        ops.route(torch.randn(2, 24), 2, routing, groups=ExpertGroups(5, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -162,7 +162,7 @@ class OPTForCausalLM(CausalLM):
 
 
 def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Whole on every rank, in the model's dtype and without adapters, whatever other layers have."""
+    """Whole on every rank, in the model's dtype and without adapters, whatever others have."""
     layer = whole_linear(input_size, size, tp)
     layer.keeps_precision = True
     layer.has_launch_rows = False
