@@ -43,8 +43,15 @@ NOT_HERE = (
 """Norms that need all heads; states, which no program has."""
 WITH_EXPERTS = [
     family
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "granite_moe", "gpt_oss", "llama4")
-    + ("deepseek_v2", "deepseek_v3")
+    for family in (
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "granite_moe",
+        "gpt_oss",
+        "llama4",
+        "deepseek_v3",
+    )
     if family in ALL_FAMILIES
 ]
 LAUNCHES = [[9, 1, 23], [1, 1, 40], [1, 1, 1]]

@@ -29,6 +29,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
     LayerSpec,
 )
+from vllm.ops.interface import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors, whatever config.json says of the others."""
@@ -123,6 +124,15 @@ class DeepseekMixture(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
+_WEIGHTS: dict[tuple[str, bool], WeightsOfChosen] = {
+    ("softmax", False): "softmax",
+    ("softmax", True): "softmax_of_chosen",
+    ("sigmoid", False): "sigmoid",
+    ("sigmoid", True): "sigmoid_of_chosen",
+}
+"""Score of an expert, and whether weights sum to 1 before they are scaled."""
+
+
 def deepseek_routing(arch: ModelArch) -> Routing:
     """What config.json says.
 
@@ -150,7 +160,7 @@ def deepseek_routing(arch: ModelArch) -> Routing:
     routing = Routing(
         num_experts=arch.config_size("n_routed_experts"),
         top_k=arch.config_size("num_experts_per_tok"),
-        weights=f"{score}_of_chosen" if is_normalized else score,
+        weights=_WEIGHTS[score, is_normalized],
         num_groups=num_groups,
         top_groups=min(num_groups, int(config.get("topk_group") or 1)),
         has_bias=has_bias,

@@ -385,7 +385,7 @@ class Recorder(CPUOps):
             raise NotFusibleError(f"rows of {x.sizes} and {found} are no operands of {kind}")
         operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
         out = gated_size(size) if is_gated else size
-        return self._rows(kind, (*heads, out), x, y, operands=operands, **numbers)
+        return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
 
     def _new_rows(self, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> Rows:
         """Rows of a buffer of their own."""
@@ -482,7 +482,7 @@ def _check_heads(query: Rows, key: Rows, value: Rows | None, cache: Any) -> tupl
     is_grouped = len(query.sizes) == 2 and query.sizes[0] % num_kv_heads == 0
     if not has_heads or not is_grouped or query.sizes[1] != head_size:
         raise NotFusibleError(
-            f"queries {query.sizes}, keys {key.sizes} and values {value and value.sizes} do not fit "
-            f"a cache of heads {num_kv_heads, head_size}"
+            f"queries {query.sizes}, keys {key.sizes} and values {value and value.sizes} do not "
+            f"fit a cache of heads {num_kv_heads, head_size}"
         )
     return tuple(cache.shape)

@@ -4,6 +4,7 @@ They know their shape and nothing of their content. What a model does with one i
 or raises `NotFusibleError`, so a recording never differs from what the modules compute.
 """
 
+import builtins
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -184,7 +185,7 @@ class Rows(Symbol):
             raise NotFusibleError("the dimension of tokens, and parts of heads, stay as they are")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 
-    def clamp(self, least: float, largest: float) -> "Rows":
+    def clamp(self, least: builtins.float, largest: builtins.float) -> "Rows":
         """Elements within symmetric limits."""
         if least != -largest or largest <= 0:
             raise NotFusibleError(f"limits of {least} and {largest} cannot be recorded")
