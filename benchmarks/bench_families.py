@@ -137,7 +137,9 @@ def load(name: str, num_tokens: int) -> CausalLM:
         config = VllmConfig(
             model=ModelConfig(model=folder, arch=arch, path=folder, dtype="bfloat16"),
             cache=CacheConfig(block_size=BLOCK_SIZE),
-            scheduler=SchedulerConfig(max_model_len=4096, max_num_batched_tokens=4096),
+            scheduler=SchedulerConfig(
+                max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096
+            ),
             load=LoadConfig(load_format="dummy", use_tqdm_on_load=False),
         )
         model = load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
@@ -180,25 +182,23 @@ class Steps:
 
     def bytes(self) -> tuple[int, int]:
         """(weights, cache) that a step reads."""
-        hit = self._experts_hit()
-        weights = 0
+        hit, packed = self._experts_hit(), {}
         for module in self.model.modules():
             if isinstance(module, LatentUpProjection):
-                parts: Any = (module.key_up, module.value_up)
-                weights += sum(part.weight.num_bytes for part in parts)
-            packed = (
-                getattr(module.method, "packed", None) if isinstance(module, MethodLayer) else None
-            )
-            if isinstance(module, Experts):
-                weights += packed.num_bytes * hit[module] // packed.num_experts
-            elif packed is not None:
-                weights += packed.num_bytes
+                for heads in (module.key_up, module.value_up):
+                    packed[id(heads)] = heads.weight.num_bytes
+            elif isinstance(module, MethodLayer):
+                weight = getattr(module.method, "packed", None)
+                if isinstance(module, Experts):
+                    packed[id(weight)] = weight.num_bytes * hit[module] // weight.num_experts
+                elif weight is not None:  # a head and the embeddings may share one
+                    packed[id(weight)] = weight.num_bytes
         cache = 0
         for layer in layers_with_cache(self.model):
             spec = layer.cache_spec(torch.bfloat16)
-            seen = min(self.context, spec.sliding_window or self.context)
+            seen = min(self.context, spec.window or self.context)
             cache += self.n * seen * sum(2 * int(np.prod(t.shape)) for t in spec.tensors)
-        return weights, cache
+        return sum(packed.values()), cache
 
     def _experts_hit(self) -> dict[nn.Module, int]:
         """Of each layer with experts, by its modules."""
