@@ -282,6 +282,14 @@ def run_fused(
     )
 
 
+def run_head(head: Program, hidden_states: Tensor) -> Tensor:
+    """The logits of dense hidden states [T, hidden], as a step of decodes gets them."""
+    head._launch.given = hidden_states.data_ptr()
+    counts = [1] * len(hidden_states)
+    _, positions, metadata = Requests(len(counts)).launch(counts)
+    return run_fused(head, torch.zeros_like(positions), positions, metadata)
+
+
 @torch.inference_mode()
 def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
     for model in (make_model("plain"), make_model("all biases, tied"), make_opt()):
@@ -357,12 +365,7 @@ def test_heads_have_the_bits_of_the_modules(isa, name):
     assert head is not None
     assert (head.given_width, head.width) == (CONFIG["hidden_size"], CONFIG["vocab_size"])
     hidden_states = torch.randn(9, head.given_width).bfloat16()
-    head._launch.given = hidden_states.data_ptr()
-    _, positions, metadata = Requests(9).launch([1] * 9)
-    assert torch.equal(
-        run_fused(head, torch.zeros_like(positions), positions, metadata),
-        model.compute_logits(hidden_states),
-    )
+    assert torch.equal(run_head(head, hidden_states), model.compute_logits(hidden_states))
 
 
 def test_many_decodes_have_the_bits_of_the_modules(isa):
