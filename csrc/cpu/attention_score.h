@@ -27,17 +27,6 @@ struct ScoreOptions {
   Sight sight;          // for prefill; for decode the caller leaves the other keys out
 };
 
-// tanh within 3e-7. By its series near zero, where the difference from one would cancel.
-VLLM_INLINE Vec tanh(Vec x) {
-  const Vec square = x * x;
-  Vec p = fma(square, splat(62.0f / 2835), splat(-17.0f / 315));
-  p = fma(p, square, splat(2.0f / 15));
-  p = fma(p, square, splat(-1.0f / 3));
-  const Vec near = fma(p * square, x, x);
-  const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
-  return square < 0.09f ? near : far;
-}
-
 // 1 / (sum of the weights and of the sink's), relative to `largest`, which is the score that the
 // weights of `total` are relative to (attention sinks; Xiao et al. 2023, arXiv 2309.17453).
 VLLM_INLINE Vec inverse_with_sink(Vec largest, Vec total, Vec sink) {

@@ -108,10 +108,11 @@ inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_un
   return {num_blocks, block_rows, ceil_div(panels * num_blocks, turns), num_threads};
 }
 
-// Calls store(panel, first_row, rows, sums) for all of the result.
-template <class Tile, class Store>
-void multiply(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
-              int64_t rows, const Shares& shares, char* scratch, Store store) {
+// Calls store(panel, first_row, rows, sums) for all of the result. inputs_of(panel): the first row that
+// a panel is multiplied with.
+template <class Tile, class Inputs, class Store>
+void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, int64_t rows,
+              const Shares& shares, char* scratch, Store store) {
   typedef typename Tile::Acc Totals[kPanel / kLanes];
   const int64_t num_units = vllm_cpu::num_panels(weight) * shares.num_blocks;
   parallel_for(num_units, shares.units_per_turn, shares.num_threads,
@@ -124,7 +125,8 @@ void multiply(const LinearWeight& weight, const typename Tile::Input* x, int64_t
                    const int64_t left = rows - first;
                    const int64_t count = left < shares.block_rows ? left : shares.block_rows;
                    if (count <= 0) continue;
-                   panel_sums<Tile>(weight, panel, x + first * x_stride, x_stride, count, totals);
+                   panel_sums<Tile>(weight, panel, inputs_of(panel) + first * x_stride, x_stride,
+                                    count, totals);
                    store(panel, first, count, totals);
                  }
                });
@@ -184,7 +186,7 @@ int64_t linear_slab(const LinearCall<T>& call) {
     x = call.x;
   }
   multiply<typename Kind::Tile>(
-      weight, x, x_stride, call.rows, shares, scratch + x_bytes,
+      weight, [&](int64_t) { return x; }, x_stride, call.rows, shares, scratch + x_bytes,
       [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
         call.store_panel(panel, first, count, [&](int64_t r, int64_t v, int64_t output) {
           return Kind::value(weight, x + (first + r) * x_stride, sums[r][v], output);

@@ -16,6 +16,7 @@ VLLM_ENUM(ExpertActivation, kSilu, kClampedSwiglu);
 VLLM_ENUM(Routing, kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen);
 
 constexpr int64_t kMaxTopK = 64;
+constexpr int64_t kMaxExpertGroups = 64;
 
 // All gates and ups are [I, H] in one format, with the same order of inputs in an expert's two; all
 // downs are [H, I] in one format. Biases are of the type of the activations.

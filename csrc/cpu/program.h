@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "attention_prefill.h"
 #include "collectives.h"
+#include "head_linear.h"
 #include "low_rank.h"
 #include "moe.h"
 #include "program_rows.h"
@@ -157,26 +158,41 @@ class ProgramPass {
   // Shares its rows or its weights between the threads by itself.
   static bool is_product(const Operation& op) {
     const OperationKind kind = OperationKind(op.kind);
-    return kind == OperationKind::linear || kind == OperationKind::low_rank ||
-           kind == OperationKind::experts;
+    return kind == OperationKind::linear || kind == OperationKind::head_linear ||
+           kind == OperationKind::low_rank || kind == OperationKind::experts;
   }
 
   void multiply_by(const Operation& op, const Rows& rows, int num_threads) {
     if (OperationKind(op.kind) == OperationKind::low_rank) return adapt(op, rows, num_threads);
     const auto x = rows_.view(op.x, op.x_offset, rows);
-    if (OperationKind(op.kind) == OperationKind::experts) {
-      const auto choices = choices_at(rows_.view(op.y, op.y_offset, rows).first, op.top_k);
-      const vllm_cpu::MoeArgs<T> args = {
-          op.experts,      x.first,  choices.ids, choices.weights, rows_.view(op.out, 0, rows).first,
-          rows.count,      op.top_k, x.stride,    choices.ids_stride,
-          choices.weights_stride};
-      if (moe(args, num_threads) != -1) fail(ProgramStatus::kNoMemory, 0);
-      return;
-    }
-    if (linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias),
-                  rows_.view(op.out, 0, rows).first, rows.count, x.stride, num_threads) != 0) {
-      fail(ProgramStatus::kNoMemory, 0);
-    }
+    const auto out = rows_.view(op.out, op.out_offset, rows);
+    const auto status_of = [&]() -> int64_t {
+      if (OperationKind(op.kind) == OperationKind::experts) {
+        const auto choices = choices_at(rows_.view(op.y, op.y_offset, rows).first, op.top_k);
+        const vllm_cpu::MoeArgs<T> args = {op.experts,         x.first,    choices.ids,
+                                           choices.weights,    out.first,  rows.count,
+                                           op.top_k,           x.stride,   choices.ids_stride,
+                                           choices.weights_stride};
+        return moe(args, num_threads) == -1 ? 0 : kNoMemory;
+      }
+      if (OperationKind(op.kind) == OperationKind::head_linear) {
+        return head_linear<T>({op.packed, x.first, out.first, rows.count, op.num_heads, op.head_size,
+                               x.stride, op.x_head_stride, out.stride, op.out_head_stride},
+                              num_threads);
+      }
+      if (op.packed->format == WeightFormat::kFloat) return multiply_floats(op, x, out, rows, num_threads);
+      return linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias), out.first, rows.count,
+                       x.stride, num_threads);
+    };
+    if (status_of() != 0) fail(ProgramStatus::kNoMemory, 0);
+  }
+
+  // A product of rows of floats, whatever T is.
+  static int64_t multiply_floats(const Operation& op, const View<T>& x, const View<T>& out,
+                                 const Rows& rows, int num_threads) {
+    return linear<float>(*op.packed, reinterpret_cast<const float*>(x.first),
+                         static_cast<const float*>(op.bias), reinterpret_cast<float*>(out.first),
+                         rows.count, x.stride * int64_t{sizeof(T)} / 4, num_threads);
   }
 
   // Adds to x what the adapters of its rows make of y.
@@ -207,7 +223,8 @@ class ProgramPass {
     args.num_requests = count;
     args.num_heads = op.num_heads;
     args.num_kv_heads = op.num_kv_heads;
-    args.head_size = args.value_size = op.head_size;
+    args.head_size = op.head_size;
+    args.value_size = op.value_size;
     args.num_blocks = program_.num_blocks;
     args.block_size = program_.block_size;
     args.max_blocks = launch_.max_blocks;

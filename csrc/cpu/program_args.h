@@ -19,30 +19,39 @@ VLLM_STRUCT(Operation,
   int64_t kind;         // OperationKind (row_operations.h)
   int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
   int64_t y, y_offset;  // the same for the second operand
-  int64_t out;          // buffer of the result, whose rows it fills
-  const void* weight;          // T: the weight of a norm, the table of a lookup
+  int64_t out, out_offset;  // buffer of the result; the element of a row where that begins
+  // Elements from one head to the next, of copy and head_linear; 0: heads are dense.
+  int64_t x_head_stride, out_head_stride;
+  const void* weight;          // T: the weight of a norm, the table of a lookup; [num_heads,
+                               // head_size] of add_weights and multiply_weights
   const void* bias;            // T: of a linear layer or a norm; or null
-  const LinearWeight* packed;  // of a linear layer; of a lookup that has no weight
+  const LinearWeight* packed;  // of linear and head_linear; of a lookup that has no weight. A float
+                               // weight has rows of floats, whatever T is
   const float* table;          // [positions, rot_dim] of rotate, cosines then sines
                                // [num_heads] of attend: ALiBi slopes, or null
+                               // [head_size] of route: ChoiceOptions::bias, or null
   const float* sinks;          // [num_heads] of attend, or null
   const Experts* experts;      // of experts
   const Arena* arena;          // of all_reduce and all_gather
   void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
-  void* value_cache;           // the same
+  void* value_cache;           // the same. Of attend: key_cache where values are the first numbers
+                               // of keys; of write_cache: null there
   int64_t num_heads, head_size, num_kv_heads;
+  int64_t value_size;      // of attend: numbers of a value; of a key: head_size
+  int64_t is_float;        // of route: 1 where rows x are floats, whatever T is
   int64_t num_rows;        // of a lookup: rows of the table, where ids outside are those of other
                            // ranks and give zeros; 0: there are none
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
                            // route: a Routing; round_to_fp8: the largest number
   int64_t top_k;           // of route and experts
+  int64_t num_groups, top_groups;  // of route, as in ChoiceOptions
   int64_t first_part, num_parts;  // of low_rank, as in LowRankArgs; it adds to x by inputs y
   int64_t group;           // of write_cache and attend: whose slots and block tables are used
   int64_t sliding_window;  // 0: none
   int64_t chunk_size;      // of attend; 0: none
   float scalar;            // eps of a norm; the factor of scale and of round_to_fp8; the limit of
-                           // clip; of query @ key in attend; of the weights in route
+                           // clip and soft_cap; of query @ key in attend; of the weights in route
   float soft_cap;          // of the scores in attend; 0: none
   float key_scale, value_scale;  // of write_cache, and value_scale of attend: the caches hold
                                  // number / scale; 1 where cache_type is kSame

@@ -59,7 +59,7 @@ class ProgramRows {
 
   void run(const Operation& op, const Rows& rows) const {
     run_operation<T>({op, launch_, rows.begin, rows.count, view(op.x, op.x_offset, rows),
-                      view(op.y, op.y_offset, rows), view(op.out, 0, rows)});
+                      view(op.y, op.y_offset, rows), view(op.out, op.out_offset, rows)});
   }
 
  private:

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "activation.h"
+#include "expert_choice.h"
 #include "fp8.h"
 #include "linear_pack.h"
 #include "norm.h"
@@ -26,7 +27,12 @@
   X(scale, 1)                  \
   X(scale_rows, 1)             \
   X(clip, 1)                   \
+  X(soft_cap, 6)               \
+  X(add_weights, 1)            \
+  X(multiply_weights, 1)       \
   X(route, 10)                 \
+  X(widen, 1)                  \
+  X(copy, 1)                   \
   X(relu, 1)                   \
   X(gelu, 5)                   \
   X(silu_and_mul, 4)           \
@@ -39,8 +45,8 @@
 namespace vllm_cpu {
 
 #define VLLM_KIND(name, cost) name,
-VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, low_rank, attend, experts, all_reduce,
-          all_gather);
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, head_linear, low_rank, attend, experts,
+          all_reduce, all_gather);
 #undef VLLM_KIND
 
 // Tensors that an operation is called with. x, y, out: [num_rows, num_heads, head_size]; x of a gated
@@ -54,9 +60,11 @@ VLLM_STRUCT(RowTensors,
   void* out;
   const void* weight;  // [head_size]
   const void* bias;    // [head_size]
+  const float* table;  // as in Operation
   int64_t num_rows, num_heads, head_size, x_stride, y_stride, out_stride;
   int64_t option;  // as in Operation
   int64_t top_k;   // the same
+  int64_t num_groups, top_groups;  // the same
   float scalar;    // the same
 );
 
@@ -91,10 +99,10 @@ struct RowCall {
   // head_size.
   template <typename Body>
   void for_heads(int64_t x_size, Body body) const {
+    const int64_t x_stride = op.x_head_stride != 0 ? op.x_head_stride : x_size;
+    const int64_t out_stride = op.out_head_stride != 0 ? op.out_head_stride : op.head_size;
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t h = 0; h < op.num_heads; ++h) {
-        body(x[i] + h * x_size, out[i] + h * op.head_size);
-      }
+      for (int64_t h = 0; h < op.num_heads; ++h) body(x[i] + h * x_stride, out[i] + h * out_stride);
     }
   }
 
@@ -207,59 +215,72 @@ void clip(const RowCall<T>& rows) {
   });
 }
 
-// The choices of a token, as `choice_bytes` says; from one row to the next by the strides.
-struct Choices {
-  int64_t* ids;
-  float* weights;
-  int64_t ids_stride, weights_stride;
-};
-
-inline Choices choices_at(void* row, int64_t top_k) {
-  int64_t* const ids = static_cast<int64_t*>(row);
-  const int64_t bytes = vllm_cpu::choice_bytes(top_k);
-  return {ids, reinterpret_cast<float*>(ids + top_k), bytes / 8, bytes / 4};
+// scalar * tanh(x / scalar), rounded after each of the three.
+template <typename T>
+void soft_cap(const RowCall<T>& rows) {
+  const Vec cap = splat(rows.op.scalar);
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, cap * round_to<T>(tanh(round_to<T>(load(x + i, count) / cap))), count);
+    });
+  });
 }
 
-// The largest of head_size logits x, at most kMaxTopK, and how much each of them counts. The first of
-// equal ones is chosen; NaN is chosen last.
+// Calls combine(vector of x, vector of the weights) for all of a row; each element has a weight of
+// its own.
+template <typename T, typename Combine>
+void with_weights(const RowCall<T>& rows, Combine combine) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    for_each_vector(rows.op.num_heads * rows.op.head_size, [&](int64_t at, int64_t count) {
+      store(rows.out[i] + at, combine(load(rows.x[i] + at, count), load(rows.weight() + at, count)),
+            count);
+    });
+  }
+}
+
+template <typename T>
+void add_weights(const RowCall<T>& rows) {
+  with_weights(rows, [](Vec x, Vec weight) { return x + weight; });
+}
+
+template <typename T>
+void multiply_weights(const RowCall<T>& rows) {
+  with_weights(rows, [](Vec x, Vec weight) { return x * weight; });
+}
+
+// The largest of head_size logits x, at most kMaxTopK, and how much each of them counts.
 template <typename T>
 void route(const RowCall<T>& rows) {
-  using vllm_cpu::Routing;
-  const int64_t num_experts = rows.op.head_size, k = rows.op.top_k;
-  const Routing routing = Routing(rows.op.option);
-  const bool is_softmax = routing == Routing::kSoftmax || routing == Routing::kSoftmaxOfChosen;
+  const Operation& op = rows.op;
+  const ChoiceOptions options = {vllm_cpu::Routing(op.option), op.head_size,  op.top_k,
+                                 op.num_groups,                op.top_groups, op.table,
+                                 op.scalar};
   for (int64_t i = 0; i < rows.count; ++i) {
-    const T* const logits = rows.x[i];
-    float keys[vllm_cpu::kMaxTopK + 1], weights[vllm_cpu::kMaxTopK];
-    int64_t ids[vllm_cpu::kMaxTopK + 1];
-    for (int64_t e = 0, num = 0; e < num_experts; ++e) {
-      const float logit = to_float(logits[e]), key = logit == logit ? logit : -__builtin_inff();
-      int64_t at = num;
-      for (; at > 0 && key > keys[at - 1]; --at) keys[at] = keys[at - 1], ids[at] = ids[at - 1];
-      keys[at] = key, ids[at] = e;
-      if (num < k) ++num;
-    }
-    float total = 0;
-    for (int64_t j = 0; j < k; ++j) {
-      const Vec logit = splat(to_float(logits[ids[j]]));
-      weights[j] = is_softmax ? exp(logit - keys[0])[0] : (1.0f / (1.0f + exp(-logit)))[0];
-      total += weights[j];
-    }
-    if (routing == Routing::kSigmoid) total = 1;
-    if (routing == Routing::kSoftmax) {
-      Vec sum = {};
-      for_each_vector(num_experts, [&](int64_t e, int64_t count) {
-        const Vec part = exp(load(logits + e, count) - keys[0]);
-        for (int64_t lane = 0; lane < count; ++lane) sum[lane] += part[lane];
-      });
-      total = sum_lanes(sum);
-    }
-    const Choices to = choices_at(rows.out[i], k);
-    for (int64_t j = 0; j < k; ++j) {
-      to.ids[j] = ids[j];
-      to.weights[j] = rows.op.scalar * weights[j] / total;
+    const Choices to = choices_at(rows.out[i], op.top_k);
+    if (op.is_float != 0) {
+      ExpertChoice<float>(reinterpret_cast<const float*>(rows.x[i]), options).choose(to);
+    } else {
+      ExpertChoice<T>(rows.x[i], options).choose(to);
     }
   }
+}
+
+// x as float.
+template <typename T>
+void widen(const RowCall<T>& rows) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    float* const out = reinterpret_cast<float*>(rows.out[i]);
+    for_each_vector(rows.op.head_size, [&](int64_t at, int64_t count) {
+      store(out + at, load(rows.x[i] + at, count), count);
+    });
+  }
+}
+
+template <typename T>
+void copy(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    __builtin_memcpy(out, x, rows.op.head_size * sizeof(T));
+  });
 }
 
 // NaN stays NaN.
@@ -319,7 +340,7 @@ void rotate_neighbours(const RowCall<T>& rows) {
   rotate_heads(rows, rotate_interleaved<T>);
 }
 
-// Keys x and values y.
+// Keys x and values y; keys alone where values have no cache of their own.
 template <typename T>
 void write_cache(const RowCall<T>& rows) {
   const Operation& op = rows.op;
@@ -330,7 +351,7 @@ void write_cache(const RowCall<T>& rows) {
     for (int64_t i = 0; i < rows.count; ++i) {
       if (slots[i] < 0) continue;
       store_row(rows.x[i], op.key_scale, keys + slots[i] * size);
-      store_row(rows.y[i], op.value_scale, values + slots[i] * size);
+      if (values != nullptr) store_row(rows.y[i], op.value_scale, values + slots[i] * size);
     }
   };
   const auto narrow = [&](auto format) {
@@ -393,6 +414,9 @@ void row_operation(const vllm_cpu::RowTensors& of, int num_threads) {
   op.head_size = of.head_size;
   op.option = of.option;
   op.top_k = of.top_k;
+  op.table = of.table;
+  op.num_groups = of.num_groups;
+  op.top_groups = of.top_groups;
   op.scalar = of.scalar;
   const ProgramLaunch launch = {};
   T *const x = static_cast<T*>(of.x), *const y = static_cast<T*>(of.y);

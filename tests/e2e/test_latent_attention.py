@@ -104,3 +104,20 @@ def test_logprobs_are_those_of_transformers_on_the_simulated_card(family, mode, 
         after = bridge.counters()
         assert after.cpu_fallbacks == before.cpu_fallbacks
         assert after.cache_copies == before.cache_copies
+
+
+def test_steps_run_in_one_call_with_the_tokens_of_the_modules(models, references, monkeypatch):
+    prompts = [reference.prompt for reference in references("deepseek_v3")]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True)
+    params.detokenize = False
+
+    def generate_all(is_fused: bool) -> list[list[int]]:
+        llm = LLM(model=str(models("deepseek_v3")), **SETTINGS | {"dtype": "bfloat16"})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        runner = llm.llm_engine.engine_core.executor._worker.runner
+        assert (runner._decode_step is not None) == is_fused
+        return [output.outputs[0].token_ids for output in outputs]
+
+    fused = generate_all(is_fused=True)
+    monkeypatch.setattr("vllm.worker.cpu.model_runner.fuse", lambda *args: None)
+    assert fused == generate_all(is_fused=False)

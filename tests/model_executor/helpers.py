@@ -98,7 +98,7 @@ def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
         for each in (layer, *getattr(layer, "_tied", ())) if method else ():
             each.method = method
     for layer in layers:
-        layer.method.finish(layer)
+        layer.finish()
         weight = getattr(layer.method, "packed", None)
         packed[id(layer.method)] = getattr(weight, "num_bytes", 0)
     return sum(packed.values())

@@ -20,11 +20,14 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.cohere import CohereForCausalLM
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
+from vllm.model_executor.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from vllm.model_executor.models.gemma import Gemma2ForCausalLM
 from vllm.model_executor.models.gpt2 import GPTBigCodeForCausalLM
 from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
@@ -33,6 +36,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen2MoeForCausalLM
 from vllm.model_executor.models.olmo import OlmoForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
+from vllm.model_executor.models.phi import PhiForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
@@ -75,6 +79,17 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
     ),
     "head norms": (Qwen3ForCausalLM, {"head_dim": 32}),
     "rotation of neighbours, attention beside the MLP": (CohereForCausalLM, {"logit_scale": 0.5}),
+    "norms with weights of each head": (CohereForCausalLM, {"use_qk_norm": True}),
+    "soft caps, norms before and after": (
+        Gemma2ForCausalLM,
+        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.7, "sliding_window": 7}
+        | {"query_pre_attn_scalar": 24, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "layer norms, bias of the head": (
+        PhiForCausalLM,
+        {"num_key_value_heads": 6, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}
+        | {"layer_norm_eps": 1e-5},
+    ),
     "learned positions, one KV head, plain MLP": (
         GPTBigCodeForCausalLM,
         {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh", "rope_theta": None},
@@ -93,6 +108,41 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
         GptOssForCausalLM,
         {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_bias": True}
         | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+YARN |= {"mscale": 0.8, "mscale_all_dim": 1.3}
+MODELS |= {
+    "latent attention, groups of experts by softmax": (
+        DeepseekV2ForCausalLM,
+        LATENT
+        | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
+    ),
+    "latent attention, one projection of queries, many heads": (
+        DeepseekV2ForCausalLM,
+        LATENT
+        | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "v_head_dim": 65}
+        | {"num_attention_heads": 12, "num_key_value_heads": 12, "attention_bias": True},
+    ),
+    "latent attention, groups of experts by sigmoid with a bias": (
+        DeepseekV3ForCausalLM,
+        LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": YARN},
     ),
 }
 # New tokens of each request, launch after launch.
@@ -125,16 +175,25 @@ def make_opt(**changes: Any) -> OPTForCausalLM:
     return prepare(model, "dense", torch.bfloat16)
 
 
+def make_opt_of_narrow_embeddings() -> OPTForCausalLM:
+    return make_opt(do_layer_norm_before=False, word_embed_proj_dim=40)
+
+
 def make_model(
     name: str, stored_as: Any = "dense", dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> DecoderForCausalLM:
     family, options = MODELS[name]
     arch = ModelArch.from_hf(CONFIG | options | changes)
     torch.manual_seed(0)
-    model = family(arch, TPGroup())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = family(arch, TPGroup())
+    finally:
+        torch.set_default_dtype(before)
     for module in model.modules():
         for key, param in module.named_parameters(recurse=False):
-            nn.init.normal_(param, std=0.1 if key == "bias" else param.shape[-1] ** -0.5)
+            nn.init.normal_(param, std=0.1 if "bias" in key else param.shape[-1] ** -0.5)
         if isinstance(module, RMSNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
         if isinstance(module, VocabParallelEmbedding):
@@ -146,15 +205,23 @@ def prepare(model: Any, stored_as: Any, dtype: torch.dtype) -> Any:
     """Pack the weights, and bind caches."""
     model.to(dtype)
     for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, (RotaryEmbedding, GroupedRouter)):
             module.float()
         if isinstance(module, DecoderAttention) and module.sinks is not None:
             module.sinks.data = module.sinks.data.float()
     pack_weights(model, stored_as)
     for layer in attention_layers(model):
-        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
-        layer.bind_kv_cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        bind_caches(layer, dtype)
     return model
+
+
+def bind_caches(layer: Attention, dtype: torch.dtype) -> None:
+    shapes = [(NUM_BLOCKS, BLOCK_SIZE, *t.shape) for t in layer.cache_spec(dtype).tensors]
+    layer.bind_kv_cache(*(torch.zeros(shape, dtype=dtype) for shape in shapes))
+
+
+def caches_of(layer: Attention) -> list[Tensor]:
+    return [getattr(layer, name) for name in layer.cache_names]
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
@@ -215,6 +282,14 @@ def run_fused(
     )
 
 
+def run_head(head: Program, hidden_states: Tensor) -> Tensor:
+    """The logits of dense hidden states [T, hidden], as a step of decodes gets them."""
+    head._launch.given = hidden_states.data_ptr()
+    counts = [1] * len(hidden_states)
+    _, positions, metadata = Requests(len(counts)).launch(counts)
+    return run_fused(head, torch.zeros_like(positions), positions, metadata)
+
+
 @torch.inference_mode()
 def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
     for model in (make_model("plain"), make_model("all biases, tied"), make_opt()):
@@ -236,7 +311,7 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
     """After every launch: hidden states, and the caches of all layers."""
     fused = fuse(model)
     assert fused is not None
-    caches = [c for a in attention_layers(model) for c in (a.key_cache, a.value_cache)]
+    caches = [c for a in attention_layers(model) for c in caches_of(a)]
     requests = Requests(max(map(len, launches)))
     for launch in map(requests.launch, launches):
         before = [cache.clone() for cache in caches]
@@ -257,23 +332,40 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
 
 @pytest.mark.parametrize(
     ("name", "stored_as"),
-    [*((name, "dense") for name in MODELS), *(("all biases, tied", f) for f in ("int8", "int4"))],
+    [
+        *((name, "dense") for name in MODELS),
+        *(("all biases, tied", f) for f in ("int8", "int4")),
+        ("latent attention, groups of experts by softmax", "int4"),
+    ],
 )
 def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(isa, name, stored_as):
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 
-@pytest.mark.parametrize("is_pre_norm", [True, False])
-def test_a_family_without_rotations_and_gates_has_the_bits_of_its_modules(is_pre_norm):
-    assert_same_bits(make_opt(do_layer_norm_before=is_pre_norm), MIXED)
+@pytest.mark.parametrize("make", [make_opt, make_opt_of_narrow_embeddings])
+def test_a_family_without_rotations_and_gates_has_the_bits_of_its_modules(make):
+    assert_same_bits(make(), MIXED)
 
 
-@pytest.mark.parametrize("make", [lambda: make_model("all biases, tied"), make_opt])
-def test_the_head_is_one_product(make):
-    model = make()
+HEADS: dict[str, Any] = {
+    "tied": lambda: make_model("all biases, tied"),
+    "opt": make_opt,
+    "projection before the product": make_opt_of_narrow_embeddings,
+    "scale": lambda: make_model("rotation of neighbours, attention beside the MLP"),
+    "bias": lambda: make_model("layer norms, bias of the head"),
+    "soft cap": lambda: make_model("soft caps, norms before and after"),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_have_the_bits_of_the_modules(isa, name):
+    model = HEADS[name]()
     head = fuse_head(model, fuse(model))
     assert head is not None
     assert (head.given_width, head.width) == (CONFIG["hidden_size"], CONFIG["vocab_size"])
+    hidden_states = torch.randn(9, head.given_width).bfloat16()
+    assert torch.equal(run_head(head, hidden_states), model.compute_logits(hidden_states))
 
 
 def test_many_decodes_have_the_bits_of_the_modules(isa):
@@ -285,13 +377,19 @@ def test_float32_has_the_bits_of_the_modules(isa):
 
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_caches_and_inputs_have_the_bits_of_the_modules(isa, cache_dtype, dtype):
-    model = make_model("window", "static fp8", dtype, num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("window", torch.bfloat16),
+        ("window", torch.float32),
+        ("latent attention, groups of experts by sigmoid with a bias", torch.bfloat16),
+    ],
+)
+def test_fp8_caches_and_inputs_have_the_bits_of_the_modules(isa, cache_dtype, name, dtype):
+    model = make_model(name, "static fp8", dtype, num_hidden_layers=2)
     for layer in attention_layers(model):
-        bound = (layer.key_cache, layer.value_cache)
         layer.key_scale, layer.value_scale = 0.03, 0.3
-        layer.bind_kv_cache(*(torch.zeros(c.shape, dtype=cache_dtype) for c in bound))
+        bind_caches(layer, cache_dtype)
     assert_same_bits(model, [[9, 1, 23], [1, 1, 0, 70, 5], [1] * 5])
     assert all(layer.key_cache.view(torch.uint8).any() for layer in attention_layers(model))
 

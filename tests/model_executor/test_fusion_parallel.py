@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tests.model_executor.helpers import make_config
 from tests.model_executor.test_fusion import (
-    BLOCK_SIZE,
-    NUM_BLOCKS,
     Requests,
     attention_layers,
+    bind_caches,
     run_fused,
 )
 from tests.tiny_models import ALL_FAMILIES, VOCAB_SIZE
@@ -38,15 +37,21 @@ from vllm.ops.cpu.operators import CPUOps
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
 NOT_HERE = (
-    *("olmo2", "olmo3", "olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"),
+    *("olmo2", "olmo3", "olmoe"),
     *("mamba", "mamba2", "bamba", "granite_hybrid", "granite_hybrid_dense"),
 )
-"""Norms that need all heads; latent attention and states, which no program has."""
-BY_MODULES = ("opt_post_norm", "stablelm_head_norms", "cohere_head_norms")
-"""No program can be recorded of them, with one rank or several."""
+"""Norms that need all heads; states, which no program has."""
 WITH_EXPERTS = [
     family
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "granite_moe", "gpt_oss", "llama4")
+    for family in (
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "granite_moe",
+        "gpt_oss",
+        "llama4",
+        "deepseek_v3",
+    )
     if family in ALL_FAMILIES
 ]
 LAUNCHES = [[9, 1, 23], [1, 1, 40], [1, 1, 1]]
@@ -91,11 +96,7 @@ class Ranks:
             config = make_config(self.folder, self.dtype)
             model = load_model(config, group, torch.device("cpu"), CPUPacked())
             for layer in attention_layers(model):
-                shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
-                dtype = getattr(torch, self.dtype)
-                layer.bind_kv_cache(
-                    torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-                )
+                bind_caches(layer, getattr(torch, self.dtype))
             self.models.append(model)
         self.pool = ThreadPoolExecutor(self.size)
         return self
@@ -133,25 +134,19 @@ def assert_close(got: Tensor, want: Tensor) -> None:
         assert float((got - want).abs().mean()) < 0.08 * float(want.abs().mean())
 
 
-def assert_ranks_are_one(ranks: Ranks, one: Ranks, is_fused: bool) -> None:
+def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
     """Modules and programs of all ranks have the same bits, near those of one rank."""
     (alone,) = map(fuse, one.models)
     programs = {id(model): fuse(model) for model in ranks.models}
-    assert [alone is not None, *(p is not None for p in programs.values())] == [is_fused] * (
-        1 + ranks.size
-    )
+    assert alone is not None and all(programs.values())
     for launch in launches():
         (want,) = one.run_modules(launch)
         by_modules = ranks.run_modules(launch)
         assert_close(by_modules[0], want)
-        by_program = by_modules
-        if is_fused:
-            by_program = ranks.run_programs(programs, launch)
-        for got in (*by_modules, *by_program):
+        for got in (*by_modules, *ranks.run_programs(programs, launch)):
             assert torch.equal(got, by_modules[0])
-    if is_fused and fuse_head(one.models[0], alone) is not None:
-        heads = [fuse_head(model, programs[id(model)]) for model in ranks.models]
-        assert [head and head.width for head in heads] == [VOCAB_SIZE] * ranks.size
+    heads = [fuse_head(model, programs[id(model)]) for model in ranks.models]
+    assert [head and head.width for head in heads] == [VOCAB_SIZE] * ranks.size
 
 
 HERE = [family for family in ALL_FAMILIES if family not in NOT_HERE]
@@ -172,7 +167,7 @@ CASES = [
 def test_programs_of_ranks_have_the_bits_of_their_modules(tiny_model, family, size, dtype):
     several = Ranks(tiny_model(family), size, dtype)
     with Ranks(tiny_model(family), 1, dtype) as one, several as ranks:
-        assert_ranks_are_one(ranks, one, family not in BY_MODULES)
+        assert_ranks_are_one(ranks, one)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
@@ -180,7 +175,7 @@ def test_ranks_may_have_whole_experts(tiny_model, family):
     for size, dtype in ((2, "bfloat16"), (4, "float32")):
         several = Ranks(tiny_model(family), size, dtype, is_by_expert=True)
         with Ranks(tiny_model(family), 1, dtype) as one, several as ranks:
-            assert_ranks_are_one(ranks, one, family not in BY_MODULES)
+            assert_ranks_are_one(ranks, one)
 
 
 def test_a_program_names_the_rank_that_does_not_come(tiny_model):

@@ -1,6 +1,7 @@
 """DeepSeek: what is kept of a token, how checkpoints are read, how experts are chosen."""
 
 import shutil
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -26,7 +27,18 @@ from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.deepseek import deepseek_routing
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.native import NativeOps
 from vllm.worker.kv_cache import cache_layout, layers_with_cache
+
+
+@pytest.fixture
+def restored_ops() -> Iterator[None]:
+    before = get_ops()
+    yield
+    set_ops(before)
+
 
 INPUT_IDS = prompt_of(60)
 NUM_LAYERS, LATENT_SIZE, ROTARY_SIZE = 3, 48, 16
@@ -56,8 +68,12 @@ def test_layers_that_guess_further_tokens_are_not_read(tiny_model, tmp_path):
     assert torch.equal(logits_of(load(folder), INPUT_IDS), want)
 
 
-def test_the_projection_of_keys_and_values_is_split_whatever_its_format(tiny_model):
+@pytest.mark.parametrize("ops", [NativeOps, CPUOps])
+def test_the_projection_of_keys_and_values_is_split_whatever_its_format(
+    tiny_model, ops, restored_ops
+):
     """What other formats hold is found as a product, which for packed weights is exact."""
+    set_ops(ops())
     folder = tiny_model("deepseek_v3")
     packed = load_model(
         make_config(folder, "bfloat16"), TPGroup(), torch.device("cpu"), CPUPacked()
@@ -66,9 +82,11 @@ def test_the_projection_of_keys_and_values_is_split_whatever_its_format(tiny_mod
     name = "model.layers.1.self_attn.kv_b_proj"
     layer = packed.get_submodule(name)
     heads = tensors[f"{name}.weight"].bfloat16().unflatten(0, (4, -1))
-    assert torch.equal(layer.key_up, heads[:, :24])
-    assert torch.equal(layer.value_up, heads[:, 24:].mT)
-    assert dict(layer.named_parameters()).keys() == {"key_up", "value_up"}
+    assert torch.equal(layer.key_up.dense(), heads[:, :24])
+    assert torch.equal(layer.value_up.dense(), heads[:, 24:].mT)
+    names = {name for name, _ in layer.named_parameters()}
+    is_packed = ops is CPUOps and load_cpu_kernels() is not None
+    assert names == (set() if is_packed else {"key_up.weight", "value_up.weight"})
     rows = torch.randn(3, LATENT_SIZE).bfloat16()
     torch.testing.assert_close(layer(rows), rows @ heads.flatten(0, 1).T)
 
@@ -121,11 +139,10 @@ def test_experts_are_those_of_transformers(num_groups, top_groups, is_normalized
         Routing(
             num_experts=24,
             top_k=5,
-            score="sigmoid",
+            weights="sigmoid_of_chosen" if is_normalized else "sigmoid",
             num_groups=num_groups,
             top_groups=top_groups,
             has_bias=True,
-            is_normalized=is_normalized,
             scale=2.5,
         ),
     )

@@ -4,6 +4,7 @@ The reference itself is checked against Hugging Face models, and its two attenti
 against each other.
 """
 
+import math
 from itertools import product
 from typing import get_args
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops, Routing
+from vllm.ops.interface import ExpertGroups, Ops, Routing
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -210,6 +211,51 @@ def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "size", "out", "rest"), [(1, 6, 1, 0), (5, 24, 65, 16)])
+def test_products_of_heads_agree_with_reference(ops, num_heads, size, out, rest, dtype):
+    matrices = torch.randn(num_heads, size, out).to(dtype)
+    heads, reference = ops.prepare_heads(matrices), NATIVE.prepare_heads(matrices)
+    assert torch.equal(heads.dense(), matrices)
+    for num_tokens in (0, 1, 7, 70):
+        x = torch.randn(num_tokens, num_heads, size + rest).to(dtype)
+        x, beside = x.split((size, rest), dim=-1)
+        want = reference.multiply(x)
+        got = heads.multiply(x)
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.04)
+        both = heads.multiply(x, beside)
+        assert both.is_contiguous()
+        assert torch.equal(both, torch.cat((got, beside), dim=-1))
+        for t in range(min(num_tokens, 7)):
+            assert torch.equal(heads.multiply(x[t : t + 1])[0], got[t])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", get_args(Routing))
+def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, dtype):
+    for num_experts, groups in ((24, (4, 2)), (24, (24, 5)), (256, (8, 4)), (20, (1, 1))):
+        logits = (torch.randn(30, num_experts) * 2).to(dtype)
+        bias = torch.randn(num_experts) * 0.3
+        for added in (None, bias):
+            if added is None and len(logits[0].unique()) < num_experts:
+                continue
+            args = (logits, 5, routing, 2.5, ExpertGroups(*groups), added)
+            (ids, weights), (want_ids, want) = ops.route(*args), NATIVE.route(*args)
+            assert torch.equal(ids, want_ids)
+            torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="24 experts cannot be chosen from"):
+        ops.route(torch.randn(2, 24), 2, routing, groups=ExpertGroups(5, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap_agrees_with_reference(ops, dtype):
+    extremes = torch.tensor([-3e38, -90.0, -0.0, 0.0, 1e-4, 0.29, 90.0, 3e38, math.inf])
+    for x in (torch.randn(5, 70) * 20, torch.randn(0, 3), extremes):
+        got = ops.soft_cap(x.to(dtype), 7.5)
+        assert_close(got, NATIVE.soft_cap(x.to(dtype), 7.5))
+        assert float(got.abs().max() if len(got) else 0.0) <= 7.5
+
+
 def test_not_a_number_is_not_hidden(ops):
     x = torch.ones(1, 64)
     x[0, 5] = float("nan")
@@ -218,7 +264,8 @@ def test_not_a_number_is_not_hidden(ops):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
-        assert ops.silu_and_mul(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
+        for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
+            assert got.isnan().nonzero().tolist() == [[0, 5]]
         assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()
         cache = PagedCache([40], 1, 16, 16, dtype)
         cache.keys[cache.block_tables[0, 0], 3] = float("nan")

@@ -114,8 +114,8 @@ class AdapterLayers:
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
                 continue
-            if ".experts." in f".{path}." or not layer.has_launch_rows:
-                continue
+            if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
+                continue  # adapters are of the model's dtype
             place = _place(layer, len(self.places), self.num_parts)
             for number, (name, part) in enumerate(layer.feature_slices.items(), self.num_parts):
                 target = checkpoint_name(path, name, "").removesuffix(".")

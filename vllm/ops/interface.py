@@ -45,6 +45,17 @@ class ExpertOptions:
     """The weight of a choice multiplies x (Llama 4), and not the result."""
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Equally many experts each, in their order; a token chooses from some of them only."""
+
+    num_groups: int
+    top_groups: int
+    """Those with the best expert, or, where choices have a bias, with the best two together."""
+
+
+ONE_GROUP = ExpertGroups(1, 1)
+
 SILU_EXPERTS = ExpertOptions()
 """Those of most families."""
 
@@ -65,6 +76,29 @@ class PreparedExperts(Protocol):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """As `Ops.moe`."""
+        ...
+
+
+class PreparedHeads(Protocol):
+    """A matrix [I, O] for each of H heads, in the layout that a device multiplies with.
+
+    One that holds parameters is an `nn.Module`.
+    """
+
+    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """The product of each head with its matrix.
+
+        Args:
+            x: [T, H, I]; heads are dense, but need not follow each other.
+            beside: [T, H, R], which is put behind the product of each head.
+
+        Returns:
+            [T, H, O], or [T, H, O + R]; new and dense.
+        """
+        ...
+
+    def dense(self) -> Tensor:
+        """The matrices, [H, I, O]."""
         ...
 
 
@@ -180,6 +214,18 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), which stays between -cap and cap (Gemma 2; arXiv 2408.00118).
+
+        Args:
+            x: any shape. Not changed.
+            cap: above 0.
+
+        Returns:
+            A new dense tensor, shape and dtype of x; rounded after each of the three steps.
+        """
+
+    @abstractmethod
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         """x times one number per token.
 
@@ -229,7 +275,13 @@ class Ops(ABC):
 
     @abstractmethod
     def route(
-        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+        self,
+        logits: Tensor,
+        top_k: int,
+        routing: Routing,
+        scale: float = 1.0,
+        groups: ExpertGroups = ONE_GROUP,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: those with the largest logits.
 
@@ -238,6 +290,9 @@ class Ops(ABC):
             top_k: k, from 1 to E.
             routing: how much a chosen expert counts; computed in float32.
             scale: multiplies the weights.
+            groups: from which of the experts a token chooses.
+            bias: [E] float32: choices are by the score of each expert, which is its part of the
+                softmax or its sigmoid, plus this. Weights are without it.
 
         Returns:
             (ids [T, k] int64, weights [T, k] float32), as `moe` takes them; the largest first.
@@ -297,6 +352,14 @@ class Ops(ABC):
 
         Raises:
             ValueError: the device cannot multiply with it; the message says why.
+        """
+
+    @abstractmethod
+    def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
+        """Bring matrices, one for each head, into the layout of the device.
+
+        Args:
+            matrices: [H, I, O], on the device. Not changed.
         """
 
     @abstractmethod

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from vllm.ops.interface import (
     FP8_DTYPES,
+    ONE_GROUP,
     SILU_EXPERTS,
+    ExpertGroups,
     ExpertOptions,
     PreparedExperts,
+    PreparedHeads,
     PreparedWeight,
     Routing,
 )
@@ -35,6 +38,23 @@ class DenseWeight(nn.Module):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""
         return F.linear(x, self.weight, bias)
+
+
+class DenseHeads(nn.Module):
+    """Matrices of heads, [H, I, O]."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrices.contiguous(), requires_grad=False)
+
+    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """See `PreparedHeads`."""
+        out = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+        return out if beside is None else torch.cat((out, beside), dim=-1)
+
+    def dense(self) -> Tensor:
+        """[H, I, O]"""
+        return self.weight
 
 
 class NativeOps(NativeAdapters, NativeScans):
@@ -85,6 +105,9 @@ class NativeOps(NativeAdapters, NativeScans):
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
+
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         if factor.shape != (len(x), 1):
             raise ValueError(f"factor is {list(factor.shape)}, not [{len(x)}, 1]")
@@ -92,11 +115,23 @@ class NativeOps(NativeAdapters, NativeScans):
         return x * factor.view(-1, *[1] * (x.dim() - 1))
 
     def route(
-        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+        self,
+        logits: Tensor,
+        top_k: int,
+        routing: Routing,
+        scale: float = 1.0,
+        groups: ExpertGroups = ONE_GROUP,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_top_k(top_k, logits)
-        logits = logits.float()
-        chosen, ids = logits.topk(top_k, dim=-1)
+        check_choice(top_k, logits, groups, bias)
+        key = logits = logits.float()
+        if bias is not None:
+            is_softmax = routing in ("softmax", "softmax_of_chosen")
+            key = (logits.softmax(-1) if is_softmax else logits.sigmoid()) + bias
+        if groups.top_groups < groups.num_groups:
+            key = _within_groups(key, groups, num_best=1 if bias is None else 2)
+        ids = key.topk(top_k, dim=-1).indices
+        chosen = logits.gather(-1, ids)
         if routing == "softmax":
             weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
         elif routing == "softmax_of_chosen":
@@ -122,6 +157,9 @@ class NativeOps(NativeAdapters, NativeScans):
         if is_rounding_inputs(weight):
             return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))
         return DenseWeight(weight.dequantize().to(dtype))
+
+    def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
+        return DenseHeads(matrices)
 
     def prepare_experts(
         self,
@@ -367,10 +405,30 @@ def choices_of(
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
 
 
-def check_top_k(top_k: int, logits: Tensor) -> None:
-    """Raise ValueError for a number of choices that no router can make."""
-    if not 1 <= top_k <= logits.shape[-1]:
-        raise ValueError(f"top_k is {top_k}; it must be from 1 to {logits.shape[-1]} experts")
+def check_choice(
+    top_k: int, logits: Tensor, groups: ExpertGroups = ONE_GROUP, bias: Tensor | None = None
+) -> None:
+    """Raise ValueError for choices that no router can make."""
+    num_experts = logits.shape[-1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {num_experts} experts")
+    if num_experts % groups.num_groups or not 1 <= groups.top_groups <= groups.num_groups:
+        raise ValueError(f"{num_experts} experts cannot be chosen from {groups}")
+    if bias is not None and (bias.shape != (num_experts,) or bias.dtype != torch.float32):
+        raise ValueError(
+            f"the bias of choices is {bias.dtype} {list(bias.shape)}, it must be float32 "
+            f"[{num_experts}]"
+        )
+
+
+def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:
+    """Minus infinity for the experts of other groups than the best ones."""
+    grouped = key.unflatten(-1, (groups.num_groups, -1))
+    best = grouped.topk(min(num_best, grouped.shape[-1]), dim=-1).values.sum(-1)
+    chosen = best.topk(groups.top_groups, dim=-1).indices  # [T, top_groups]
+    index = torch.arange(groups.num_groups, device=key.device)
+    is_chosen = (chosen.unsqueeze(-1) == index).any(1)  # [T, num_groups]
+    return grouped.masked_fill(~is_chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def check_attention(

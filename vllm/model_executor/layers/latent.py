@@ -7,10 +7,12 @@ projected up to values afterwards.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod, ParallelLinear
+from vllm.ops import get_ops
+from vllm.ops.interface import PreparedHeads
 
 
 class LatentUpProjection(ColumnParallelLinear):
@@ -18,7 +20,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
     While weights are loaded it is a linear layer like any other, in whatever format the checkpoint
     has. When they are complete it becomes two batches of matrices of the model's dtype, one matrix
-    for each head.
+    for each head, in the layout of the device.
 
     H heads of this rank, N key size, M value size, V latent size.
 
@@ -32,10 +34,10 @@ class LatentUpProjection(ColumnParallelLinear):
 
     is_absorbed = True
 
-    key_up: nn.Parameter
-    """[H, N, V], once the layer is finished."""
-    value_up: nn.Parameter
-    """[H, V, M], once the layer is finished."""
+    key_up: PreparedHeads
+    """[N, V] of each head, once the layer is finished."""
+    value_up: PreparedHeads
+    """[V, M] of each head, once the layer is finished."""
 
     def __init__(
         self, latent_size: int, num_heads: int, key_size: int, value_size: int, tp: TPGroup
@@ -55,16 +57,17 @@ class LatentUpProjection(ColumnParallelLinear):
             if name != "bias":  # whatever the format has put there
                 delattr(self, name)
         self.use_method(_Halves())
-        self.key_up = nn.Parameter(key_up.contiguous(), requires_grad=False)
-        self.value_up = nn.Parameter(value_up.mT.contiguous(), requires_grad=False)
+        self.key_up = get_ops().prepare_heads(key_up)
+        self.value_up = get_ops().prepare_heads(value_up.mT)
 
-    def absorb(self, query: Tensor) -> Tensor:
-        """Queries [T, H, N] -> [T, H, V]: their products with latents are those with keys."""
-        return torch.bmm(query.transpose(0, 1), self.key_up).transpose(0, 1)
+    def absorb(self, query: Tensor, rotated: Tensor) -> Tensor:
+        """Queries [T, H, N] -> [T, H, V]: their products with latents are those with keys. The
+        rotated parts [T, H, R] of the queries are put behind: [T, H, V + R]."""
+        return self.key_up.multiply(query, rotated)
 
     def expand(self, attended: Tensor) -> Tensor:
         """Weighted latents [T, H, V] -> weighted values [T, H, M]."""
-        return torch.bmm(attended.transpose(0, 1), self.value_up).transpose(0, 1)
+        return self.value_up.multiply(attended)
 
 
 class _Halves(LinearMethod):
@@ -75,5 +78,5 @@ class _Halves(LinearMethod):
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         assert isinstance(layer, LatentUpProjection)
-        weight = torch.cat((layer.key_up, layer.value_up.mT), dim=1)
+        weight = torch.cat((layer.key_up.dense(), layer.value_up.dense().mT), dim=1)
         return F.linear(x, weight.flatten(0, 1), bias)

@@ -32,7 +32,7 @@ class UnquantizedLinear(LinearMethod):
     """One dense weight [output_size, input_size] in the model's dtype."""
 
     def create_weights(self, layer: "ParallelLinear") -> None:
-        weight = torch.empty(layer.output_size, layer.input_size)
+        weight = torch.empty(layer.output_size, layer.input_size, dtype=layer.weight_dtype)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.slices["weight"] = dict(layer.feature_slices)
 

@@ -8,6 +8,8 @@ and how to compute with them. Independent of formats and files.
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
+
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Place, SlicedModule, Source
 
@@ -68,6 +70,9 @@ class MethodLayer(SlicedModule):
 
     own_parameters: ClassVar[tuple[str, ...]] = ("bias",)
     """Names of parameters that are not the method's."""
+
+    weight_dtype: ClassVar[torch.dtype | None] = None
+    """Of a dense weight, and of the inputs; None: that of the model."""
 
     is_held: bool = False
     """The layer only loads: another one takes its parameters over."""

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.model_executor.models.interface import CausalLM
+from vllm.ops import get_ops
 
 NormFactory = Callable[[ModelArch, int], nn.Module]
 """(model, size of the last dimension) -> a norm."""
@@ -432,5 +433,5 @@ class DecoderForCausalLM(CausalLM):
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_soft_cap is not None:
-            logits = torch.tanh(logits / self.logit_soft_cap) * self.logit_soft_cap
+            logits = get_ops().soft_cap(logits, self.logit_soft_cap)
         return logits

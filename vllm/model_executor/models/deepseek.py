@@ -29,6 +29,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
     LayerSpec,
 )
+from vllm.ops.interface import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors, whatever config.json says of the others."""
@@ -77,7 +78,7 @@ class LatentSelfAttention(nn.Module):
         rotated, shared_key = self.rotary_emb(
             positions, rotated.contiguous(), shared_key.unsqueeze(1).contiguous()
         )
-        query = torch.cat((self.kv_b_proj.absorb(query), rotated), dim=-1)
+        query = self.kv_b_proj.absorb(query, rotated)
         key = torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), shared_key), dim=-1)
         attended = self.kv_b_proj.expand(self.attn(query, key))
         return self.o_proj(attended.flatten(1))
@@ -123,6 +124,15 @@ class DeepseekMixture(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
+_WEIGHTS: dict[tuple[str, bool], WeightsOfChosen] = {
+    ("softmax", False): "softmax",
+    ("softmax", True): "softmax_of_chosen",
+    ("sigmoid", False): "sigmoid",
+    ("sigmoid", True): "sigmoid_of_chosen",
+}
+"""Score of an expert, and whether weights sum to 1 before they are scaled."""
+
+
 def deepseek_routing(arch: ModelArch) -> Routing:
     """What config.json says.
 
@@ -146,14 +156,14 @@ def deepseek_routing(arch: ModelArch) -> Routing:
     is_normalized = bool(config.get("norm_topk_prob", has_bias))
     # V2 scales only weights that are not normalized.
     is_scaled = has_bias or not is_normalized
+    num_groups = 1 if method == "greedy" else int(config.get("n_group") or 1)
     routing = Routing(
         num_experts=arch.config_size("n_routed_experts"),
         top_k=arch.config_size("num_experts_per_tok"),
-        score=score,
-        num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
-        top_groups=int(config.get("topk_group") or 1),
+        weights=_WEIGHTS[score, is_normalized],
+        num_groups=num_groups,
+        top_groups=min(num_groups, int(config.get("topk_group") or 1)),
         has_bias=has_bias,
-        is_normalized=is_normalized,
         scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
     )
     if routing.num_experts % routing.num_groups:

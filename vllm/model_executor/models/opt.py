@@ -14,7 +14,11 @@ from vllm.model_executor.layers.embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    whole_linear,
+)
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import CausalLM
 
@@ -86,11 +90,11 @@ class OPTDecoder(nn.Module):
         self.embed_positions = LearnedPositionalEmbedding(
             arch.max_position_embeddings, size, _POSITION_OFFSET
         )
-        self.project_in: nn.Linear | None = None
-        self.project_out: nn.Linear | None = None
+        self.project_in: ColumnParallelLinear | None = None
+        self.project_out: ColumnParallelLinear | None = None
         if self.embed_size != size:
-            self.project_in = nn.Linear(self.embed_size, size, bias=False)
-            self.project_out = nn.Linear(size, self.embed_size, bias=False)
+            self.project_in = _projection(self.embed_size, size, tp)
+            self.project_out = _projection(size, self.embed_size, tp)
         self.layers = nn.ModuleList(OPTDecoderLayer(arch, tp) for _ in range(arch.num_layers))
         has_final_norm = config.get("do_layer_norm_before", True) and not config.get(
             "_remove_final_layer_norm", False
@@ -155,6 +159,14 @@ class OPTForCausalLM(CausalLM):
         if self.model.decoder.project_out is not None:
             hidden_states = self.model.decoder.project_out(hidden_states)
         return self.lm_head(hidden_states)
+
+
+def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
+    """Whole on every rank, in the model's dtype and without adapters, whatever others have."""
+    layer = whole_linear(input_size, size, tp)
+    layer.keeps_precision = True
+    layer.has_launch_rows = False
+    return layer
 
 
 def _layer_norm(arch: ModelArch) -> LayerNorm:

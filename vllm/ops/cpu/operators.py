@@ -20,7 +20,9 @@ from vllm.ops.cpu.attention import (
     paged_attention_decode,
     paged_attention_prefill,
 )
+from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.linear import can_pack
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
     ROUTINGS,
@@ -32,9 +34,17 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.interface import FP8_DTYPES, PreparedExperts, PreparedWeight, Routing
+from vllm.ops.interface import (
+    FP8_DTYPES,
+    ONE_GROUP,
+    ExpertGroups,
+    PreparedExperts,
+    PreparedHeads,
+    PreparedWeight,
+    Routing,
+)
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
-from vllm.ops.native import NativeOps, check_top_k
+from vllm.ops.native import NativeOps, check_choice
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
 
@@ -55,6 +65,7 @@ class CPUOps(NativeOps):
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
         self._plain = None if library is None else library.plain
         self._max_top_k = 0 if library is None else int(library.plain.kMaxTopK)
+        self._max_groups = 0 if library is None else int(library.plain.kMaxExpertGroups)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
     def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
@@ -65,6 +76,11 @@ class CPUOps(NativeOps):
         is_packed = dtype in self._kernels and not is_rounding_inputs(weight)
         packed = pack_stored(weight) if is_packed else None
         return super().prepare_weight(weight, dtype) if packed is None else packed
+
+    def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
+        return (
+            PackedHeads(matrices) if can_pack(matrices[0].mT) else super().prepare_heads(matrices)
+        )
 
     def prepare_experts(
         self,
@@ -133,6 +149,12 @@ class CPUOps(NativeOps):
             return super().gelu_and_mul(x, is_tanh)
         return run("gelu_and_mul", x, is_gated=True, option=is_tanh)
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().soft_cap(x, cap)
+        return run("soft_cap", x, scalar=cap)
+
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         run = self._rows_of(x)
         if run is None:
@@ -140,14 +162,32 @@ class CPUOps(NativeOps):
         return run("scale_rows", x, factor=factor, option=is_gate)
 
     def route(
-        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+        self,
+        logits: Tensor,
+        top_k: int,
+        routing: Routing,
+        scale: float = 1.0,
+        groups: ExpertGroups = ONE_GROUP,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(logits)
-        if run is None or top_k > self._max_top_k:
-            return super().route(logits, top_k, routing, scale)
-        check_top_k(top_k, logits)
-        option = ROUTINGS[routing]
-        return choices_in(run("route", logits, top_k=top_k, option=option, scalar=scale), top_k)
+        if run is None or not self._can_choose(top_k, groups):
+            return super().route(logits, top_k, routing, scale, groups, bias)
+        check_choice(top_k, logits, groups, bias)
+        chosen = run(
+            "route",
+            logits,
+            top_k=top_k,
+            groups=groups,
+            table=bias,
+            option=ROUTINGS[routing],
+            scalar=scale,
+        )
+        return choices_in(chosen, top_k)
+
+    def _can_choose(self, top_k: int, groups: ExpertGroups) -> bool:
+        """Whether the kernels have room for so many."""
+        return top_k <= self._max_top_k and groups.num_groups <= self._max_groups
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
         run = self._rows_of(x)

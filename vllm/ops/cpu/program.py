@@ -16,7 +16,7 @@ from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.low_rank import PackedRows
 from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.recorder import Operand, Operation, Recorder
+from vllm.ops.cpu.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.low_rank import AdaptedRows
 
@@ -101,7 +101,7 @@ class Program:
             num_groups=recorder.num_groups,
             largest_run_bytes=max(runs),
             weight_bytes=sum(runs),
-            attended_elements=sum(o.out.width for o in operations if o.kind == "attend"),
+            attended_elements=sum(o.out.buffer.width for o in operations if o.kind == "attend"),
         )
         self._out_width = result.buffer.width
         self._launch = kernels.ProgramLaunch()
@@ -338,12 +338,12 @@ class _Buffers:
             ended = [
                 b
                 for b in dict.fromkeys(_used(operation))
-                if last_use[b] == number and b not in kept and b is not operation.out
+                if last_use[b] == number and b not in kept and b is not operation.out.buffer
             ]
             if _is_row_operation(operation):
                 self._release(ended)
-            if operation.out not in self.index:
-                self._make(operation.out)
+            if operation.out.buffer not in self.index:
+                self._make(operation.out.buffer)
             if not _is_row_operation(operation):
                 self._release(ended)
 
@@ -363,12 +363,12 @@ class _Buffers:
 
 def _is_row_operation(operation: Operation) -> bool:
     """Whether the result may take the place of an operand that is as wide."""
-    return operation.kind not in ("linear", "low_rank", "experts", *_ALL_ROWS)
+    others = ("linear", "head_linear", "low_rank", "experts", "copy", "widen")
+    return operation.kind not in (*others, *_ALL_ROWS)
 
 
 def _used(operation: Operation) -> list[Buffer]:
-    rows = [x.buffer for x in (operation.x, operation.y) if x is not None]
-    return [*rows, operation.out]
+    return [x.buffer for x in (operation.x, operation.y, operation.out) if x is not None]
 
 
 def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
@@ -389,7 +389,7 @@ def _weight_bytes(operation: Operation) -> int:
     weight, experts = operation.operands.get("packed"), operation.operands.get("experts")
     if isinstance(experts, PackedExperts):
         return experts.num_bytes * int(operation.numbers["top_k"]) // experts.num_experts
-    if operation.kind != "linear" or not isinstance(weight, PackedWeight):
+    if operation.kind not in ("linear", "head_linear") or not isinstance(weight, PackedWeight):
         return 0
     return weight.num_bytes
 
@@ -399,10 +399,12 @@ def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, 
     kind = kernels.OperationKind.__members__.get(operation.kind)
     if kind is None:
         raise NotFusibleError(f"the kernels have no operation {operation.kind!r}")
-    fields = {"kind": kind, "out": buffers.index[operation.out]} | operation.numbers
-    for name, rows in (("x", operation.x), ("y", operation.y)):
+    fields = {"kind": kind} | operation.numbers
+    for name, rows in (("x", operation.x), ("y", operation.y), ("out", operation.out)):
         if rows is not None:
             fields |= {name: buffers.index[rows.buffer], f"{name}_offset": rows.offset}
+        if rows is not None and operation.kind in ON_PARTS_OF_HEADS and name != "y":
+            fields[f"{name}_head_stride"] = rows.head_stride or rows.sizes[-1]
     return fields | {name: _pointer(x) for name, x in operation.operands.items()}
 
 

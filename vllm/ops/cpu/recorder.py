@@ -14,12 +14,13 @@ from torch import Tensor
 
 from vllm.ops.cpu.attention import cache_type
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
+from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
-from vllm.ops.interface import FP8_DTYPES, Routing
+from vllm.ops.interface import FP8_DTYPES, ONE_GROUP, ExpertGroups, Routing
 from vllm.ops.low_rank import AdaptedLayer
 
 _MAX_WINDOW = 2**31 - 1
@@ -30,6 +31,11 @@ Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
 
+ON_PARTS_OF_HEADS = ("copy", "head_linear")
+"""Operations whose rows may be parts of heads."""
+_ON_FLOATS = ("widen", "linear", "route")
+"""Those whose rows may be float32 in a program of bfloat16."""
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -38,7 +44,7 @@ class Operation:
     kind: str
     x: Rows | None
     y: Rows | None
-    out: Buffer
+    out: Rows
     operands: dict[str, Operand | None]
     """By the names of the fields of its struct."""
     numbers: dict[str, float]
@@ -81,6 +87,7 @@ class Recorder(CPUOps):
             torch.relu: self._relu,
             torch.add: self.add,
             torch.mul: self.scale,
+            torch.cat: self.cat,
         }
 
     def given(self, width: int) -> Rows:
@@ -148,8 +155,49 @@ class Recorder(CPUOps):
         """[T, in_features] -> [T, out_features]"""
         if x.sizes != (weight.in_features,):
             raise NotFusibleError(f"rows of {x.sizes} for {weight.in_features} input features")
-        operands = {"packed": self._packed(weight), "bias": self._vector(bias, weight.out_features)}
-        return self._rows("linear", (weight.out_features,), x, operands=operands)
+        is_float = weight.weight_format is WeightFormat.FLOAT32
+        if x.dtype != (torch.float32 if is_float else self.dtype):
+            raise NotFusibleError(f"a {weight.weight_format.name} weight is applied to {x.dtype}")
+        size = weight.out_features
+        added = None if bias is None else self._dense(bias, size, dtype=x.dtype)
+        operands = {"packed": weight, "bias": added}
+        return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
+
+    def multiply_heads(self, x: Any, heads: PackedHeads, beside: Any = None) -> Rows:
+        """[T, H, in_features] -> [T, H, out_features], with what is beside behind each head."""
+        if x.sizes != (heads.num_heads, heads.in_features):
+            raise NotFusibleError(f"rows of {x.sizes} for {heads.num_heads} heads")
+        size, width = heads.out_features, 0
+        if beside is not None:
+            if not isinstance(beside, Rows) or beside.sizes[:-1] != x.sizes[:-1]:
+                raise NotFusibleError("what is beside products of heads must be rows of heads")
+            width = beside.sizes[-1]
+        out = self._new_rows((heads.num_heads, size + width))
+        product, *rest = out.split((size, width) if width else (size,))
+        self._record("head_linear", x, None, product, {"packed": heads.weight})
+        if rest:
+            self._record("copy", beside, None, rest[0])
+        return out
+
+    def cat(self, parts: Any, dim: int = -1) -> Rows:
+        """Parts of the last dimension of rows, in new rows."""
+        if not all(isinstance(part, Rows) for part in parts):
+            raise NotFusibleError("rows are put beside tensors")
+        *heads, _ = parts[0].sizes
+        is_last = dim in (-1, 1 + len(heads))
+        if not is_last or len(heads) > 1 or any(p.sizes[:-1] != (*heads,) for p in parts):
+            raise NotFusibleError(f"rows of {[part.sizes for part in parts]} are put together")
+        sizes = [part.sizes[-1] for part in parts]
+        out = self._new_rows((*heads, sum(sizes)))
+        for part, place in zip(parts, out.split(sizes), strict=True):
+            self._record("copy", part, None, place)
+        return out
+
+    def widen(self, x: Rows) -> Rows:
+        """Rows as float32."""
+        if len(x.sizes) != 1:
+            raise NotFusibleError(f"rows of {x.sizes} are made float32")
+        return self._rows("widen", x.sizes, x, dtype=torch.float32)
 
     def adapt(self, layer: AdaptedLayer, x: Any, y: Any) -> Any:
         """Add to y what the adapters of a launch make of x."""
@@ -169,16 +217,37 @@ class Recorder(CPUOps):
             raise NotFusibleError("rows are multiplied by one number each")
         return self._rows("scale_rows", x.sizes, x, factor, option=is_gate)
 
-    def route(self, logits: Any, top_k: int, routing: Routing, scale: float = 1.0) -> Any:
+    def route(
+        self,
+        logits: Any,
+        top_k: int,
+        routing: Routing,
+        scale: float = 1.0,
+        groups: ExpertGroups = ONE_GROUP,
+        bias: Tensor | None = None,
+    ) -> Any:
         if not isinstance(logits, Rows):
-            return super().route(logits, top_k, routing, scale)
+            return super().route(logits, top_k, routing, scale, groups, bias)
         (num_experts,) = logits.sizes
-        if not 1 <= top_k <= min(num_experts, self._max_top_k):
-            raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen")
+        if not 1 <= top_k <= num_experts or not self._can_choose(top_k, groups):
+            raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen from {groups}")
+        table = None if bias is None else self._dense(bias, num_experts, dtype=torch.float32)
         out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
-        numbers: dict[str, float] = {"num_heads": 1, "head_size": num_experts, "top_k": top_k}
-        numbers |= {"option": ROUTINGS[routing], "scalar": scale}
-        self.operations.append(Operation("route", logits, None, out.buffer, {}, numbers))
+        self._record(
+            "route",
+            logits,
+            None,
+            out,
+            {"table": table},
+            num_heads=1,
+            head_size=num_experts,
+            top_k=top_k,
+            num_groups=groups.num_groups,
+            top_groups=groups.top_groups,
+            is_float=logits.dtype != self.dtype,
+            option=ROUTINGS[routing],
+            scalar=scale,
+        )
         return out, out  # ids and weights are one
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
@@ -198,16 +267,25 @@ class Recorder(CPUOps):
         return self._row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
-        """The sum of two rows, either of which may be given first."""
+        """The sum of two rows, either of which may be given first; or of rows and a tensor with the
+        sizes of one."""
         if not isinstance(x, Rows):
             raise NotFusibleError(f"rows are added to a {type(x).__name__}")
+        if isinstance(y, Tensor):
+            return self._with_weights("add_weights", x, y)
         return self._row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number."""
+        """Rows times a number, or a tensor with the sizes of a row."""
+        if isinstance(x, Rows) and isinstance(factor, Tensor):
+            return self._with_weights("multiply_weights", x, factor)
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
         return self._row_operation("scale", x, scalar=factor)
+
+    def _with_weights(self, kind: str, x: Rows, weights: Tensor) -> Rows:
+        """Each element of rows with a number of its own."""
+        return self._rows(kind, x.sizes, x, operands={"weight": self._dense(weights, *x.sizes)})
 
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
@@ -227,20 +305,26 @@ class Recorder(CPUOps):
             self._in_place(kind, heads, operands={"table": table}, option=rot_dim)
         return query, key
 
-    def attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:
+    def attend(self, layer: Any, query: Any, key: Any, value: Any = None) -> Any:
         """Store keys and values, and attend to the cache of a layer, as launches do."""
         if not isinstance(query, Rows):
             raise NotFusibleError("tensors attend while symbols are recorded")
-        caches = layer.key_cache, layer.value_cache
+        caches = [layer.key_cache]
         shape, dtype = _check_heads(query, key, value, caches[0]), caches[0].dtype
         self._bind(shape[0], shape[1])
+        if value is None:  # it is a part of the key
+            value_size: int = layer.value_cache
+        else:
+            value_size, caches = shape[3], [*caches, layer.value_cache]
         names = "key_cache", "value_cache"
-        operands = {
+        operands: dict[str, Any] = {
             n: self._dense(c, *shape, dtype=dtype if dtype in FP8_DTYPES else None)
-            for n, c in zip(names, caches, strict=True)
+            for n, c in zip(names, caches, strict=False)
         }
         group, of_cache = layer.cache_group, cache_type(self._plain, dtype)
-        scales = (layer.key_scale, layer.value_scale) if of_cache else (1.0, 1.0)
+        scales = (1.0, 1.0)
+        if of_cache:
+            scales = layer.key_scale, layer.key_scale if value is None else layer.value_scale
         self.num_groups = max(self.num_groups, group + 1)
         self._in_place(
             "write_cache",
@@ -252,15 +336,18 @@ class Recorder(CPUOps):
             value_scale=scales[1],
             cache_type=of_cache,
         )
+        operands.setdefault("value_cache", operands["key_cache"])
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
         for name, numbers in by_head.items():
             if numbers is not None:
                 operands[name] = self._dense(numbers, query.sizes[0], dtype=torch.float32)
         return self._rows(
             "attend",
-            query.sizes,
+            (query.sizes[0], value_size),
             query,
             operands=operands,
+            head_size=shape[3],
+            value_size=value_size,
             group=group,
             num_kv_heads=shape[2],
             scalar=layer.scale * scales[0],
@@ -298,7 +385,12 @@ class Recorder(CPUOps):
             raise NotFusibleError(f"rows of {x.sizes} and {found} are no operands of {kind}")
         operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
         out = gated_size(size) if is_gated else size
-        return self._rows(kind, (*heads, out), x, y, operands=operands, **numbers)
+        return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
+
+    def _new_rows(self, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> Rows:
+        """Rows of a buffer of their own."""
+        width, unit = torch.Size(sizes).numel(), (dtype or self.dtype).itemsize
+        return Rows(self, Buffer(width * unit // self.dtype.itemsize), sizes, dtype=dtype)
 
     def _rows(
         self,
@@ -308,12 +400,12 @@ class Recorder(CPUOps):
         y: Rows | None = None,
         *,
         operands: dict[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
         **numbers: float,
     ) -> Rows:
         """Record an operation with a result of its own."""
-        out = Rows(self, Buffer(torch.Size(sizes).numel()), sizes)
-        numbers |= {"num_heads": torch.Size(sizes[:-1]).numel(), "head_size": sizes[-1]}
-        self.operations.append(Operation(kind, x, y, out.buffer, operands or {}, numbers))
+        out = self._new_rows(sizes, dtype)
+        self._record(kind, x, y, out, operands, **numbers)
         return out
 
     def _in_place(
@@ -326,8 +418,27 @@ class Recorder(CPUOps):
         **numbers: float,
     ) -> None:
         """Record an operation without a result, or that changes x."""
-        numbers |= {"num_heads": x.width // x.sizes[-1], "head_size": x.sizes[-1]}
-        self.operations.append(Operation(kind, x, y, x.buffer, operands or {}, numbers))
+        self._record(kind, x, y, x, operands, **numbers)
+
+    def _record(
+        self,
+        kind: str,
+        x: Rows | None,
+        y: Rows | None,
+        out: Rows,
+        operands: dict[str, Any] | None = None,
+        **numbers: float,
+    ) -> None:
+        """Note an operation, unless its kernel does not read such rows."""
+        for rows in (x, y, out):
+            if rows is None:
+                continue
+            if rows.head_stride is not None and kind not in ON_PARTS_OF_HEADS:
+                raise NotFusibleError(f"{kind} of parts of heads cannot be recorded")
+            if rows.dtype != self.dtype and kind not in _ON_FLOATS:
+                raise NotFusibleError(f"{kind} of {rows.dtype} cannot be recorded")
+        shape = {"num_heads": out.width // out.sizes[-1], "head_size": out.sizes[-1]}
+        self.operations.append(Operation(kind, x, y, out, operands or {}, shape | numbers))
 
     def _bind(self, num_blocks: int, block_size: int) -> None:
         if self.cache_shape not in ((0, 0), (num_blocks, block_size)):
@@ -356,18 +467,22 @@ class Recorder(CPUOps):
         return x.detach()
 
 
-def _check_heads(query: Rows, key: Rows, value: Rows, cache: Any) -> tuple[int, ...]:
-    """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit."""
+def _check_heads(query: Rows, key: Rows, value: Rows | None, cache: Any) -> tuple[int, ...]:
+    """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit.
+
+    value: None where it is a part of the key.
+    """
     known = (*DTYPES, *FP8_DTYPES)
     if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in known:
         found = f"{cache.dtype}" if isinstance(cache, Tensor) else "not bound"
         raise NotFusibleError(f"a KV cache is {found}, it must be bfloat16, float32 or fp8")
     num_kv_heads, head_size = cache.shape[2:]
-    has_heads = key.sizes == value.sizes == (num_kv_heads, head_size)
+    has_heads = key.sizes == (num_kv_heads, head_size)
+    has_heads = has_heads and (value is None or value.sizes == key.sizes)
     is_grouped = len(query.sizes) == 2 and query.sizes[0] % num_kv_heads == 0
     if not has_heads or not is_grouped or query.sizes[1] != head_size:
         raise NotFusibleError(
-            f"queries {query.sizes}, keys {key.sizes} and values {value.sizes} do not fit a cache "
-            f"of heads {num_kv_heads, head_size}"
+            f"queries {query.sizes}, keys {key.sizes} and values {value and value.sizes} do not "
+            f"fit a cache of heads {num_kv_heads, head_size}"
         )
     return tuple(cache.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import packer
-from vllm.ops.interface import Routing
+from vllm.ops.interface import ONE_GROUP, ExpertGroups, Routing
 
 _DENSE = torch.contiguous_format
 
@@ -17,8 +17,8 @@ _num_threads = torch.get_num_threads
 
 
 _FIELDS = (
-    "kind x y out weight bias num_rows num_heads head_size x_stride y_stride out_stride option "
-    "top_k scalar"
+    "kind x y out weight bias table num_rows num_heads head_size x_stride y_stride out_stride "
+    "option top_k num_groups top_groups scalar"
 )
 
 
@@ -45,7 +45,9 @@ class RowOperations:
         is_gated: bool = False,
         in_place: bool = False,
         factor: Tensor | None = None,
+        table: Tensor | None = None,
         top_k: int = 0,
+        groups: ExpertGroups = ONE_GROUP,
         option: int = 0,
         scalar: float = 0.0,
     ) -> Tensor:
@@ -60,7 +62,9 @@ class RowOperations:
             is_gated: the result has N / 2 elements in its last dimension, and not N.
             in_place: the result may be written over x.
             factor: [T, 1], dense: a second operand with one number for each row x[t].
+            table: float32, dense, for `route` alone: see `Ops.route`.
             top_k: not 0: the result has that many choices of each row, see `choices_in`.
+            groups: of what is chosen.
             option: what it means is said in csrc/cpu/program_args.h.
             scalar: the same.
 
@@ -102,6 +106,7 @@ class RowOperations:
             out.data_ptr(),
             0 if weight is None else weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            0 if table is None else table.data_ptr(),
             rows,
             heads,
             size,
@@ -110,6 +115,8 @@ class RowOperations:
             out_stride,
             option,
             top_k,
+            groups.num_groups,
+            groups.top_groups,
             scalar,
         )
         self._run(operands, _num_threads())

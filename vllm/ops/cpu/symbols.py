@@ -4,6 +4,8 @@ They know their shape and nothing of their content. What a model does with one i
 or raises `NotFusibleError`, so a recording never differs from what the modules compute.
 """
 
+import builtins
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -32,7 +34,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        symbols = [x for x in args if isinstance(x, Symbol)]
+        parts = args[0] if args and isinstance(args[0], (tuple, list)) else ()  # of torch.cat
+        symbols = [x for x in (*args, *parts) if isinstance(x, Symbol)]
         record = symbols[0].recorder.torch_functions.get(function) if symbols else None
         if record is None:
             name = getattr(function, "__name__", function)
@@ -102,15 +105,25 @@ class Rows(Symbol):
         buffer: that has them.
         sizes: of the dimensions after the first.
         offset: the element of a row of the buffer where they begin.
+        head_stride: elements from one head to the next, of sizes (H, D); None: they are dense.
+        dtype: None: that of the recorder. Offsets and widths count elements of that.
     """
 
     def __init__(
-        self, recorder: "Recorder", buffer: Buffer, sizes: tuple[int, ...], offset: int = 0
+        self,
+        recorder: "Recorder",
+        buffer: Buffer,
+        sizes: tuple[int, ...],
+        offset: int = 0,
+        head_stride: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(recorder)
         self.buffer = buffer
         self.sizes = sizes
         self.offset = offset
+        self.head_stride = head_stride
+        self.dtype = dtype or recorder.dtype
 
     @property
     def width(self) -> int:
@@ -120,11 +133,7 @@ class Rows(Symbol):
     @property
     def is_whole(self) -> bool:
         """Whether they are all elements of the buffer."""
-        return self.width == self.buffer.width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.recorder.dtype
+        return self.head_stride is None and self.width == self.buffer.width
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -136,30 +145,47 @@ class Rows(Symbol):
     def is_contiguous(self) -> bool:
         return self.is_whole
 
-    def split(self, sizes: list[int], dim: int = -1) -> list["Rows"]:
-        """Parts of the last dimension of rows [T, W]."""
-        if len(self.sizes) != 1 or dim not in (-1, 1) or sum(sizes) != self.width:
+    def contiguous(self) -> "Rows":
+        """These rows, or a copy of what is a part of others."""
+        return self if self.is_whole else self.recorder.cat((self,))
+
+    def float(self) -> "Rows":
+        """As float32."""
+        return self if self.dtype == torch.float32 else self.recorder.widen(self)
+
+    def split(self, sizes: Sequence[int], dim: int = -1) -> list["Rows"]:
+        """Parts of the last dimension of rows [T, W] or [T, H, D]."""
+        last = self.sizes[-1]
+        if len(self.sizes) > 2 or dim not in (-1, len(self.sizes)) or sum(sizes) != last:
             raise NotFusibleError(f"rows of {self.sizes} cannot be split into {sizes}")
+        heads = self.sizes[:-1]
+        stride = (self.head_stride or last) if heads else None
         starts = [self.offset + sum(sizes[:i]) for i in range(len(sizes))]
         return [
-            Rows(self.recorder, self.buffer, (size,), start)
+            Rows(self.recorder, self.buffer, (*heads, size), start, stride, self.dtype)
             for size, start in zip(sizes, starts, strict=True)
         ]
 
+    def unsqueeze(self, dim: int) -> "Rows":
+        """Rows [T, W] as [T, 1, W]."""
+        if dim != 1 or len(self.sizes) != 1:
+            raise NotFusibleError(f"rows of {self.sizes} cannot get a dimension {dim}")
+        return Rows(self.recorder, self.buffer, (1, self.width), self.offset, None, self.dtype)
+
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Rows":
         """The last dimension as several, one of which may be -1."""
-        if dim not in (-1, len(self.sizes)):
+        if dim not in (-1, len(self.sizes)) or self.head_stride is not None:
             raise NotFusibleError(f"dimension {dim} of rows of {self.sizes} cannot be unflattened")
         last = torch.empty(self.sizes[-1], device="meta").unflatten(0, sizes).shape
         return Rows(self.recorder, self.buffer, (*self.sizes[:-1], *last), self.offset)
 
     def flatten(self, start_dim: int = 0) -> "Rows":
         """All dimensions after the first as one."""
-        if start_dim != 1:
-            raise NotFusibleError("the dimension of tokens cannot be flattened")
+        if start_dim != 1 or self.head_stride is not None:
+            raise NotFusibleError("the dimension of tokens, and parts of heads, stay as they are")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 
-    def clamp(self, least: float, largest: float) -> "Rows":
+    def clamp(self, least: builtins.float, largest: builtins.float) -> "Rows":
         """Elements within symmetric limits."""
         if least != -largest or largest <= 0:
             raise NotFusibleError(f"limits of {least} and {largest} cannot be recorded")

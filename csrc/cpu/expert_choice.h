@@ -1,0 +1,152 @@
+// How the experts of a token are chosen, and how much each of them counts.
+#pragma once
+
+#include "moe_args.h"
+#include "simd.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::Routing;
+
+// The choices of a token, as `choice_bytes` says; from one row to the next by the strides.
+struct Choices {
+  int64_t* ids;
+  float* weights;
+  int64_t ids_stride, weights_stride;
+};
+
+inline Choices choices_at(void* row, int64_t top_k) {
+  int64_t* const ids = static_cast<int64_t*>(row);
+  const int64_t bytes = vllm_cpu::choice_bytes(top_k);
+  return {ids, reinterpret_cast<float*>(ids + top_k), bytes / 8, bytes / 4};
+}
+
+struct ChoiceOptions {
+  Routing routing;
+  int64_t num_experts, top_k;
+  // Equally large groups, of which a token may choose from top_groups only; 0: there is one.
+  int64_t num_groups, top_groups;
+  const float* bias;  // [num_experts]: added to the score of each for the choice alone; or null
+  float scale;        // multiplies the weights
+};
+
+VLLM_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Chooses for one row of logits.
+template <typename L>
+class ExpertChoice {
+ public:
+  ExpertChoice(const L* logits, const ChoiceOptions& options) : logits_(logits), options_(options) {
+    const Routing routing = options.routing;
+    is_softmax_ = routing == Routing::kSoftmax || routing == Routing::kSoftmaxOfChosen;
+    if (!is_softmax_ || (routing == Routing::kSoftmaxOfChosen && options.bias == nullptr)) return;
+    Vec largest = splat(-__builtin_inff()), sum = {};
+    for_each_vector(options.num_experts, [&](int64_t e, int64_t count) {
+      const Vec logit = load(logits + e, count);
+      for (int64_t lane = 0; lane < count; ++lane) {
+        if (logit[lane] > largest[lane]) largest[lane] = logit[lane];
+      }
+    });
+    largest_ = max_lanes(largest);
+    for_each_vector(options.num_experts, [&](int64_t e, int64_t count) {
+      const Vec part = exp(load(logits + e, count) - largest_);
+      for (int64_t lane = 0; lane < count; ++lane) sum[lane] += part[lane];
+    });
+    total_ = sum_lanes(sum);
+  }
+
+  // The first of equal ones is chosen; NaN is chosen last.
+  void choose(const Choices& to) const {
+    const int64_t k = options_.top_k;
+    float keys[vllm_cpu::kMaxTopK + 1];
+    int64_t ids[vllm_cpu::kMaxTopK + 1];
+    bool is_open[vllm_cpu::kMaxExpertGroups];
+    const bool has_groups = options_.top_groups < options_.num_groups;
+    if (has_groups) open_groups(is_open);
+    const int64_t group = has_groups ? options_.num_experts / options_.num_groups : 1;
+    int64_t num = 0;
+    for_each_key([&](int64_t e, float key) {
+      if (has_groups && !is_open[e / group]) key = -__builtin_inff();
+      int64_t at = num;
+      for (; at > 0 && key > keys[at - 1]; --at) keys[at] = keys[at - 1], ids[at] = ids[at - 1];
+      keys[at] = key, ids[at] = e;
+      if (num < k) ++num;
+    });
+    float weights[vllm_cpu::kMaxTopK];
+    weigh(ids, weights);  // before anything is written: the result may be where the logits are
+    for (int64_t j = 0; j < k; ++j) to.ids[j] = ids[j], to.weights[j] = weights[j];
+  }
+
+ private:
+  // Calls body(expert, what choices go by) for all experts.
+  template <class Body>
+  void for_each_key(Body body) const {
+    const float* const bias = options_.bias;
+    for_each_vector(options_.num_experts, [&](int64_t e, int64_t count) {
+      Vec key = load(logits_ + e, count);
+      if (bias != nullptr) {
+        const Vec score = is_softmax_ ? exp(key - largest_) / total_ : sigmoid(key);
+        key = (key == key ? score : key) + load(bias + e, count);
+      }
+      for (int64_t lane = 0; lane < count; ++lane) {
+        body(e + lane, key[lane] == key[lane] ? key[lane] : -__builtin_inff());
+      }
+    });
+  }
+
+  // The groups with the best expert, or, with a bias, with the two best together.
+  void open_groups(bool* is_open) const {
+    const int64_t num_groups = options_.num_groups, size = options_.num_experts / num_groups;
+    float best[vllm_cpu::kMaxExpertGroups], second[vllm_cpu::kMaxExpertGroups];
+    for (int64_t g = 0; g < num_groups; ++g) {
+      best[g] = second[g] = -__builtin_inff();
+      is_open[g] = false;
+    }
+    for_each_key([&](int64_t e, float key) {
+      const int64_t g = e / size;
+      if (key > best[g]) {
+        second[g] = best[g];
+        best[g] = key;
+      } else if (key > second[g]) {
+        second[g] = key;
+      }
+    });
+    for (int64_t left = options_.top_groups; left > 0; --left) {
+      int64_t chosen = -1;
+      float top = 0;
+      for (int64_t g = 0; g < num_groups; ++g) {
+        const float rank = options_.bias != nullptr && size > 1 ? best[g] + second[g] : best[g];
+        if (!is_open[g] && (chosen < 0 || rank > top)) chosen = g, top = rank;
+      }
+      is_open[chosen] = true;
+    }
+  }
+
+  void weigh(const int64_t* ids, float* weights) const {
+    const Routing routing = options_.routing;
+    const int64_t k = options_.top_k;
+    float largest = largest_, total = 0;
+    if (routing == Routing::kSoftmaxOfChosen) {
+      largest = to_float(logits_[ids[0]]);
+      for (int64_t j = 1; j < k; ++j) {
+        const float logit = to_float(logits_[ids[j]]);
+        if (logit > largest) largest = logit;
+      }
+    }
+    for (int64_t j = 0; j < k; ++j) {
+      const Vec logit = splat(to_float(logits_[ids[j]]));
+      weights[j] = is_softmax_ ? exp(logit - largest)[0] : sigmoid(logit)[0];
+      total += weights[j];
+    }
+    if (routing == Routing::kSoftmax) total = total_;
+    if (routing == Routing::kSigmoid) total = 1;
+    for (int64_t j = 0; j < k; ++j) weights[j] = options_.scale * weights[j] / total;
+  }
+
+  const L* const logits_;
+  const ChoiceOptions& options_;
+  bool is_softmax_;
+  float largest_ = 0, total_ = 0;  // of all logits, and of e^(logit - largest), for a softmax over all
+};
+
+}  // namespace VLLM_ISA
