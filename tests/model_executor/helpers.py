@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from tests.reference_model import load_reference
 from vllm.config import (
@@ -26,10 +25,12 @@ from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8, CPUPacked
 from vllm.ops.stored_weight import round_to_fp8
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 
 
 def read_arch(folder: Path) -> ModelArch:
-    return ModelArch.from_hf(AutoConfig.from_pretrained(folder).to_dict())
+    raw = read_hf_config(folder, {})
+    return ModelArch.from_hf(complete_hf_config(raw, folder, trust_remote_code=False))
 
 
 def make_config(folder: Path, dtype: Any = "float32", **load: Any) -> VllmConfig:

@@ -153,7 +153,7 @@ def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
     stem, _, kind = name.rpartition(".")
     if kind != "bias" or f"{stem}.qweight" not in targets.by_name or len(source.shape) != 1:
         return False
-    return not bool(source.read(()).any())
+    return not bool(source.picked(name).read(()).any())
 
 
 def _converted(

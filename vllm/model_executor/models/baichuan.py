@@ -8,7 +8,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 _VOCAB_SIZE_OF_1 = 64000
 
@@ -27,7 +27,7 @@ class BaichuanForCausalLM(DecoderForCausalLM):
             return ((name, source.mapped(F.normalize)),)
         if ".W_pack." not in name:
             return ((name, source),)
-        return split_rows(name, source, "W_pack", qkv_sizes(self.arch))
+        return split_features(name, source, "W_pack", qkv_sizes(self.arch))
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):

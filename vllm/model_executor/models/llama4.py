@@ -131,7 +131,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
 def _by_expert(parent: str, weight: str, source: Source) -> Iterator[tuple[str, Source]]:
     names = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
     for expert in range(source.shape[0]):
-        matrix = source.rows(expert, 1).mapped(lambda x: x[0].T)
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0].T)
         size = matrix.shape[0] // len(names)
         for index, name in enumerate(names):
-            yield f"{parent}{expert}.{name}.weight", matrix.rows(index * size, size)
+            yield f"{parent}{expert}.{name}.weight", matrix.narrow(0, index * size, size)

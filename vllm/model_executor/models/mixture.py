@@ -172,6 +172,6 @@ def _by_expert(
 ) -> Iterator[tuple[str, Source]]:
     """Rows of each expert's matrix in [E, rows, columns], by name of the part: (first, count)."""
     for expert in range(source.shape[0]):
-        matrix = source.rows(expert, 1).mapped(lambda x: x[0])
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
         for name, (first, count) in parts.items():
-            yield f"{parent}experts.{expert}.{name}.weight", matrix.rows(first, count)
+            yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)

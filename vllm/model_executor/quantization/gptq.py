@@ -82,6 +82,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
         group_size=group_size_of(settings, "group_size"),
         zero_offset=1 if checkpoint_format == "gptq" else 0,
         has_groups=True,
+        is_symmetric=choice(settings, "sym", (True, False), False),
     )
 
 
