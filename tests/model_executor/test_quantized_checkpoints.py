@@ -214,6 +214,14 @@ def without(tensor):
     return change
 
 
+def cast(tensor, dtype):
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].to(dtype)
+
+    return change
+
+
+ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
 WEIGHTS = ("config_groups", "group_0", "weights")
 
 WRONG = [
@@ -228,7 +236,7 @@ WRONG = [
     (
         "fp8-block",
         filled("weight_scale_inv", 0.0),
-        "scales of .*gate_up_proj .* are 0",
+        ZERO,
     ),
     ("fp8-static", filled("weight_scale", float("nan")), f"tensor {GATE}.weight_scale .* nan"),
     ("fp8-static", filled("weight", float("nan")), "gate_up_proj in the checkpoint contains NaN"),
@@ -248,6 +256,27 @@ WRONG = [
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
     ("gptq-4-order", filled("g_idx", 9), "gate_up_proj have different g_idx"),
     ("gptq-4", without("qzeros"), f"missing from the checkpoint: {GATE}.qzeros"),
+    ("gptq-4", filled("scales", 0.0), ZERO),
+    ("gptq-4", filled("scales", -1.0), f"tensor {GATE}.scales contains -1.0: scales are positive"),
+    ("gptq-4", filled("qzeros", 0), r"zero points of .* from 1 to 8, but 8 by .*config.sym"),
+    ("gptq-4", changed("checkpoint_format", to="gptq_v2"), "from 7 to 7, but 8 .* or checkpoint_f"),
+    ("gptq-4", changed("sym", to="yes"), CONFIG + "sym is 'yes'; supported: True, False"),
+    ("gptq-4", cast("qweight", torch.float32), "qweight has the dtype float32 .* must be int32"),
+    ("gptq-4", cast("scales", torch.int32), "scales has the dtype int32 .* must be float32 or"),
+    ("gptq-4", cast("g_idx", torch.float32), "g_idx has the dtype float32"),
+    ("fp8-static", cast("weight", torch.uint8), "dtype uint8 .* must be float8_e4m3fn"),
+    ("fp8-static", cast("weight", torch.float8_e5m2), "dtype float8_e5m2 .* must be float8_e4m3fn"),
+    ("fp8-block", cast("weight", torch.float32), f"tensor {GATE}.weight has the dtype float32"),
+    ("fp8-static", filled("input_scale", 0.0), f"tensor {GATE}.input_scale contains 0.0"),
+    (
+        "fp8-block",
+        changed("ignored_layers", to=["layers.1.mlp"]),
+        "weight has the dtype float8_e4m3fn .* the layer is not quantized",
+    ),
+    ("awq", filled("scales", 0.0), ZERO),
+    ("ct-w8a8", filled("weight_scale", 0.0), ZERO),
+    ("ct-w8a8", cast("weight", torch.float32), "weight has the dtype float32 .* must be int8"),
+    ("ct-w4a16", filled("weight_scale", 0.0), ZERO),
     ("awq", changed("version", to="gemv"), "version is 'gemv'; supported: gemm"),
     ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
     ("awq", changed("quant_method", to="bitsandbytes"), "'bitsandbytes', .* --quantization int4"),
@@ -279,3 +308,25 @@ def test_a_wrong_file_is_refused_with_its_key(checkpoint, tmp_path, name, change
     with pytest.raises((ConfigError, WeightLoadError), match=message) as error:
         load(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gptq-4-rows", "awq", "ct-w8a8", "fp8-block"])
+def test_the_scale_of_weights_that_are_all_zero_may_be_zero(checkpoint, tmp_path, ops, name):
+    """As quantizers write it that divide the largest number by the range."""
+    folder = shutil.copytree(checkpoint(name)[0], tmp_path / name)
+    tensors = load_file(folder / "model.safetensors")
+    scales = next(
+        x for x in ("scales", "weight_scale", "weight_scale_inv") if f"{GATE}.{x}" in tensors
+    )
+    tensors[f"{GATE}.{scales}"].zero_()
+    if "q" in name:
+        tensors[f"{GATE}.qweight"].zero_()
+        tensors[f"{GATE}.qzeros"].zero_()
+        if "gptq" in name:  # whose first format stores zero points less one
+            tensors[f"{GATE}.qweight"].fill_(0x11111111)
+    else:
+        tensors[f"{GATE}.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors")
+    gate_up = dict(load(folder).named_modules())["model.layers.1.mlp.gate_up_proj"]
+    assert not weight_of(gate_up)[:192].any()
+    assert weight_of(gate_up)[192:].any()
