@@ -46,6 +46,18 @@ class Format:
     """Parts of names of layers that stay dense."""
 
 
+def made_once(folder: Path) -> Callable[[str], tuple[Path, Path]]:
+    """`write` into this folder, which keeps what was written."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            made[name] = write(name, folder)
+        return made[name]
+
+    return get
+
+
 _DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
 """In the names of matrices that no format stores."""
 

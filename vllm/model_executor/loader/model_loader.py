@@ -8,6 +8,7 @@ finished by its method as soon as it is complete, before the next one gets memor
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.sharded_state import shard_of
 from vllm.model_executor.loader.stage import keep_stage
-from vllm.model_executor.loader.weights import load_parameters, load_weights
+from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
@@ -201,8 +202,10 @@ def build_model(
     return model.eval()
 
 
-def _use_formats(model: nn.Module, formats: Sequence[Quantization]) -> None:
+def _use_formats(model: LoadableModel, formats: Sequence[Quantization]) -> None:
     """Give each layer the method of the first format that takes it."""
+    for format_ in formats:
+        format_.names_in_checkpoint = partial(names_in_checkpoint, model=model)
     for name, layer in model.named_modules():
         if isinstance(layer, MethodLayer):
             methods = (format_.method_of(name, layer) for format_ in formats)

@@ -58,6 +58,7 @@ class ChatGLMModel(GlmForCausalLM):
     }
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".self_attention.dense.": ".self_attn.o_proj.",
+        ".query_key_value.": ".qkv_proj.",
         ".self_attention.": ".self_attn.",
         ".dense_h_to_4h.": ".gate_up_proj.",
         ".dense_4h_to_h.": ".down_proj.",
@@ -66,8 +67,8 @@ class ChatGLMModel(GlmForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the fused projections."""
-        if ".query_key_value." in name:
-            return split_features(name, source, "query_key_value", qkv_sizes(self.arch))
+        if ".qkv_proj." in name:
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return super().convert(name, source)
 
 

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored_linear import (
     SCALES,
     StoredLinear,
@@ -27,6 +25,7 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import (
     common_order,
@@ -36,7 +35,6 @@ from vllm.model_executor.quantization.grouped import (
     in_words,
     num_words,
 )
-from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.scales import (
     checked_scales,
     one_scale,
@@ -45,11 +43,9 @@ from vllm.model_executor.quantization.scales import (
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
-    first_expert,
     group_size_of,
-    is_below,
+    is_listed,
     names,
-    part_names,
     wrong,
 )
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
@@ -59,7 +55,7 @@ _CLASS = "Linear"
 """The target that means every linear layer."""
 
 
-class CompressedTensors(Quantization):
+class CompressedTensors(CheckpointFormat["_Scheme"]):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -67,9 +63,12 @@ class CompressedTensors(Quantization):
         Raises:
             ConfigError: a setting is not supported.
         """
-        for key in ("sparsity_config", "transform_config"):
-            if settings.get(key):
-                raise wrong(key, settings[key], "none of it")
+        sparsity = settings.get("sparsity_config") or {"format": "dense"}
+        if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
+            raise wrong("sparsity_config", sparsity, "none, or the format dense")
+        if settings.get("transform_config"):
+            raise wrong("transform_config", settings["transform_config"], "none of it")
+        _check_cache_scheme(settings.get("kv_cache_scheme") or {})
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise wrong("config_groups", groups, "an object of groups")
@@ -77,25 +76,31 @@ class CompressedTensors(Quantization):
         whole = settings.get("format", "")
         self.groups = [_Scheme({"format": whole, **_given(group)}) for group in groups.values()]
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision:
-            return None
-        parts = part_names(name, layer)
-        schemes = [self._scheme_of(part) for part in parts]
-        if any(scheme is not schemes[0] for scheme in schemes):
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config stores {', '.join(parts)} in "
-                f"different ways; they run as one layer, so it must be the same for all"
-            )
-        return None if schemes[0] is None else schemes[0].method(name)
+    @property
+    def stores_head(self) -> bool:
+        return True
 
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        return None if self._scheme_of(first_expert(name)) is None else StoredExperts(name)
-
-    def _scheme_of(self, name: str) -> "_Scheme | None":
-        if _matches(name, self.ignored):
+    def storage_of(self, names: Names) -> "_Scheme | None":
+        if _is_listed(names, self.ignored):
             return None
-        return next((each for each in self.groups if _matches(name, each.targets)), None)
+        return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+
+    def method(self, name: str, storage: "_Scheme") -> LinearMethod:
+        return storage.method(name)
+
+
+def _check_cache_scheme(scheme: Any) -> None:
+    """Scales of the KV cache must be for fp8: the names of their tensors do not tell."""
+    if not isinstance(scheme, dict):
+        raise wrong("kv_cache_scheme", scheme, "an object")
+    for key, accepted in (
+        ("type", ("float",)),
+        ("num_bits", (8,)),
+        ("symmetric", (True,)),
+        ("strategy", ("tensor", "attn_head")),
+    ):
+        if scheme.get(key) not in (None, *accepted):
+            raise wrong(f"kv_cache_scheme.{key}", scheme[key], ", ".join(map(str, accepted)))
 
 
 def _given(group: dict[str, Any]) -> dict[str, Any]:
@@ -113,14 +118,12 @@ def _patterns(settings: Settings, key: str) -> list[str]:
     return found
 
 
-def _matches(name: str, entries: Sequence[str]) -> bool:
-    for entry in entries:
-        is_pattern = entry.startswith("re:")
-        if entry == _CLASS or (is_pattern and re.match(entry[3:], name)):
-            return True
-        if not is_pattern and is_below(name, [entry]):
-            return True
-    return False
+def _is_listed(names: Names, entries: Sequence[str]) -> bool:
+    """Whether a layer is among entries that are names, patterns, or the class of all of them."""
+    patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+    others = [entry for entry in entries if not entry.startswith("re:")]
+    is_matched = any(re.match(pattern, name) for pattern in patterns for name in names)
+    return is_matched or _CLASS in others or is_listed(names, others)
 
 
 class _Scheme:

@@ -18,7 +18,6 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source, whole
 from vllm.model_executor.layers.stored_experts import (
     RoundedExperts,
-    StoredExperts,
     has_stored_kernel,
 )
 from vllm.model_executor.layers.stored_linear import (
@@ -29,7 +28,7 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.scales import (
     checked_scales,
     one_scale,
@@ -39,16 +38,14 @@ from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
     choice,
-    first_expert,
-    is_below,
-    is_quantized,
+    is_listed,
     names,
     wrong,
 )
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight, round_to_fp8
 
 
-class Fp8(Quantization):
+class Fp8(CheckpointFormat[bool]):
     """`quant_method: fp8` and `fbgemm_fp8`; without settings, dense weights are rounded to fp8."""
 
     def __init__(self, settings: Settings | None) -> None:
@@ -66,20 +63,19 @@ class Fp8(Quantization):
             raise wrong("activation_scheme", scheme, "dynamic, where weight_block_size is set")
         self.ignored = names(settings, "ignored_layers", "modules_to_not_convert")
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision:
-            return None
+    def storage_of(self, names: Names) -> bool | None:
+        return None if is_listed(names, self.ignored) else True
+
+    def method(self, name: str, storage: bool) -> LinearMethod:
         if not self.is_stored:
             return RoundedLinear(name, round_to_fp8)
-        if not is_quantized(name, layer, self.ignored):
-            return None
         scale_name = "weight_scale_inv" if self.block else "weight_scale"
         return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        if not self.is_stored:
-            return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
-        return None if is_below(first_expert(name), self.ignored) else StoredExperts(name)
+        if self.is_stored:
+            return super().experts_method(name, layer)
+        return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
 
 
 def _round_expert(
@@ -99,14 +95,14 @@ class ModelOptFp8(Fp8):
             ConfigError: a setting is not supported.
         """
         settings = settings or {}
+        nested = settings.get("quantization")
+        if isinstance(nested, dict):  # as in hf_quant_config.json
+            settings = {**settings, **nested}
         algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         is_static = algorithm == "FP8"
         super().__init__({"activation_scheme": "static" if is_static else "dynamic"})
-        self.ignored = [each.rstrip("*").rstrip(".") for each in _ignored_by_modelopt(settings)]
-
-
-def _ignored_by_modelopt(settings: Settings) -> list[str]:
-    return names(settings, "ignore", "exclude_modules")
+        self.ignored = names(settings, "ignore", "exclude_modules")
 
 
 def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
