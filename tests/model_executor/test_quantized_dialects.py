@@ -1,4 +1,4 @@
-"""Other ways to say the same in the settings of quantized checkpoints, and names of layers there."""
+"""Other ways to say the same in settings of quantized checkpoints, and names of layers there."""
 
 import json
 import shutil

@@ -4,6 +4,7 @@ By the public descriptions of the formats: GPTQ (`qweight`, `qzeros`, `scales`, 
 layout gemm, and compressed-tensors for fp8 and int8.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
     Args:
         grid: of the weights.
         by_activation: whether groups have inputs from everywhere.
-        dense: last parts of the names of layers that stay dense.
+        dense: names of modules that stay dense, with all that is in them.
     """
     settings: dict[str, Any] = {
         "quant_method": "gptq",
@@ -44,7 +45,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
         "checkpoint_format": "gptq",
     }
     if dense:
-        settings["dynamic"] = {f"-:.*\\.{name}$": {} for name in dense}
+        settings["dynamic"] = {f"-:^{re.escape(name)}($|\\.)": {} for name in dense}
     return settings
 
 

@@ -202,6 +202,11 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
     return sorted(each.removesuffix(".") for each in found if renamed(each, model) == whole)
 
 
+def find_places(model: LoadableModel) -> dict[str, Place]:
+    """Where each tensor goes that a checkpoint has to bring, by its name in the model."""
+    return _find_targets(model).by_name
+
+
 def _find_targets(model: LoadableModel) -> _Targets:
     targets = _Targets()
     seen: set[int] = set()

@@ -92,4 +92,7 @@ def _parts_of(
     """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
     pairs = (("gate_proj", rows[::2]), ("up_proj", rows[1::2]))
     for name, part in pairs if weight == "gate_up_proj" else (("down_proj", rows),):
-        yield f"{parent}{expert}.{name}.{kind}", Source(part.shape, part.__getitem__)
+        yield (
+            f"{parent}{expert}.{name}.{kind}",
+            Source(part.shape, part.__getitem__, dtype=part.dtype),
+        )

@@ -123,7 +123,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
         parent, _, weight = name.rpartition(".experts.")
-        if not parent:
+        if weight not in ("gate_up_proj", "down_proj"):  # quantized ones are stored one by one
             return ((name, source),)
         return _by_expert(f"{parent}.experts.", weight, source)
 
