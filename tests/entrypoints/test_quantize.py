@@ -1,6 +1,7 @@
 """`vllm quantize`: rounding, the formats that are written, and models that are loaded again."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -137,9 +138,12 @@ def test_layers_that_groups_do_not_divide_stay_dense(dense, tmp_path):
     assert "dynamic" not in settings
     assert quantize(dense, tmp_path / "other", "gptq", "--group-size", "48") == 0
     settings = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]
+    attention = [f"self_attn.{name}_proj" for name in "koqv"]
+    dense = sorted([*attention, "mlp.gate_proj", "mlp.up_proj"])
     assert sorted(settings["dynamic"]) == [
-        f"-:.*\\.{name}$"
-        for name in ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+        rf"-:^model\.layers\.{layer}\.{re.escape(name)}($|\.)"
+        for layer in range(2)
+        for name in dense
     ]
     assert logits_of(load(tmp_path / "other"), prompt_of(5)).isfinite().all()
 

@@ -8,14 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_remote_code_families import CHATGLM, FAMILIES, chatglm
-from tests.model_executor.helpers import load
+from tests.model_executor.helpers import load, weights_of
 from tests.quantized_checkpoints import write
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.experts import Experts
-from vllm.model_executor.layers.latent import LatentUpProjection
-from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.ops.native import NativeOps
 
 WIDE = {"intermediate_size": 192}
@@ -84,20 +81,6 @@ def dense(tmp_path_factory):
         return made[family]
 
     return get
-
-
-def weights_of(model):
-    """The dequantized weight of each linear layer, by its name."""
-    found = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, LatentUpProjection):
-            found[path] = torch.cat((layer.key_up, layer.value_up.mT), dim=1)
-        elif isinstance(layer, ParallelLinear):
-            packed = getattr(layer.method, "packed", None)
-            found[path] = layer.weight if packed is None else packed.weight
-        elif isinstance(layer, Experts):
-            found[path] = torch.cat((layer.gate_up, layer.down.mT), dim=1)
-    return found
 
 
 @pytest.mark.parametrize(

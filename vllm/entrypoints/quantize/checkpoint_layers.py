@@ -136,8 +136,10 @@ class CheckpointLayers:
 
     def _parts(self, key: str) -> list[tuple[Place, Features | None]]:
         """Where the parts of a layer go; none: it is no linear layer."""
-        found = []
-        for name, source in self._model.convert(f"{key}.weight", _PROBE):
+        whole = f"{key}.weight"
+        found: list[tuple[Place, Features | None]] = []
+        parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)
+        for name, source in parts:
             place = self._places.get(name)
             if place is None or not isinstance(place.module, MethodLayer):
                 return []

@@ -23,7 +23,7 @@ _MLP = ("mlp.up_proj", "mlp.down_proj")
 _EXPERTS = ("mlp.gate", "mlp.experts.*.gate_proj", "mlp.experts.*.up_proj")
 _SHARED = ("mlp.shared_expert_gate", "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 _GRANITE = (
-    *("block_sparse_moe.router.layer", "block_sparse_moe.experts.*.gate_proj"),
+    *("block_sparse_moe.router*", "block_sparse_moe.experts.*.gate_proj"),
     "block_sparse_moe.experts.*.up_proj",
 )
 _LLAMA = (_ATTENTION, (_NORM_OF_MLP, *_DENSE), _VALUES, _MLP)

@@ -76,6 +76,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         ".mamba.": ".self_attn.",
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
+        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -144,6 +144,7 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
+        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
