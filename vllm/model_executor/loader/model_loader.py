@@ -146,6 +146,7 @@ def _read(
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
     else:
+        _check_size(num_bytes, files)
         memory = ParameterMemory(model, device, on_host)
         is_split = config.load.load_format == "sharded_state"
         if is_split:
@@ -171,6 +172,21 @@ def _read(
         num_bytes / 2**30,
         time.perf_counter() - started,
     )
+
+
+_LARGEST_RATIO = 64
+"""Of the memory of parameters to the size of files. Weights of 1.5 bits become at most float32."""
+
+
+def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
+    """Refuse a config.json with wrong sizes before memory is taken for them."""
+    in_files = sum(path.stat().st_size for path in files)
+    if num_bytes > _LARGEST_RATIO * in_files + (1 << 20):
+        raise WeightLoadError(
+            f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
+            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
+            f"another model, or are files missing?"
+        )
 
 
 def build_model(

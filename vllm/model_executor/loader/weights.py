@@ -155,9 +155,11 @@ def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
     """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
     where the model has none."""
     stem, _, kind = name.rpartition(".")
-    if kind != "bias" or f"{stem}.qweight" not in targets.by_name or len(source.shape) != 1:
+    scales = targets.by_name.get(f"{stem}.scales")
+    if kind != "bias" or scales is None or scales.slice is None:
         return False
-    return not bool(source.picked(name).read(()).any())
+    bias, expected = source.picked(name), scales.slice.checkpoint_shape(scales.param)[1:]
+    return bias.shape == expected and not bool(bias.read(()).any())
 
 
 def _converted(

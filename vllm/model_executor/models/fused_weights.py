@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from vllm.config import ModelArch
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Features, Source
 
 
@@ -66,6 +67,25 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
         return ((name, source),)
     heads = qkv_heads(arch)
     return split_groups(name, source, "qkv_proj", heads, arch.head_size, arch.num_kv_heads)
+
+
+def experts_in(name: str, source: Source, num_experts: int) -> range:
+    """The experts that have a matrix, or a bias, each in a tensor.
+
+    Args:
+        name: of the tensor.
+        source: the tensor, [experts, ...].
+        num_experts: of the model.
+
+    Raises:
+        WeightLoadError: the tensor is of another number of experts.
+    """
+    if len(source.shape) < 2 or source.shape[0] != num_experts:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
+            f"{num_experts} experts in dimension 0"
+        )
+    return range(num_experts)
 
 
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:
