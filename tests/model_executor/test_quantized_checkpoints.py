@@ -80,24 +80,13 @@ def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
-SPLIT = ["fp8-static", "fp8-channel-ignored", "gptq-4", "gptq-8", "gptq-4-rows", "awq", "ct-w4a16"]
-
-
-@pytest.mark.parametrize("name", [*SPLIT, "ct-w8a8"])
-def test_a_rank_has_its_part_of_the_weights(checkpoint, monkeypatch, name):
-    monkeypatch.setattr("vllm.ops._ops", NativeOps())
-    for rank in range(2):
-        model, dense = (load(folder, TPGroup(rank, 2)) for folder in checkpoint(name))
-        twins = dict(dense.named_modules())
-        for path, layer in model.named_modules():
-            if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
-                assert torch.equal(weight_of(layer), twins[path].weight), path
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
+        ("ct-fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
+        ("gptq-2", "cannot be split over ranks: .*group_size .64"),
+        ("gptq-3", "3 bits: 16 features of .*qkv_proj do not fill words of 32 bits"),
         ("gptq-8-order", "cannot be split over ranks: .*group_size .64"),
         ("gptq-4-order", "cannot be split over ranks: .*desc_act"),
         ("ct-w4a16-asym-order", "cannot be split over ranks: .*desc_act"),
