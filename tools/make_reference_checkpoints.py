@@ -169,20 +169,18 @@ def by_autoawq() -> dict[str, tuple[dict[str, Tensor], Any]]:
     without_init("awq", "awq.modules", "awq.modules.linear", "awq.utils")
     gemm = importlib.import_module("awq.modules.linear.gemm")
     packing = importlib.import_module("awq.utils.packing_utils")
-    made = {}
-    for size in (32, 64):
-        weight, scales, zeros = rounded(NUM_OUT, 4, groups_of(size), is_symmetric=False)
-        linear = nn.Linear(NUM_IN, NUM_OUT, bias=False)
-        linear.weight.data = weight
-        layer = gemm.WQLinear_GEMM.from_linear(
-            linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous()
-        )
-        tensors = {name: values.clone() for name, values in layer.state_dict().items()}
-        stored = tensors["qweight"], tensors["qzeros"], tensors["scales"].float()
-        dequantized = packing.dequantize_gemm(*stored, 4, size).T.contiguous()
-        settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True}
-        made[f"groups-of-{size}"] = tensors | {"dequantized": dequantized}, settings
-    return made
+    num_out, size = 32, 32
+    weight, scales, zeros = rounded(num_out, 4, groups_of(size), is_symmetric=False)
+    linear = nn.Linear(NUM_IN, num_out, bias=False)
+    linear.weight.data = weight
+    layer = gemm.WQLinear_GEMM.from_linear(
+        linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous()
+    )
+    tensors = {name: values.clone() for name, values in layer.state_dict().items()}
+    stored = tensors["qweight"], tensors["qzeros"], tensors["scales"].float()
+    dequantized = packing.dequantize_gemm(*stored, 4, size).T
+    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True}
+    return {"4-bits": (tensors | {"dequantized": dequantized}, settings)}
 
 
 def by_compressed_tensors() -> dict[str, tuple[dict[str, Tensor], Any]]:
