@@ -1,4 +1,4 @@
-"""Checks of FP8, of numbers of four bits, and of experts in one operator, against torch on the host."""
+"""Checks of FP8, of numbers of four bits, and of experts as one operator, against the host."""
 
 from functools import partial
 from typing import Any

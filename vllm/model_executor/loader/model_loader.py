@@ -176,12 +176,14 @@ def _read(
 
 _LARGEST_RATIO = 64
 """Of the memory of parameters to the size of files. Weights of 1.5 bits become at most float32."""
+_SMALL_BYTES = 256 << 20
+"""Less memory is taken in any case: what is wrong with a file is said by what reads it."""
 
 
 def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
     """Refuse a config.json with wrong sizes before memory is taken for them."""
     in_files = sum(path.stat().st_size for path in files)
-    if num_bytes > _LARGEST_RATIO * in_files + (1 << 20):
+    if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
             f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
             f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
