@@ -19,6 +19,7 @@ from vllm.entrypoints.quantize.layerwise import Inputs, decoder_layers, linear_l
 from vllm.entrypoints.quantize.linear_modules import use_linear_modules
 from vllm.entrypoints.quantize.rounding import Grid
 from vllm.ops.native import NativeOps
+from vllm.transformers_utils.transformers_version import is_version_4
 
 AWQ = {
     "llama": "llama",
@@ -85,6 +86,8 @@ def quantized(folder, out, method):
     ],
 )
 def test_weights_are_near_those_before(dense, tmp_path, monkeypatch, method, family):
+    if method == "gptq" and family.startswith("granite_") and is_version_4():
+        pytest.skip("experts of Granite are no linear layers in this transformers")
     monkeypatch.setattr("vllm.ops._ops", NativeOps())
     folder = dense(family)
     out = quantized(folder, tmp_path / "out", method)

@@ -160,3 +160,50 @@ def test_old_checkpoints_of_bitsandbytes_are_named(checkpoint, tmp_path, key):
     folder = changed_settings(checkpoint("awq")[0], tmp_path, lambda s: {key: True})
     with pytest.raises(ConfigError, match=r"quantized with 'bitsandbytes', .* --quantization int4"):
         load(folder)
+
+
+def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):
+    """Layers of 16 bits are dense; the head is quantized if it has settings."""
+    folder, dense_folder = checkpoint("gptq-4")
+    dense = "model.layers.1.mlp.down_proj"
+    extra = {dense: {"bits": 16, "data_type": "fp"}, "lm_head": {"bits": 4}}
+
+    def change(settings):
+        return auto_round("auto_round:auto_gptq")(settings) | {"extra_config": extra}
+
+    copy = changed_settings(folder, tmp_path, change)
+    tensors, twin = (load_file(each / "model.safetensors") for each in (copy, dense_folder))
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(dense)}
+    tensors[f"{dense}.weight"] = twin[f"{dense}.weight"]
+    parts, head = FORMATS["gptq-4"].quantize(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
+    save_file(tensors, copy / "model.safetensors")
+    model = load(copy)
+    assert torch.equal(weight_of_head(model), head)
+    assert torch.equal(model.get_submodule(dense).weight, twin[f"{dense}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("packing_format", "auto_round", "packing_format is 'auto_round'; supported: auto_round:a"),
+        (
+            "backend",
+            "itrex",
+            "backend is 'itrex'; supported: auto_round:auto_gptq",
+        ),
+        ("data_type", "mx_fp4", "data_type is 'mx_fp4'; supported: int"),
+        ("act_bits", 8, "act_bits is 8"),
+        ("extra_config", ["lm_head"], "extra_config is "),
+        ("sym", False, None),
+    ],
+)
+def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
+    folder, _ = checkpoint("gptq-4")
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, key: value}
+    copy = changed_settings(folder, tmp_path, lambda s: settings)
+    if message is None:
+        assert logits_of(load(copy), prompt_of(3)).isfinite().all()
+        return
+    with pytest.raises(ConfigError, match=message):
+        load(copy)
