@@ -131,6 +131,16 @@ def test_what_is_written_is_loaded(dense, tmp_path, method, flags, quant_method,
     assert (got - want).norm() < most * want.norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_heads_are_listed_as_dense(tmp_path, family):
+    """Also tied ones, which are layers of their own for other readers."""
+    folder = make_tiny_model(family, tmp_path / "made")
+    words = ["--model", str(folder), "--out", str(tmp_path / "out")]
+    assert main(["quantize", "--method", "fp8", *words]) == 0
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["embed_out" if family == "gpt_neox" else "lm_head"]
+
+
 def test_layers_that_groups_do_not_divide_stay_dense(dense, tmp_path):
     out = tmp_path / "out"
     assert quantize(dense, out, "gptq", "--group-size", "64") == 0

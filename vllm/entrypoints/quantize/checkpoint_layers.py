@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Source
@@ -81,18 +81,17 @@ class CheckpointLayers:
         return bool(parts) and all(self._holds(place, parts) for place, _ in parts)
 
     def is_linear(self, key: str) -> bool:
-        """Whether this is a linear layer or an output head, quantized or not."""
-        return bool(self._parts(key))
+        """Whether this is a linear layer, quantized or not, that is no expert's."""
+        parts = self._parts(key)
+        return bool(parts) and all(isinstance(p.module, ParallelLinear) for p, _ in parts)
 
-    def is_head(self, key: str) -> bool:
-        """Whether this is an output head, or the embedding that is one."""
-        return any(
-            isinstance(place.module, VocabParallelEmbedding) for place, _ in self._parts(key)
-        )
-
-    def is_experts(self, key: str) -> bool:
-        """Whether this is a layer of an expert."""
-        return self._is(key, Experts)
+    def heads(self) -> list[str]:
+        """Names in the checkpoint of output heads, which stay dense; also of one that is tied."""
+        return [
+            self._name_in_checkpoint(path)
+            for layer, path in self._paths.items()
+            if isinstance(layer, ParallelLMHead)
+        ]
 
     def dense_experts(self) -> list[str]:
         """Names in the checkpoint of experts that stay dense."""
@@ -116,9 +115,6 @@ class CheckpointLayers:
                 )
         elif tensor.dim() == 3:
             yield from self._experts_in(name, tensor)
-
-    def _is(self, key: str, kind: type[MethodLayer]) -> bool:
-        return any(isinstance(place.module, kind) for place, _ in self._parts(key))
 
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
         """Of a tensor with a matrix for each expert."""

@@ -84,7 +84,7 @@ def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
     dense = sorted(changes.dense_layers)
     if args.method in ("fp8", "int8"):
         kind = "float" if args.method == "fp8" else "int"
-        return compressed_settings(kind, [*dense, *sorted(changes.dense_heads)])
+        return compressed_settings(kind, [*dense, *changes.layers.heads()])
     if dense:
         logger.warning("%d layers stay as they are, such as %s", len(dense), dense[0])
     if args.method == "awq":
@@ -113,8 +113,6 @@ class _Changes:
         """Name in the model of a tensor that stays dense -> its new values."""
         self.dense_layers: set[str] = set(layers.dense_experts())
         """Names in the checkpoint of layers that stay dense."""
-        self.dense_heads: set[str] = set()
-        """The same of output heads."""
 
     def apply(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
         """What a tensor of the checkpoint becomes."""
@@ -127,8 +125,8 @@ class _Changes:
         if made:
             return made
         stem, _, kind = name.rpartition(".")
-        if kind == "weight" and tensor.dim() == 2:
-            self._note_dense(stem)
+        if kind == "weight" and self.layers.is_linear(self.layers.key(stem)):
+            self.dense_layers.add(stem)
         changed = self.dense.pop(self.layers.key_of_tensor(name), None)
         return {name: tensor if changed is None else changed.to(tensor.dtype)}
 
@@ -141,11 +139,6 @@ class _Changes:
                 f"cannot be measured; use --method fp8 or int8"
             )
         return self.stored.pop(found.key)
-
-    def _note_dense(self, stem: str) -> None:
-        key = self.layers.key(stem)
-        if self.layers.is_linear(key) and not self.layers.is_experts(key):
-            (self.dense_heads if self.layers.is_head(key) else self.dense_layers).add(stem)
 
 
 def _grid_of(args: argparse.Namespace) -> Grid:
