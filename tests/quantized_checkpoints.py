@@ -5,6 +5,7 @@ are its formula in float32. Nothing of the package is used for either.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,13 +46,38 @@ class Format:
     """Parts of names of layers that stay dense."""
 
 
-def write(name: str, folder: Path, source: Path | None = None) -> tuple[Path, Path]:
+def made_once(folder: Path) -> Callable[[str], tuple[Path, Path]]:
+    """`write` into this folder, which keeps what was written."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            made[name] = write(name, folder)
+        return made[name]
+
+    return get
+
+
+_DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
+"""In the names of matrices that no format stores."""
+
+
+def is_linear(key: str, tensor: Tensor) -> bool:
+    """Whether a tensor is the weight of a linear layer of a decoder layer."""
+    is_weight = key.endswith(".weight") and tensor.dim() == 2 and re.search(r"\.\d+\.", key)
+    return bool(is_weight) and _DENSE.search(key) is None
+
+
+def write(
+    name: str, folder: Path, source: Path | None = None, skipped: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
     """Folders of the checkpoint and of its dense twin.
 
     Args:
         name: of the format.
         folder: for both.
         source: a dense checkpoint; None: a tiny Llama.
+        skipped: names of layers that stay dense besides those of the format.
     """
     torch.manual_seed(0)
     config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
@@ -64,17 +90,28 @@ def write(name: str, folder: Path, source: Path | None = None) -> tuple[Path, Pa
         tensors = load_file(source / "model.safetensors")
         config = json.loads((source / "config.json").read_text())
     format_ = FORMATS[name]
+    is_transposed = config.get("model_type") == "gpt2"
     stored, dense = {}, {}
     for key, tensor in tensors.items():
         stored[key] = dense[key] = tensor
-        if "_proj." in key and not any(part in key for part in format_.skipped):
+        is_skipped = any(part in key for part in (*format_.skipped, *skipped))
+        if is_linear(key, tensor) and not is_skipped:
             del stored[key]
-            parts, dense[key] = format_.quantize(tensor)
+            parts, dense[key] = format_.quantize(tensor.T if is_transposed else tensor)
+            if is_transposed:
+                dense[key] = dense[key].T
+                parts |= {"weight": parts["weight"].T} if "weight" in parts else {}
             stem = key.removesuffix("weight")
             stored |= {stem + part: values for part, values in parts.items()}
     folders = folder / name, folder / f"{name}-dense"
-    settings = {"quantization_config": format_.settings}
-    for path, values, added in zip(folders, (stored, dense), (settings, {}), strict=True):
+    settings = dict(format_.settings)
+    if skipped:
+        is_compressed = settings["quant_method"] == "compressed-tensors"
+        key = "ignore" if is_compressed else "modules_to_not_convert"
+        settings[key] = [*settings.get(key, []), *skipped]
+    for path, values, added in zip(
+        folders, (stored, dense), ({"quantization_config": settings}, {}), strict=True
+    ):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(config | added))
         save_file({k: t.contiguous() for k, t in values.items()}, path / "model.safetensors")

@@ -5,7 +5,7 @@ import torch
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.model_executor.helpers import prompt_of
-from tests.quantized_checkpoints import write
+from tests.quantized_checkpoints import made_once, write
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu.library import load_cpu_kernels
@@ -16,14 +16,7 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("quantized"), {}
-
-    def get(name):
-        if name not in made:
-            made[name] = write(name, folder)
-        return made[name]
-
-    return get
+    return made_once(tmp_path_factory.mktemp("quantized"))
 
 
 def greedy(folder, **settings):

@@ -87,6 +87,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str,
                 "collectives": "there is one card",
                 "graph replay": "HPU graphs need lazy mode",
                 "layer graph": "HPU graphs need lazy mode",
+                "uint4 matmul": "convert_from_uint4 is documented for lazy mode",
             },
         ),
     ],
@@ -203,7 +204,7 @@ BROKEN = {
     "a copy that is not the same": (
         (HpuTensor, "cpu", lambda self: torch.zeros(self.shape, dtype=self.dtype)),
         {*CAUSAL, "host copies", "index types", "sdpa mask", "rms_norm", "rotary neox"}
-        | {"rotary gpt-j", "silu_and_mul", "decode attention", "graph replay"},
+        | {"rotary gpt-j", "silu_and_mul", "decode attention", "graph replay", "uint4 matmul"},
         "torch.float32 came back different from a copy waiting",
     ),
 }  # fmt: skip

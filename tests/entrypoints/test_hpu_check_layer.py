@@ -12,7 +12,7 @@ from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_quantized import HPUFp8Experts
-from vllm.platforms.habana import sim_fp8, sim_spec
+from vllm.platforms.habana import sim_fp8, sim_spec, sim_uint4
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_clock import Clock
 from vllm.platforms.habana.sim_graphs import CapturedGraph
@@ -23,6 +23,7 @@ LAYER_ROWS = ("layer eager", "layer graph", "prefill with context")
 KERNEL_ROWS = (
     *("sdpa causal", "sdpa shared heads", "sdpa mask", "sdpa valid lengths", "rms_norm"),
     *("rotary neox", "rotary gpt-j", "silu_and_mul", "moe", "fp8 cast", "fp8 matmul"),
+    "uint4 matmul",
 )
 SAMPLING_ROWS = tuple(name for name in CHECKS if name.startswith("sampling"))
 STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *SAMPLING_ROWS)
@@ -251,12 +252,18 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         "fp8 cast": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 moe": (HPUFp8Experts, "forward", lambda self, x, *args: x),
+        "uint4 matmul": (sim_uint4, "_nibbles", nibbles_from_the_highest),
     }
     for row, fault in faults.items():
         assert result_of(bridge, row).status == "pass"
         with monkeypatch.context() as patch:
             patch.setattr(*fault)
             assert result_of(bridge, row).status == "fail", row
+
+
+def nibbles_from_the_highest(words):
+    places = torch.arange(28, -1, -4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> places & 15).flatten(-2).float()
 
 
 def slower_sync(self, sync=Clock.sync):

@@ -1,6 +1,7 @@
 """`vllm quantize`: rounding, the formats that are written, and models that are loaded again."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -130,6 +131,16 @@ def test_what_is_written_is_loaded(dense, tmp_path, method, flags, quant_method,
     assert (got - want).norm() < most * want.norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_heads_are_listed_as_dense(tmp_path, family):
+    """Also tied ones, which are layers of their own for other readers."""
+    folder = make_tiny_model(family, tmp_path / "made")
+    words = ["--model", str(folder), "--out", str(tmp_path / "out")]
+    assert main(["quantize", "--method", "fp8", *words]) == 0
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["embed_out" if family == "gpt_neox" else "lm_head"]
+
+
 def test_layers_that_groups_do_not_divide_stay_dense(dense, tmp_path):
     out = tmp_path / "out"
     assert quantize(dense, out, "gptq", "--group-size", "64") == 0
@@ -137,9 +148,12 @@ def test_layers_that_groups_do_not_divide_stay_dense(dense, tmp_path):
     assert "dynamic" not in settings
     assert quantize(dense, tmp_path / "other", "gptq", "--group-size", "48") == 0
     settings = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]
+    attention = [f"self_attn.{name}_proj" for name in "koqv"]
+    dense = sorted([*attention, "mlp.gate_proj", "mlp.up_proj"])
     assert sorted(settings["dynamic"]) == [
-        f"-:.*\\.{name}$"
-        for name in ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+        rf"-:^model\.layers\.{layer}\.{re.escape(name)}($|\.)"
+        for layer in range(2)
+        for name in dense
     ]
     assert logits_of(load(tmp_path / "other"), prompt_of(5)).isfinite().all()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from tests.reference_model import load_reference
 from vllm.config import (
@@ -19,6 +18,8 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored_linear import RoundedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
@@ -26,10 +27,12 @@ from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8, CPUPacked
 from vllm.ops.stored_weight import round_to_fp8
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 
 
 def read_arch(folder: Path) -> ModelArch:
-    return ModelArch.from_hf(AutoConfig.from_pretrained(folder).to_dict())
+    raw = read_hf_config(folder, {})
+    return ModelArch.from_hf(complete_hf_config(raw, folder, trust_remote_code=False))
 
 
 def make_config(folder: Path, dtype: Any = "float32", **load: Any) -> VllmConfig:
@@ -102,3 +105,20 @@ def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
         weight = getattr(layer.method, "packed", None)
         packed[id(layer.method)] = getattr(weight, "num_bytes", 0)
     return sum(packed.values())
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The dequantized weights of linear layers and experts, by the names of their modules.
+
+    The model is loaded with `NativeOps`, which keep them so.
+    """
+    found: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, LatentUpProjection):
+            found[path] = torch.cat((layer.key_up, layer.value_up.mT), dim=1)
+        elif isinstance(layer, ParallelLinear):
+            packed: Any = getattr(layer.method, "packed", None)
+            found[path] = layer.weight if packed is None else packed.weight
+        elif isinstance(layer, Experts):
+            found[path] = torch.cat((layer.gate_up, layer.down.mT), dim=1)
+    return found

@@ -1,4 +1,4 @@
-"""Checks of FP8 and of the operator of a mixture of experts, against torch on the host."""
+"""Checks of FP8, of numbers of four bits, and of experts as one operator, against the host."""
 
 from functools import partial
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_quantized import HPUFp8Experts
+from vllm.ops.hpu_quantized import HPUFp8Experts, HPUUint4Weight
 from vllm.ops.native import NativeOps
-from vllm.ops.stored_weight import round_to_fp8
+from vllm.ops.stored_weight import GroupedWeight, round_to_fp8
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _FP8 = torch.float8_e4m3fn
@@ -105,6 +105,34 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
     comparison = Comparison()
     comparison.add("e4m3", call(), left.float() @ right.float().T * scales[0] * scales[1])
     comparison.add_time("e4m3", shortest_s(bridge, call))
+    return comparison.outcome()
+
+
+def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
+    """Of a weight of 4 bits in groups with zero points, with and without the order of its inputs,
+    against the product of the same numbers in float32."""
+    if (missing := _missing("convert_from_uint4")) is not None:
+        return missing
+    if not bridge.is_lazy:
+        return Outcome("skip", "convert_from_uint4 is documented for lazy mode and compiled graphs")
+    comparison = Comparison()
+    num_out, num_in, num_groups = 48, 128, 4
+    words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out)).int()
+    in_order = (torch.arange(num_in) // (num_in // num_groups)).int()
+    for name, groups in (("in order", None), ("act-order", in_order[torch.randperm(num_in)])):
+        weight = GroupedWeight(
+            words=words,
+            bits=4,
+            scales=(torch.rand(num_groups, num_out) / 64 + 2**-8).bfloat16().float(),
+            zeros=torch.randint(0, 16, (num_groups, num_out), dtype=torch.int16),
+            groups=groups,
+        )
+        prepared = HPUOps(bridge).prepare_weight(weight, torch.bfloat16)
+        assert isinstance(prepared, HPUUint4Weight)
+        x = torch.randn(17, num_in).bfloat16()
+        call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
+        comparison.add(name, call(), x.float() @ weight.dequantize().T)
+        comparison.add_time(name, shortest_s(bridge, call))
     return comparison.outcome()
 
 

@@ -144,7 +144,8 @@ class AdapterLayers:
                     b = b.float() * config.scale_of(module, len(a))
                     a = a.to(self._dtype)
                     for target, source in self._projections(module, b, config):
-                        own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
+                        rows = source.picked(module).read(())
+                        own_a, own_b = target.of_rank(a, rows.to(self._dtype))
                         parts[target.number] = LowRank(own_a, own_b)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
@@ -224,7 +225,8 @@ class AdapterLayers:
                     f"{path}: {module}.{name} has the shape {shape}, and {wanted} is expected "
                     f"for this model and rank {rank}. Is it an adapter of another model?"
                 )
-        if any(list(source.shape) != [target.output_size, rank] for target, source in found):
+        shapes = [list(source.picked(module).shape) for _, source in found]
+        if shapes != [[target.output_size, rank] for target, _ in found]:
             raise RequestError(
                 f"{path}: fan_in_fan_out of {module} does not fit the model. Is it an adapter of "
                 f"another model?"

@@ -145,6 +145,19 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(1)
 
 
+def pack_bits(numbers: Tensor, bits: int) -> Tensor:
+    """The reverse of `unpack_bits`: [R, N] uint8 -> [R, N * bits / 32] int32."""
+    if bits == 3:
+        stream = (numbers[..., None] >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(1)
+        eights = stream.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
+        whole = eights.sum(-1, dtype=torch.uint8)
+    else:
+        per_byte = numbers.unflatten(1, (-1, 8 // bits))
+        shifted = per_byte << torch.arange(0, 8, bits, dtype=torch.uint8)
+        whole = shifted.sum(-1, dtype=torch.uint8)
+    return whole.contiguous().view(torch.int32)
+
+
 def unpack_awq(words: Tensor) -> Tensor:
     """Eight outputs in each word [R, W] int32 of AWQ -> [R, 8 * W] uint8 in their order."""
     eights = unpack_bits(words, 4).unflatten(1, (-1, 8))

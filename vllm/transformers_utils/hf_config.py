@@ -27,7 +27,10 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         raise ConfigError(f"model folder '{folder}' has no config.json")
     raw = _with_floats(read_json_object(path))
     if "quantization_config" not in raw:
-        raw |= _old_quantization(folder)
+        raw |= _other_quantization(raw, folder)
+    own = raw.get("quantization_config")
+    if isinstance(own, dict) and {"load_in_4bit", "load_in_8bit"} & own.keys():
+        own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
     return _with_overrides(raw, overrides)
 
 
@@ -97,16 +100,29 @@ def is_known_to_transformers(architecture: str) -> bool:
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def _old_quantization(folder: Path) -> dict[str, Any]:
-    """The quantization of a checkpoint that has it in a file of its own, as AutoGPTQ and AutoAWQ
-    wrote before transformers had a place for it."""
-    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+_QUANTIZATION_FILES = (
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+    ("hf_quant_config.json", "modelopt"),
+)
+"""Files that have the settings of a quantization, and the method of those that do not name it."""
+
+
+def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The quantization of a checkpoint that has it under another key, or in a file of its own, as
+    tools wrote it before transformers had a place for it."""
+    if isinstance(raw.get("compression_config"), dict):
+        return {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                **raw["compression_config"],
+            }
+        }
+    for name, method in _QUANTIZATION_FILES:
         path = folder / name
         if path.is_file():
             settings = read_json_object(path)
-            if "quant_method" not in settings:
-                settings["quant_method"] = method
-            return {"quantization_config": settings}
+            return {"quantization_config": {"quant_method": method, **settings}}
     return {}
 
 

@@ -4,6 +4,7 @@ By the public descriptions of the formats: GPTQ (`qweight`, `qzeros`, `scales`, 
 layout gemm, and compressed-tensors for fp8 and int8.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.entrypoints.quantize.rounding import Grid, Rounded
+from vllm.ops.stored_weight import pack_bits
 
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours is in each place of a word, from the lowest bits on."""
@@ -19,8 +21,8 @@ _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 def gptq_tensors(rounded: Rounded, bits: int) -> dict[str, Tensor]:
     """Zero points are stored less one, as the first format does."""
     return {
-        "qweight": _words(rounded.numbers, bits).T.contiguous(),
-        "qzeros": _words(rounded.zeros - 1, bits),
+        "qweight": pack_bits(rounded.numbers, bits).T.contiguous(),
+        "qzeros": pack_bits(rounded.zeros - 1, bits),
         "scales": rounded.scales.half(),
         "g_idx": rounded.groups,
     }
@@ -31,7 +33,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
     Args:
         grid: of the weights.
         by_activation: whether groups have inputs from everywhere.
-        dense: last parts of the names of layers that stay dense.
+        dense: names of modules that stay dense, with all that is in them.
     """
     settings: dict[str, Any] = {
         "quant_method": "gptq",
@@ -43,7 +45,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
         "checkpoint_format": "gptq",
     }
     if dense:
-        settings["dynamic"] = {f"-:.*\\.{name}$": {} for name in dense}
+        settings["dynamic"] = {f"-:^{re.escape(name)}($|\\.)": {} for name in dense}
     return settings
 
 
@@ -52,7 +54,7 @@ def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
 
     def words(numbers: Tensor) -> Tensor:
         eights = numbers.unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)]
-        return _words(eights.flatten(1), 4)
+        return pack_bits(eights.flatten(1), 4)
 
     return {
         "qweight": words(rounded.numbers.T.contiguous()),
@@ -107,17 +109,3 @@ def compressed_settings(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
 def _row_scales(weight: Tensor, largest: float) -> Tensor:
     scales = weight.float().abs().amax(1, keepdim=True) / largest
     return torch.where(scales == 0, 1.0, scales)
-
-
-def _words(numbers: Tensor, bits: int) -> Tensor:
-    """Rows of numbers as words of 32 bits, the first in the lowest bits: [R, N] uint8 ->
-    [R, N * bits / 32] int32."""
-    if bits == 3:  # 32 numbers are in three words
-        stream = (numbers[..., None] >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(1)
-        eights = stream.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
-        whole = eights.sum(-1, dtype=torch.uint8)
-    else:
-        per_byte = numbers.unflatten(1, (-1, 8 // bits))
-        shifted = per_byte << torch.arange(0, 8, bits, dtype=torch.uint8)
-        whole = shifted.sum(-1, dtype=torch.uint8)
-    return whole.contiguous().view(torch.int32)

@@ -71,7 +71,7 @@ def quantize_layers(
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The longest list of modules, and its name.
+    """The list of modules with the most parameters, and its name.
 
     Raises:
         ConfigError: there is none.
@@ -79,7 +79,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of decoder layers to quantize")
-    return max(lists, key=lambda each: len(each[1]))
+    return max(lists, key=lambda each: sum(p.numel() for p in each[1].parameters()))
 
 
 def linear_layers(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
+from vllm.entrypoints.quantize.checkpoint_layers import CheckpointLayers, CheckpointWeight
 from vllm.entrypoints.quantize.formats import (
     awq_settings,
     awq_tensors,
@@ -24,12 +25,9 @@ from vllm.entrypoints.quantize.formats import (
     gptq_tensors,
     int8_tensors,
 )
-from vllm.entrypoints.quantize.layerwise import (
-    Inputs,
-    decoder_layers,
-    linear_layers,
-    quantize_layers,
-)
+from vllm.entrypoints.quantize.input_scaling import FAMILIES, divide, pairs_of
+from vllm.entrypoints.quantize.layerwise import Inputs, linear_layers, quantize_layers
+from vllm.entrypoints.quantize.linear_modules import use_linear_modules
 from vllm.entrypoints.quantize.rounding import (
     Grid,
     input_scales,
@@ -38,6 +36,7 @@ from vllm.entrypoints.quantize.rounding import (
 )
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.slice import Features
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import resolve_model_folder
 from vllm.transformers_utils.tokenizer import get_tokenizer
@@ -48,14 +47,9 @@ logger = init_logger(__name__)
 
 _SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
-_AWQ_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_SCALED_BY = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-    "self_attn.v_proj": ("self_attn.o_proj",),
-    "mlp.up_proj": ("mlp.down_proj",),
-}
-"""Module whose outputs can be divided -> the layers that have them as inputs."""
+_ROUND_ROWS = {"fp8": fp8_tensors, "int8": int8_tensors}
+_MOST_TARGETS, _MOST_ROWS = 16, 4096
+"""Layers with the same inputs, and rows of these, that factors of AWQ are chosen by."""
 
 
 def quantize(args: argparse.Namespace) -> int:
@@ -75,106 +69,134 @@ def quantize(args: argparse.Namespace) -> int:
         raise ConfigError(f"--model {args.model} is quantized already; name the unquantized one")
     find_files(folder, "safetensors")
     if args.method in ("fp8", "int8"):
-        tensors, settings = _round_rows(folder, args.method)
+        changes = _Changes(CheckpointLayers(folder, lambda *sizes: True), _ROUND_ROWS[args.method])
     else:
-        tensors, settings = _calibrate(folder, config, args)
-    _write(folder, out, tensors, config | {"quantization_config": settings})
+        changes = _calibrate(folder, config, args)
+    _write(folder, out, changes)
+    settings = _settings(args, changes)
+    text = json.dumps(config | {"quantization_config": settings}, indent=2)
+    (out / "config.json").write_text(text)
     logger.info("wrote %s: vllm serve %s", out, out)
     return 0
 
 
-def _round_rows(folder: Path, method: str) -> tuple["_Changes", dict[str, Any]]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    path, layers = decoder_layers(model)
-    names = {f"{path}.{name}" for name, _ in linear_layers(layers)}
-    ignored = [name for name, _ in linear_layers(model) if name not in names]
-    round_rows = fp8_tensors if method == "fp8" else int8_tensors
-    kind = "float" if method == "fp8" else "int"
-    return _Changes(names, round_rows), compressed_settings(kind, ignored)
+def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
+    dense = sorted(changes.dense_layers)
+    if args.method in ("fp8", "int8"):
+        kind = "float" if args.method == "fp8" else "int"
+        return compressed_settings(kind, [*dense, *changes.layers.heads()])
+    if dense:
+        logger.warning("%d layers stay as they are, such as %s", len(dense), dense[0])
+    if args.method == "awq":
+        return awq_settings(_grid_of(args), dense)
+    return gptq_settings(_grid_of(args), args.desc_act, dense)
 
 
 class _Changes:
     """What takes the place of tensors of the checkpoint.
 
     Args:
-        names: of the linear layers that are quantized.
+        layers: of the checkpoint.
         convert: makes the tensors of a layer of its weight; None: they are in `stored`.
     """
 
-    def __init__(self, names: set[str], convert: Any = None) -> None:
-        self.names = names
+    def __init__(
+        self,
+        layers: CheckpointLayers,
+        convert: Callable[[Tensor], dict[str, Tensor]] | None = None,
+    ) -> None:
+        self.layers = layers
         self.convert = convert
         self.stored: dict[str, dict[str, Tensor]] = {}
-        """Name of a layer -> its tensors."""
+        """Key of a layer -> its tensors."""
         self.dense: dict[str, Tensor] = {}
-        """Name of a tensor that stays dense -> its new values."""
+        """Name in the model of a tensor that stays dense -> its new values."""
+        self.dense_layers: set[str] = set(layers.dense_experts())
+        """Names in the checkpoint of layers that stay dense."""
 
     def apply(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
         """What a tensor of the checkpoint becomes."""
+        made: dict[str, Tensor] = {}
+        for found in self.layers.weights_of(name, tensor):
+            parts = self._tensors(found)
+            if found.is_transposed and "weight" in parts:
+                parts["weight"] = parts["weight"].T
+            made |= {f"{found.name}.{part}": values for part, values in parts.items()}
+        if made:
+            return made
         stem, _, kind = name.rpartition(".")
-        if stem in self.names and kind == "weight":
-            self.names.remove(stem)
-            parts = self.stored.pop(stem) if self.convert is None else self.convert(tensor)
-            return {f"{stem}.{part}": values for part, values in parts.items()}
-        if name in self.dense:
-            return {name: self.dense[name].to(tensor.dtype)}
-        return {name: tensor}
+        if kind == "weight" and self.layers.is_linear(self.layers.key(stem)):
+            self.dense_layers.add(stem)
+        changed = self.dense.pop(self.layers.key_of_tensor(name), None)
+        return {name: tensor if changed is None else changed.to(tensor.dtype)}
+
+    def _tensors(self, found: CheckpointWeight) -> dict[str, Tensor]:
+        if self.convert is not None:
+            return self.convert(found.weight)
+        if found.key not in self.stored:
+            raise ConfigError(
+                f"transformers has no layer for {found.name} of the checkpoint, so its inputs "
+                f"cannot be measured; use --method fp8 or int8"
+            )
+        return self.stored.pop(found.key)
 
 
-def _calibrate(
-    folder: Path, config: Mapping[str, Any], args: argparse.Namespace
-) -> tuple[_Changes, dict[str, Any]]:
-    is_awq = args.method == "awq"
-    if is_awq and config.get("model_type") not in _AWQ_FAMILIES:
-        raise ConfigError(
-            f"--method awq: the model is of the type {config.get('model_type')!r}; supported: "
-            f"{', '.join(_AWQ_FAMILIES)}. Use --method gptq"
-        )
+def _grid_of(args: argparse.Namespace) -> Grid:
     bits = 4 if args.bits is None else args.bits
-    if is_awq and bits != 4:
-        raise ConfigError(f"--bits {bits}: AWQ has 4 bits. Leave it out, or use --method gptq")
-    grid = Grid(bits=bits, group_size=args.group_size, is_symmetric=not is_awq)
+    return Grid(bits=bits, group_size=args.group_size, is_symmetric=args.method != "awq")
+
+
+def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace) -> _Changes:
+    is_awq, model_type = args.method == "awq", str(config.get("model_type"))
+    if is_awq and model_type not in FAMILIES:
+        raise ConfigError(
+            f"--method awq: the model is of the type {model_type!r}; supported: "
+            f"{', '.join(FAMILIES)}. Use --method gptq"
+        )
+    grid = _grid_of(args)
+    if is_awq and grid.bits != 4:
+        raise ConfigError(f"--bits {grid.bits}: AWQ has 4 bits. Leave it out, or use --method gptq")
+
+    def fits(num_outputs: int, num_inputs: int, features: Features | None) -> bool:
+        is_whole = features is None or features.in_words(grid.bits) is not None
+        return is_whole and grid.fits(num_outputs, num_inputs)
+
+    layers = CheckpointLayers(folder, fits)
     model = AutoModelForCausalLM.from_pretrained(folder, **dtype_argument("auto")).eval()
+    use_linear_modules(model)
     samples = _samples(folder, args)
-    changes = _Changes(set())
-    dense: set[str] = set()
+    changes = _Changes(layers)
 
     def one_layer(name: str, layer: nn.Module, inputs: dict[str, Inputs]) -> None:
+        quantized = {
+            part: linear
+            for part, linear in linear_layers(layer)
+            if layers.is_quantized(layers.key(f"{name}.{part}"))
+        }
         if is_awq:
-            changes.dense.update(_scale_inputs(name, layer, inputs, grid))
-        for part, linear in linear_layers(layer):
-            if not grid.fits(linear.out_features, linear.in_features):
-                dense.add(part.rpartition(".")[2])
-                continue
-            weight = linear.weight.data
-            if is_awq:
-                rounded = round_to_nearest(weight, grid)
-                tensors = awq_tensors(rounded)
+            changed = _scale_inputs(model_type, layer, inputs, grid, set(quantized))
+            changes.dense |= {
+                layers.key_of_tensor(f"{name}.{part}"): values for part, values in changed.items()
+            }
+        for part, linear in quantized.items():
+            measured = inputs.get(part)  # none of an expert that no token used
+            if is_awq or measured is None:
+                rounded = round_to_nearest(linear.weight.data, grid)
             else:
                 rounded = round_by_gptq(
-                    weight, inputs[part].hessian, grid, by_activation=args.desc_act
+                    linear.weight.data, measured.hessian, grid, by_activation=args.desc_act
                 )
-                tensors = gptq_tensors(rounded, bits)
+            tensors = awq_tensors(rounded) if is_awq else gptq_tensors(rounded, grid.bits)
             linear.weight.data = rounded.dequantize()
-            changes.names.add(f"{name}.{part}")
-            changes.stored[f"{name}.{part}"] = tensors
+            changes.stored[layers.key(f"{name}.{part}")] = tensors
 
     quantize_layers(model, samples, one_layer)
-    if not changes.names:
+    if not changes.stored:
         raise ConfigError(
             f"--group-size {args.group_size} divides the input features of no layer; name a "
             f"smaller one, or -1"
         )
-    if dense:
-        logger.warning(
-            "--group-size %d does not divide the features of %s, which stay as they are",
-            args.group_size,
-            ", ".join(sorted(dense)),
-        )
-    if is_awq:
-        return changes, awq_settings(grid, sorted(dense))
-    return changes, gptq_settings(grid, args.desc_act, sorted(dense))
+    return changes
 
 
 def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
@@ -193,32 +215,52 @@ def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
 
 
 def _scale_inputs(
-    name: str, layer: nn.Module, inputs: dict[str, Inputs], grid: Grid
-) -> Iterator[tuple[str, Tensor]]:
+    model_type: str,
+    layer: nn.Module,
+    inputs: dict[str, Inputs],
+    grid: Grid,
+    quantized: set[str],
+) -> dict[str, Tensor]:
     """Multiply weights by the factors of AWQ, and divide what makes their inputs.
+
+    Args:
+        model_type: of the model.
+        layer: a decoder layer.
+        inputs: of its linear layers.
+        grid: what weights are rounded to.
+        quantized: names of the layers that will be rounded.
 
     Returns:
         Name and new values of each tensor that stays dense and has changed.
     """
-    for source_name, target_names in _SCALED_BY.items():
-        source = layer.get_parameter(f"{source_name}.weight").data
-        targets = [layer.get_parameter(f"{each}.weight").data for each in target_names]
-        if not all(grid.fits(*target.shape) for target in targets):
-            continue
-        if len(source) != targets[0].shape[1]:  # values that several heads share
-            continue
-        scales = input_scales(targets, torch.cat(inputs[target_names[0]].rows), grid)
-        for target in targets:
-            target *= scales
-        source /= scales if source.dim() == 1 else scales[:, None]
-        yield f"{name}.{source_name}.weight", source.clone()
-        bias = getattr(layer.get_submodule(source_name), "bias", None)
+    changed: dict[str, Tensor] = {}
+    for pair in pairs_of(model_type, layer):
+        source = layer.get_parameter(f"{pair.source}.weight").data
+        targets = {name: layer.get_parameter(f"{name}.weight").data for name in pair.targets}
+        rounded = [name for name in targets if name in quantized and name in inputs]
+        if not rounded or len(source) != targets[rounded[0]].shape[1]:
+            continue  # nothing to gain, or values that several heads share
+        measured = {id(inputs[name]): inputs[name] for name in rounded}
+        rows = torch.cat([row for each in measured.values() for row in each.rows])
+        weights = [targets[name] for name in rounded[:_MOST_TARGETS]]
+        scales = input_scales(weights, rows[:_MOST_ROWS], grid)
+        for weight in targets.values():
+            weight *= scales
+        divide(model_type, source, scales)
+        touched = [pair.source, *targets]
+        changed |= {
+            f"{name}.weight": layer.get_parameter(f"{name}.weight").data.clone()
+            for name in touched
+            if name not in quantized
+        }
+        bias = getattr(layer.get_submodule(pair.source), "bias", None)
         if isinstance(bias, Tensor):
             bias.data /= scales
-            yield f"{name}.{source_name}.bias", bias.data.clone()
+            changed[f"{pair.source}.bias"] = bias.data.clone()
+    return changed
 
 
-def _write(folder: Path, out: Path, changes: _Changes, config: Mapping[str, Any]) -> None:
+def _write(folder: Path, out: Path, changes: _Changes) -> None:
     """Write the checkpoint with its changes, and all other files as they are."""
     out.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -241,10 +283,11 @@ def _write(folder: Path, out: Path, changes: _Changes, config: Mapping[str, Any]
                 shard |= {key: values.contiguous() for key, values in made.items()}
                 if sum(each.nbytes for each in shard.values()) > _SHARD_BYTES:
                     flush()
-    if changes.names:
+    left = {*changes.stored, *changes.dense}
+    if left:
         raise ConfigError(
-            f"the checkpoint in {folder} has no tensor {min(changes.names)}.weight: its names are "
-            f"not those of transformers, so it cannot be quantized"
+            f"the checkpoint in {folder} has no tensor for {min(left)}: its names are not those of "
+            f"transformers, so it cannot be quantized with this method; use --method fp8 or int8"
         )
     flush()
     if len(set(index.values())) == 1:
@@ -252,4 +295,3 @@ def _write(folder: Path, out: Path, changes: _Changes, config: Mapping[str, Any]
     else:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
         (out / "model.safetensors.index.json").write_text(text)
-    (out / "config.json").write_text(json.dumps(dict(config), indent=2))

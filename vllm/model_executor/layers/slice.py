@@ -5,7 +5,8 @@ Independent of files and names of models.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,39 @@ from vllm.errors import WeightLoadError
 
 Index = tuple[slice, ...]
 """Part of a tensor: a slice without a step for each of the first dimensions; () is all of it."""
+
+DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Of weights as they were trained."""
+
+WORD_BITS = 32
+"""Of a word in which formats pack numbers of few bits."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """The output features of one part of a layer that a checkpoint stores as one: in each group of
+    neighbours, some that follow each other."""
+
+    total: int
+    """Of the whole layer."""
+    group: int
+    """Neighbours in a group."""
+    start: int
+    """First one in a group."""
+    count: int
+    """How many of a group."""
+
+    @property
+    def size(self) -> int:
+        """Features of the part."""
+        return self.total // self.group * self.count
+
+    def in_words(self, bits: int) -> "Features | None":
+        """The same in words of numbers of so many bits; None: they do not fill words."""
+        sizes = [n * bits for n in (self.total, self.group, self.start, self.count)]
+        if any(size % WORD_BITS for size in sizes):
+            return None
+        return Features(*(size // WORD_BITS for size in sizes))
 
 
 @dataclass(frozen=True)
@@ -26,20 +60,68 @@ class Source:
     """Index -> that part; nothing else is read."""
     copy_to: Callable[[Tensor, Index], None] | None = None
     """Read that part into a tensor of its shape, without a copy on the way where that can be."""
+    dtype: torch.dtype | None = None
+    """In the checkpoint; None: unknown."""
+    features: Features | None = None
+    """Only these output features of a layer are meant. Where they are in the tensor is known to the
+    format of the layer, which says so to `picked`."""
 
-    def rows(self, start: int, count: int) -> "Source":
-        """Rows [start, start + count) as a tensor of their own."""
+    def narrow(self, dim: int, start: int, count: int) -> "Source":
+        """Indices [start, start + count) of a dimension, as a tensor of their own."""
 
         def read(index: Index) -> Tensor:
-            first, end, _ = (index[0] if index else slice(None)).indices(count)
-            return self.read((slice(start + first, start + end), *index[1:]))
+            inner = [*index, *(slice(None) for _ in range(dim + 1 - len(index)))]
+            first, end, _ = inner[dim].indices(count)
+            inner[dim] = slice(start + first, start + max(first, end))
+            return self.read(tuple(inner))
 
-        return Source(torch.Size((count, *self.shape[1:])), read)
+        shape = torch.Size((*self.shape[:dim], count, *self.shape[dim + 1 :]))
+        return Source(shape, read, dtype=self.dtype, features=self.features)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Source":
         """What `function` makes of the tensor, whose whole is read for every part."""
-        shape = function(torch.empty(self.shape, device="meta")).shape
-        return Source(shape, lambda index: function(self.read(()))[index])
+        made = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return Source(
+            made.shape,
+            lambda index: function(self.read(()))[index],
+            dtype=self.dtype and made.dtype,
+            features=self.features,
+        )
+
+    def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "Source":
+        """The output features that are meant, as a tensor of their own.
+
+        Args:
+            name: of the tensor, for errors.
+            dim: with the output features; None: the tensor is the same for all of them.
+            bits: of a feature in words along that dimension; 32: it is an index by itself.
+
+        Raises:
+            WeightLoadError: the tensor has another number of features, or they do not fill words.
+        """
+        part = self.features
+        if part is None:
+            return self
+        whole = replace(self, features=None)
+        if dim is None:
+            return whole
+        places = part.in_words(bits)
+        if places is None:
+            raise WeightLoadError(
+                f"tensor {name} has {WORD_BITS // bits} output features in a word: the part of "
+                f"{part.count} features from number {part.start} on in each {part.group} is not "
+                f"made of whole words, so the layer cannot be split as the model needs it. Use a "
+                f"checkpoint in another format"
+            )
+        if len(self.shape) <= dim or self.shape[dim] != places.total:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(self.shape)} in the checkpoint, the model needs "
+                f"{places.total} in dimension {dim}, for the {part.total} output features of the "
+                f"layer"
+            )
+        if places.group == places.total:
+            return whole.narrow(dim, places.start, places.count)
+        return whole.mapped(partial(_pick, dim=dim, places=places))
 
     def fill(self, target: Tensor, index: Index = ()) -> None:
         """Copy that part into `target`, of its shape, converting to its dtype."""
@@ -47,6 +129,11 @@ class Source:
             target.copy_(self.read(index))
         else:
             self.copy_to(target, index)
+
+
+def _pick(tensor: Tensor, dim: int, places: Features) -> Tensor:
+    groups = tensor.unflatten(dim, (-1, places.group))
+    return groups.narrow(dim + 1, places.start, places.count).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True)
@@ -101,6 +188,11 @@ class ExpertSlice(Slice):
         super().copy(param[self.expert], source, tp)
 
 
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """As people write it: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 WeightSlices = dict[str, dict[str, Slice]]
 """Parameter name -> name of the checkpoint module, "" for the layer's own -> its place."""
 
@@ -140,9 +232,16 @@ class Place:
         """Copy this rank's part of a tensor, converting to the dtype of the parameter.
 
         Raises:
-            WeightLoadError: it has another shape.
+            WeightLoadError: it has another shape, or numbers of few bits for dense weights.
         """
+        source = source.picked(name)
         param = self.param
+        if param.is_floating_point() and source.dtype not in (*DENSE_DTYPES, param.dtype, None):
+            raise WeightLoadError(
+                f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint, but "
+                f"the layer is not quantized: it needs float32, float16 or bfloat16. Is "
+                f"quantization_config in config.json missing, or does it leave this layer out?"
+            )
         expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
         if source.shape != expected:
             raise WeightLoadError(

@@ -6,6 +6,7 @@ says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,25 @@ from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
 from vllm.ops import get_ops
 from vllm.ops.interface import PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
+
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of scales."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How a format stores one tensor of a layer."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """That it may have."""
+    output_dim: int | None = 0
+    """With the output features; None: it is the same for all of them."""
+    bits: int = WORD_BITS
+    """Of an output feature in words along that dimension; 32: an index is a feature."""
 
 
 class StoredLinear(LinearMethod):
@@ -31,6 +47,31 @@ class StoredLinear(LinearMethod):
     def __init__(self, name: str) -> None:
         self.name = name
         self.packed: PreparedWeight | None = None
+
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """How the checkpoint stores the parameters, by their names."""
+        raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
+
+        Args as of `load`.
+
+        Raises:
+            WeightLoadError: it has the wrong shape, or wrong numbers.
+        """
+        return source
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        stored = self.stored_tensors()[place.param_name]
+        if source.dtype not in (*stored.dtypes, None):
+            accepted = " or ".join(map(dtype_name, stored.dtypes))
+            raise WeightLoadError(
+                f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
+                f"quantization_config in config.json it must be {accepted}"
+            )
+        source = self.arranged(place, name, source)
+        place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 
     @abstractmethod
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:

@@ -8,6 +8,7 @@ finished by its method as soon as it is complete, before the next one gets memor
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.sharded_state import shard_of
 from vllm.model_executor.loader.stage import keep_stage
-from vllm.model_executor.loader.weights import load_parameters, load_weights
+from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
@@ -145,6 +146,7 @@ def _read(
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
     else:
+        _check_size(num_bytes, files)
         memory = ParameterMemory(model, device, on_host)
         is_split = config.load.load_format == "sharded_state"
         if is_split:
@@ -170,6 +172,23 @@ def _read(
         num_bytes / 2**30,
         time.perf_counter() - started,
     )
+
+
+_LARGEST_RATIO = 64
+"""Of the memory of parameters to the size of files. Weights of 1.5 bits become at most float32."""
+_SMALL_BYTES = 256 << 20
+"""Less memory is taken in any case: what is wrong with a file is said by what reads it."""
+
+
+def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
+    """Refuse a config.json with wrong sizes before memory is taken for them."""
+    in_files = sum(path.stat().st_size for path in files)
+    if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
+        raise WeightLoadError(
+            f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
+            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
+            f"another model, or are files missing?"
+        )
 
 
 def build_model(
@@ -201,8 +220,10 @@ def build_model(
     return model.eval()
 
 
-def _use_formats(model: nn.Module, formats: Sequence[Quantization]) -> None:
+def _use_formats(model: LoadableModel, formats: Sequence[Quantization]) -> None:
     """Give each layer the method of the first format that takes it."""
+    for format_ in formats:
+        format_.names_in_checkpoint = partial(names_in_checkpoint, model=model)
     for name, layer in model.named_modules():
         if isinstance(layer, MethodLayer):
             methods = (format_.method_of(name, layer) for format_ in formats)

@@ -4,6 +4,7 @@ Where a tensor belongs is data: module names, the layers' slices, and the rename
 class. Independent of files.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.stage import absent_prefixes
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import name_some
+
+_SCALE_OF_ATTENTION = re.compile(r"\.self_attn\.(attn\.|q_proj\.)?(q|prob)_scale$")
+"""Names of scales for products of queries and of probabilities in fp8, which are in bf16 here."""
 
 
 @dataclass
@@ -110,7 +114,7 @@ def _fill(
     for checkpoint_name, name, source in entries:
         if name in targets.aliases or name.startswith(absent):
             continue
-        if load_kv_scale(model, name, source):
+        if load_kv_scale(model, name, source) or _SCALE_OF_ATTENTION.search(name):
             continue
         target = todo.pop(name, None)
         if target is None:
@@ -151,9 +155,11 @@ def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
     """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
     where the model has none."""
     stem, _, kind = name.rpartition(".")
-    if kind != "bias" or f"{stem}.qweight" not in targets.by_name or len(source.shape) != 1:
+    scales = targets.by_name.get(f"{stem}.scales")
+    if kind != "bias" or scales is None or scales.slice is None:
         return False
-    return not bool(source.read(()).any())
+    bias, expected = source.picked(name), scales.slice.checkpoint_shape(scales.param)[1:]
+    return bias.shape == expected and not bool(bias.read(()).any())
 
 
 def _converted(
@@ -175,6 +181,32 @@ def renamed(name: str, model: LoadableModel) -> str:
     for part, replacement in model.checkpoint_names.items():
         name = name.replace(part, replacement)
     return name
+
+
+def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
+    """What a module may be called in a checkpoint, where that differs from its name in the model.
+
+    Args:
+        name: of the module in the model.
+        model: that has it.
+    """
+    whole = f"{name}."  # renames are of whole levels
+    found = {whole}
+    for part, replacement in reversed(list(model.checkpoint_names.items())):
+        found |= {each.replace(replacement, part) for each in found}
+    for prefix, replacement in model.checkpoint_prefixes.items():
+        found |= {
+            prefix + each.removeprefix(replacement)
+            for each in found
+            if each.startswith(replacement)
+        }
+    found.remove(whole)
+    return sorted(each.removesuffix(".") for each in found if renamed(each, model) == whole)
+
+
+def find_places(model: LoadableModel) -> dict[str, Place]:
+    """Where each tensor goes that a checkpoint has to bring, by its name in the model."""
+    return _find_targets(model).by_name
 
 
 def _find_targets(model: LoadableModel) -> _Targets:

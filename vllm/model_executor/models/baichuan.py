@@ -1,6 +1,7 @@
 """Baichuan 1 and 2."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -8,7 +9,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 _VOCAB_SIZE_OF_1 = 64000
 
@@ -16,6 +17,8 @@ _VOCAB_SIZE_OF_1 = 64000
 class BaichuanForCausalLM(DecoderForCausalLM):
     """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama; the models of 13B have ALiBi
     in place of rotations. The rows of the output head of Baichuan 2 have the length 1."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {".W_pack.": ".qkv_proj."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
@@ -25,9 +28,9 @@ class BaichuanForCausalLM(DecoderForCausalLM):
         """Query, key and value are stored as one; a normed head is stored as it was trained."""
         if name == "lm_head.weight" and self.has_normed_head:
             return ((name, source.mapped(F.normalize)),)
-        if ".W_pack." not in name:
+        if ".qkv_proj." not in name:
             return ((name, source),)
-        return split_rows(name, source, "W_pack", qkv_sizes(self.arch))
+        return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):

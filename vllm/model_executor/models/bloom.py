@@ -16,8 +16,8 @@ from vllm.model_executor.models.decoder import (
 )
 from vllm.model_executor.models.fused_weights import (
     qkv_sizes,
+    split_features,
     split_qkv_groups,
-    split_rows,
 )
 
 
@@ -99,7 +99,7 @@ class MPTForCausalLM(DecoderForCausalLM):
         """Query, key and value are stored as one."""
         if ".qkv_proj." not in name:
             return ((name, source),)
-        return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
 
 
 class MptForCausalLM(MPTForCausalLM):

@@ -1,48 +1,63 @@
-"""Checkpoint tensors that hold several weights of ours, such as one for query, key and value."""
+"""Checkpoint layers that hold several of ours, such as one for query, key and value.
+
+A family says which output features belong to which part. Where they are in a tensor of the layer, a
+weight or what a format stores in place of it, is known to the format (`Source.picked`).
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-
-from torch import Tensor
+from dataclasses import replace
 
 from vllm.config import ModelArch
-from vllm.model_executor.layers.slice import Source
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Features, Source
 
 
-def split_rows(
+def split_features(
     name: str, source: Source, fused: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, Source]]:
-    """The parts of a tensor whose rows are those of one part after the other.
+    """The parts of a layer whose output features are those of one part after the other.
 
     Args:
-        name: of the tensor, with `fused` in it.
-        source: the tensor, [sum of sizes, ...].
+        name: of a tensor of the layer, with `fused` in it.
+        source: the tensor.
         fused: what is replaced in the name.
-        sizes: what takes its place -> rows of the part.
+        sizes: what takes its place -> output features of the part.
     """
-    start = 0
-    for part, size in sizes.items():
-        yield name.replace(fused, part), source.rows(start, size)
-        start += size
+    total = sum(sizes.values())
+    return _split(name, source, fused, sizes, total, total)
 
 
 def split_groups(
-    name: str, source: Source, fused: str, heads: Mapping[str, int], head_size: int
+    name: str,
+    source: Source,
+    fused: str,
+    heads: Mapping[str, int],
+    head_size: int,
+    num_groups: int,
 ) -> Iterator[tuple[str, Source]]:
-    """The parts of a tensor whose rows are groups, each with some heads of every part.
+    """The parts of a layer whose output features are groups, each with some heads of every part.
 
     Args:
-        name: of the tensor, with `fused` in it.
-        source: the tensor, [groups * heads of a group * head_size, ...].
+        name: of a tensor of the layer, with `fused` in it.
+        source: the tensor.
         fused: what is replaced in the name.
         heads: what takes its place -> heads of that part in a group.
-        head_size: rows of a head.
+        head_size: features of a head.
+        num_groups: of all features.
     """
-    in_group, start = sum(heads.values()), 0
-    for part, count in heads.items():
-        pick = partial(_pick, in_group=in_group, start=start, count=count, head_size=head_size)
-        yield name.replace(fused, part), source.mapped(pick)
-        start += count
+    sizes = {part: count * head_size for part, count in heads.items()}
+    group = sum(sizes.values())
+    return _split(name, source, fused, sizes, group, num_groups * group)
+
+
+def _split(
+    name: str, source: Source, fused: str, sizes: Mapping[str, int], group: int, total: int
+) -> Iterator[tuple[str, Source]]:
+    start = 0
+    for part, size in sizes.items():
+        features = Features(total, group, start, size)
+        yield name.replace(fused, part), replace(source, features=features)
+        start += size
 
 
 def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[str, Source]]:
@@ -50,12 +65,27 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
     other tensors as they are."""
     if ".qkv_proj." not in name:
         return ((name, source),)
-    return split_groups(name, source, "qkv_proj", qkv_heads(arch), arch.head_size)
+    heads = qkv_heads(arch)
+    return split_groups(name, source, "qkv_proj", heads, arch.head_size, arch.num_kv_heads)
 
 
-def _pick(tensor: Tensor, in_group: int, start: int, count: int, head_size: int) -> Tensor:
-    groups = tensor.unflatten(0, (-1, in_group, head_size))
-    return groups[:, start : start + count].flatten(0, 2)
+def experts_in(name: str, source: Source, num_experts: int) -> range:
+    """The experts that have a matrix, or a bias, each in a tensor.
+
+    Args:
+        name: of the tensor.
+        source: the tensor, [experts, ...].
+        num_experts: of the model.
+
+    Raises:
+        WeightLoadError: the tensor is of another number of experts.
+    """
+    if len(source.shape) < 2 or source.shape[0] != num_experts:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
+            f"{num_experts} experts in dimension 0"
+        )
+    return range(num_experts)
 
 
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:

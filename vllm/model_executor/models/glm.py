@@ -13,7 +13,7 @@ from vllm.model_executor.models.decoder import (
     Layer,
     SandwichLayer,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 
 class GlmForCausalLM(DecoderForCausalLM):
@@ -31,7 +31,7 @@ class GlmForCausalLM(DecoderForCausalLM):
         if ".gate_up_proj." not in name:
             return ((name, source),)
         size = self.arch.intermediate_size
-        return split_rows(name, source, "gate_up_proj", {"gate_proj": size, "up_proj": size})
+        return split_features(name, source, "gate_up_proj", {"gate_proj": size, "up_proj": size})
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
@@ -58,6 +58,7 @@ class ChatGLMModel(GlmForCausalLM):
     }
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".self_attention.dense.": ".self_attn.o_proj.",
+        ".query_key_value.": ".qkv_proj.",
         ".self_attention.": ".self_attn.",
         ".dense_h_to_4h.": ".gate_up_proj.",
         ".dense_4h_to_h.": ".down_proj.",
@@ -66,8 +67,8 @@ class ChatGLMModel(GlmForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the fused projections."""
-        if ".query_key_value." in name:
-            return split_rows(name, source, "query_key_value", qkv_sizes(self.arch))
+        if ".qkv_proj." in name:
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return super().convert(name, source)
 
 

@@ -9,10 +9,9 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 from vllm.model_executor.models.fused_weights import (
-    qkv_heads,
     qkv_sizes,
-    split_groups,
-    split_rows,
+    split_features,
+    split_qkv_groups,
 )
 
 _LEVELS = {
@@ -58,11 +57,13 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         super().__init__(arch, tp, options)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Weights of layers are stored transposed, and query, key and value as one."""
-        if name.startswith("model.layers.") and len(source.shape) == 2:
+        """Weights of layers are stored transposed, and query, key and value as one. What quantized
+        checkpoints have in place of weights is not."""
+        is_weight = name.startswith("model.layers.") and name.endswith(".weight")
+        if is_weight and len(source.shape) == 2:
             source = source.mapped(lambda weight: weight.T)
         if ".qkv_proj." in name:
-            return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return ((name, source),)
 
 
@@ -75,5 +76,5 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
         if ".qkv_proj." not in name:
             return ((name, source),)
         if self.arch.num_kv_heads == 1:
-            return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
-        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return split_qkv_groups(self.arch, name, source)

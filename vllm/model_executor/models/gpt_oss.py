@@ -11,6 +11,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
+from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
@@ -51,7 +52,9 @@ class GptOssForCausalLM(DecoderForCausalLM):
         if suffix in ("blocks", "scales"):
             return self._from_mxfp4(f"{parent}.experts.", weight, suffix, source)
         is_bias = kind.endswith("_bias")
-        return _by_expert(f"{parent}.experts.", kind.removesuffix("_bias"), source, is_bias)
+        experts = experts_in(name, source, mixture_options(self.arch).num_experts)
+        kind = kind.removesuffix("_bias")
+        return _by_expert(f"{parent}.experts.", kind, source, is_bias, experts)
 
     def _from_mxfp4(
         self, parent: str, weight: str, suffix: str, source: Source
@@ -77,10 +80,10 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
 
 def _by_expert(
-    parent: str, weight: str, source: Source, is_bias: bool
+    parent: str, weight: str, source: Source, is_bias: bool, experts: range
 ) -> Iterator[tuple[str, Source]]:
     """The dense matrices, or biases, of each expert."""
-    for expert in range(source.shape[0]):
+    for expert in experts:
         stored = source.read((slice(expert, expert + 1),))[0]
         kind = "bias" if is_bias else "weight"
         yield from _parts_of(parent, weight, expert, stored if is_bias else stored.T, kind)
@@ -92,4 +95,7 @@ def _parts_of(
     """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
     pairs = (("gate_proj", rows[::2]), ("up_proj", rows[1::2]))
     for name, part in pairs if weight == "gate_up_proj" else (("down_proj", rows),):
-        yield f"{parent}{expert}.{name}.{kind}", Source(part.shape, part.__getitem__)
+        yield (
+            f"{parent}{expert}.{name}.{kind}",
+            Source(part.shape, part.__getitem__, dtype=part.dtype),
+        )

@@ -17,7 +17,7 @@ from vllm.model_executor.models.decoder import (
     Layer,
     LayerSpec,
 )
-from vllm.model_executor.models.fused_weights import split_rows
+from vllm.model_executor.models.fused_weights import split_features
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mamba import hybrid_sizes, split_mixer
@@ -76,6 +76,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         ".mamba.": ".self_attn.",
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
+        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -89,7 +90,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         if ".shared_mlp.input_linear." in name:
             size = int(self.arch.hf_config["shared_intermediate_size"])
             parts = {f"{shared}gate_proj": size, f"{shared}up_proj": size}
-            return split_rows(name, source, ".shared_mlp.input_linear", parts)
+            return split_features(name, source, ".shared_mlp.input_linear", parts)
         if ".mlp." in name:
             return split_experts(self.arch, name, source)
         return split_mixer(name, source, hybrid_sizes(self.arch))

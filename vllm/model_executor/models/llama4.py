@@ -20,6 +20,7 @@ from vllm.model_executor.models.decoder import (
     DecoderOptions,
     LayerSpec,
 )
+from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
 from vllm.ops import get_ops
@@ -123,15 +124,18 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
         parent, _, weight = name.rpartition(".experts.")
-        if not parent:
+        if weight not in ("gate_up_proj", "down_proj"):  # quantized ones are stored one by one
             return ((name, source),)
-        return _by_expert(f"{parent}.experts.", weight, source)
+        experts = experts_in(name, source, int(self.arch.hf_config["num_local_experts"]))
+        return _by_expert(f"{parent}.experts.", weight, source, experts)
 
 
-def _by_expert(parent: str, weight: str, source: Source) -> Iterator[tuple[str, Source]]:
+def _by_expert(
+    parent: str, weight: str, source: Source, experts: range
+) -> Iterator[tuple[str, Source]]:
     names = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
-    for expert in range(source.shape[0]):
-        matrix = source.rows(expert, 1).mapped(lambda x: x[0].T)
+    for expert in experts:
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0].T)
         size = matrix.shape[0] // len(names)
         for index, name in enumerate(names):
-            yield f"{parent}{expert}.{name}.weight", matrix.rows(index * size, size)
+            yield f"{parent}{expert}.{name}.weight", matrix.narrow(0, index * size, size)

@@ -18,7 +18,7 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     add_norm,
 )
-from vllm.model_executor.models.fused_weights import split_rows
+from vllm.model_executor.models.fused_weights import split_features
 
 
 class MambaLayer(Layer):
@@ -66,7 +66,7 @@ class MambaForCausalLM(DecoderForCausalLM):
         if ".in_proj." not in name:
             return ((name, source),)
         size = mamba_sizes(self.arch).inner_size
-        return split_rows(name, source, "in_proj", {"in_x": size, "in_gate": size})
+        return split_features(name, source, "in_proj", {"in_x": size, "in_gate": size})
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):
@@ -85,7 +85,7 @@ def split_mixer(name: str, source: Source, sizes: Mamba2Sizes) -> Iterable[tuple
     tensors as they are."""
     for fused, parts in (("in_proj", sizes.in_parts), ("conv1d", sizes.conv_parts)):
         if f".{fused}." in name:
-            return split_rows(name, source, fused, parts)
+            return split_features(name, source, fused, parts)
     return ((name, source),)
 
 

@@ -19,6 +19,7 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     rms_norm,
 )
+from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
@@ -144,6 +145,7 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
+        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -160,18 +162,19 @@ def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[
     if name.endswith(".input_linear.weight"):
         size = arch.intermediate_size
         parts = {"gate_proj": (0, size), "up_proj": (size, size)}
-        return _by_expert(name.removesuffix("input_linear.weight"), source, parts)
+        return _by_expert(arch, name, source, parts)
     if name.endswith(".output_linear.weight"):
         parts = {"down_proj": (0, arch.hidden_size)}
-        return _by_expert(name.removesuffix("output_linear.weight"), source, parts)
+        return _by_expert(arch, name, source, parts)
     return ((name, source),)
 
 
 def _by_expert(
-    parent: str, source: Source, parts: dict[str, tuple[int, int]]
+    arch: ModelArch, name: str, source: Source, parts: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, Source]]:
     """Rows of each expert's matrix in [E, rows, columns], by name of the part: (first, count)."""
-    for expert in range(source.shape[0]):
-        matrix = source.rows(expert, 1).mapped(lambda x: x[0])
-        for name, (first, count) in parts.items():
-            yield f"{parent}experts.{expert}.{name}.weight", matrix.rows(first, count)
+    parent = name.removesuffix("put_linear.weight").rpartition(".")[0]
+    for expert in experts_in(name, source, mixture_options(arch).num_experts):
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
+        for part, (first, count) in parts.items():
+            yield f"{parent}.experts.{expert}.{part}.weight", matrix.narrow(0, first, count)

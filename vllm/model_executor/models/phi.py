@@ -13,7 +13,7 @@ from vllm.model_executor.models.decoder import (
     ParallelLayer,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 
 class PhiForCausalLM(DecoderForCausalLM):
@@ -49,9 +49,9 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the fused projections."""
         if ".qkv_proj." in name:
-            return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         if ".gate_up_proj." in name:
             size = self.arch.intermediate_size
             sizes = {"gate_proj": size, "up_proj": size}
-            return split_rows(name, source, "gate_up_proj", sizes)
+            return split_features(name, source, "gate_up_proj", sizes)
         return ((name, source),)

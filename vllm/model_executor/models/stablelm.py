@@ -52,4 +52,4 @@ class StableLmForCausalLM(DecoderForCausalLM):
             return ()
         del self._head_norms[weight]
         stacked = torch.stack([heads[head] for head in sorted(heads)])
-        return ((weight, Source(stacked.shape, stacked.__getitem__)),)
+        return ((weight, Source(stacked.shape, stacked.__getitem__, dtype=stacked.dtype)),)

@@ -1,22 +1,18 @@
 """AWQ checkpoints (arXiv 2306.00978) in the layout `gemm`: 4 bits, with zero points."""
 
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
-from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.linear import LinearMethod
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
-from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
-    first_expert,
     group_size_of,
-    is_below,
-    is_quantized,
+    is_listed,
     names,
 )
 
 
-class AWQ(Quantization):
+class AWQ(CheckpointFormat[GroupLayout]):
     """`quant_method: awq`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -36,12 +32,15 @@ class AWQ(Quantization):
             group_size=group_size_of(settings, "group_size"),
             is_awq=True,
         )
+        self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision or not is_quantized(name, layer, self.ignored):
-            return None
-        return GroupedLinear(name, self.layout)
+    @property
+    def stores_head(self) -> bool:
+        return bool(self.has_head)
 
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        return None if is_below(first_expert(name), self.ignored) else StoredExperts(name)
+    def storage_of(self, names: Names) -> GroupLayout | None:
+        return None if is_listed(names, self.ignored) else self.layout
+
+    def method(self, name: str, storage: GroupLayout) -> LinearMethod:
+        return GroupedLinear(name, storage)

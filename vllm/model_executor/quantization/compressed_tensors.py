@@ -9,34 +9,43 @@ scale for each row, also where the checkpoint has one for all.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vllm.distributed import TPGroup
-from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_experts import StoredExperts
-from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
-from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of, checked_scales
+from vllm.model_executor.layers.slice import Features, Place, Slice, Source, whole
+from vllm.model_executor.layers.stored_linear import (
+    SCALES,
+    StoredLinear,
+    StoredTensor,
+    add_parameter,
+    on_host,
+)
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import (
     common_order,
     fill_groups,
     group_inputs,
+    in_a_row,
     in_words,
     num_words,
 )
-from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.scales import (
+    checked_scales,
+    one_scale,
+    without_zero_scales,
+)
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
-    first_expert,
     group_size_of,
-    is_below,
+    is_listed,
     names,
-    part_names,
     wrong,
 )
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
@@ -46,7 +55,7 @@ _CLASS = "Linear"
 """The target that means every linear layer."""
 
 
-class CompressedTensors(Quantization):
+class CompressedTensors(CheckpointFormat["_Scheme"]):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -54,9 +63,12 @@ class CompressedTensors(Quantization):
         Raises:
             ConfigError: a setting is not supported.
         """
-        for key in ("sparsity_config", "transform_config"):
-            if settings.get(key):
-                raise wrong(key, settings[key], "none of it")
+        sparsity = settings.get("sparsity_config") or {"format": "dense"}
+        if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
+            raise wrong("sparsity_config", sparsity, "none, or the format dense")
+        if settings.get("transform_config"):
+            raise wrong("transform_config", settings["transform_config"], "none of it")
+        _check_cache_scheme(settings.get("kv_cache_scheme") or {})
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise wrong("config_groups", groups, "an object of groups")
@@ -64,25 +76,31 @@ class CompressedTensors(Quantization):
         whole = settings.get("format", "")
         self.groups = [_Scheme({"format": whole, **_given(group)}) for group in groups.values()]
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision:
-            return None
-        parts = part_names(name, layer)
-        schemes = [self._scheme_of(part) for part in parts]
-        if any(scheme is not schemes[0] for scheme in schemes):
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config stores {', '.join(parts)} in "
-                f"different ways; they run as one layer, so it must be the same for all"
-            )
-        return None if schemes[0] is None else schemes[0].method(name)
+    @property
+    def stores_head(self) -> bool:
+        return True
 
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        return None if self._scheme_of(first_expert(name)) is None else StoredExperts(name)
-
-    def _scheme_of(self, name: str) -> "_Scheme | None":
-        if _matches(name, self.ignored):
+    def storage_of(self, names: Names) -> "_Scheme | None":
+        if _is_listed(names, self.ignored):
             return None
-        return next((each for each in self.groups if _matches(name, each.targets)), None)
+        return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+
+    def method(self, name: str, storage: "_Scheme") -> LinearMethod:
+        return storage.method(name)
+
+
+def _check_cache_scheme(scheme: Any) -> None:
+    """Scales of the KV cache must be for fp8: the names of their tensors do not tell."""
+    if not isinstance(scheme, dict):
+        raise wrong("kv_cache_scheme", scheme, "an object")
+    for key, accepted in (
+        ("type", ("float",)),
+        ("num_bits", (8,)),
+        ("symmetric", (True,)),
+        ("strategy", ("tensor", "attn_head")),
+    ):
+        if scheme.get(key) not in (None, *accepted):
+            raise wrong(f"kv_cache_scheme.{key}", scheme[key], ", ".join(map(str, accepted)))
 
 
 def _given(group: dict[str, Any]) -> dict[str, Any]:
@@ -100,14 +118,12 @@ def _patterns(settings: Settings, key: str) -> list[str]:
     return found
 
 
-def _matches(name: str, entries: Sequence[str]) -> bool:
-    for entry in entries:
-        is_pattern = entry.startswith("re:")
-        if entry == _CLASS or (is_pattern and re.match(entry[3:], name)):
-            return True
-        if not is_pattern and is_below(name, [entry]):
-            return True
-    return False
+def _is_listed(names: Names, entries: Sequence[str]) -> bool:
+    """Whether a layer is among entries that are names, patterns, or the class of all of them."""
+    patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+    others = [entry for entry in entries if not entry.startswith("re:")]
+    is_matched = any(re.match(pattern, name) for pattern in patterns for name in names)
+    return is_matched or _CLASS in others or is_listed(names, others)
 
 
 class _Scheme:
@@ -181,20 +197,48 @@ class _WholeNumbers(StoredLinear):
         add_parameter(layer, name, torch.empty(len(parts), size, dtype=dtype))
         layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
-        if place.param_name == "weight_scale":
-            assert place.slice is not None
-            shape = place.slice.checkpoint_shape(place.param)
-            source = checked_scales(name, source, zero_is_fine=True)
-            if source.shape.numel() == 1:
-                source = source.mapped(lambda scale: scale.reshape(1, 1).expand(shape))
-            elif len(source.shape) == 1:
-                source = source.mapped(lambda scales: scales[:, None])
-        elif place.param_name in ("weight_shape", "input_scale", "input_zero_point"):
-            source = source.mapped(lambda numbers: numbers.reshape(1, -1))
-        elif place.param_name == "weight_g_idx" and len(source.shape) == 1:
-            source = source.mapped(lambda numbers: numbers[None])
-        super().load(place, name, source, tp)
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        bits = self.scheme.bits
+        return {
+            "weight": StoredTensor((torch.int8,)),
+            "weight_packed": StoredTensor((torch.int32,)),
+            "weight_scale": StoredTensor(SCALES),
+            "weight_zero_point": StoredTensor((torch.int32,), 0, bits),
+            "weight_shape": StoredTensor((torch.int64, torch.int32), None),
+            "weight_g_idx": StoredTensor((torch.int32, torch.int64), None),
+            "input_scale": StoredTensor(SCALES, None),
+            "input_zero_point": StoredTensor((torch.int8,), None),
+        }
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        param_name = place.param_name
+        if param_name == "weight_scale":
+            return self._scales_of(place, name, source)
+        if param_name == "input_scale":
+            return one_scale(name, source).mapped(lambda scale: scale[None])
+        if param_name in ("weight_shape", "input_zero_point"):
+            return source.mapped(partial(_in_a_row, features=source.features))
+        return in_a_row(name, source) if param_name == "weight_g_idx" else source
+
+    def _scales_of(self, place: Place, name: str, source: Source) -> Source:
+        """[outputs, groups]"""
+        assert place.slice is not None
+        num_out, num_groups = place.slice.checkpoint_shape(place.param)
+        if source.features is not None:
+            num_out = source.features.total
+        source = checked_scales(name, source, zero_is_fine=True)
+        if source.shape.numel() == 1:
+            return source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, num_groups))
+        return source.mapped(lambda s: s[:, None]) if len(source.shape) == 1 else source
+
+
+def _in_a_row(numbers: Tensor, features: Features | None) -> Tensor:
+    """[1, N]. Of a shape, the part has only some of the output features."""
+    row = numbers.reshape(1, -1)
+    if features is None or row.shape[1] != 2:
+        return row
+    is_whole = row == torch.tensor([[features.total, -1]], device=row.device)
+    return torch.where(is_whole, features.size, row)
 
 
 class _WordsLinear(_WholeNumbers):
@@ -244,13 +288,14 @@ class _WordsLinear(_WholeNumbers):
         if scheme.has_order:
             rows = on_host(layer, "weight_g_idx")
             groups = common_order(self.name, rows, scheme.group_size, layer)
-        return GroupedWeight(
+        weight = GroupedWeight(
             words=on_host(layer, "weight_packed").T.contiguous(),
             bits=scheme.bits,
             scales=scales,
             zeros=zeros,
             groups=groups,
         )
+        return without_zero_scales(self.name, weight)
 
     def _shapes(self, layer: ParallelLinear) -> list[list[int]]:
         """[out_features, in_features] of each part in the checkpoint."""
@@ -287,16 +332,17 @@ class _Int8Linear(_WholeNumbers):
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         numbers, scales = on_host(layer, "weight"), on_host(layer, "weight_scale")
         if self.scheme.rounds_inputs and scales.shape[1] == 1:
-            return Int8Weight(numbers=numbers, scales=scales[:, 0])
+            return without_zero_scales(self.name, Int8Weight(numbers=numbers, scales=scales[:, 0]))
         if numbers.shape[1] % 4:
             raise WeightLoadError(
                 f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
                 f"rounded inputs needs a multiple of 4"
             )
         codes = numbers.view(torch.uint8) ^ 0x80  # plus 128
-        return GroupedWeight(
+        weight = GroupedWeight(
             words=codes.view(torch.int32).T.contiguous(),
             bits=8,
             scales=scales.T.contiguous(),
             zeros=torch.full((scales.shape[1], len(scales)), 128, dtype=torch.int16),
         )
+        return without_zero_scales(self.name, weight)

@@ -6,7 +6,6 @@ number, one per output feature, or one per block where `weight_block_size` says 
 that of static activations; a device that keeps inputs as they are does not need it.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -19,30 +18,34 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source, whole
 from vllm.model_executor.layers.stored_experts import (
     RoundedExperts,
-    StoredExperts,
     has_stored_kernel,
 )
 from vllm.model_executor.layers.stored_linear import (
+    SCALES,
     RoundedLinear,
     StoredLinear,
+    StoredTensor,
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.scales import (
+    checked_scales,
+    one_scale,
+    without_zero_scales,
+)
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
     choice,
-    first_expert,
-    is_below,
-    is_quantized,
+    is_listed,
     names,
     wrong,
 )
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight, round_to_fp8
 
 
-class Fp8(Quantization):
+class Fp8(CheckpointFormat[bool]):
     """`quant_method: fp8` and `fbgemm_fp8`; without settings, dense weights are rounded to fp8."""
 
     def __init__(self, settings: Settings | None) -> None:
@@ -60,20 +63,19 @@ class Fp8(Quantization):
             raise wrong("activation_scheme", scheme, "dynamic, where weight_block_size is set")
         self.ignored = names(settings, "ignored_layers", "modules_to_not_convert")
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision:
-            return None
+    def storage_of(self, names: Names) -> bool | None:
+        return None if is_listed(names, self.ignored) else True
+
+    def method(self, name: str, storage: bool) -> LinearMethod:
         if not self.is_stored:
             return RoundedLinear(name, round_to_fp8)
-        if not is_quantized(name, layer, self.ignored):
-            return None
         scale_name = "weight_scale_inv" if self.block else "weight_scale"
         return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        if not self.is_stored:
-            return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
-        return None if is_below(first_expert(name), self.ignored) else StoredExperts(name)
+        if self.is_stored:
+            return super().experts_method(name, layer)
+        return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
 
 
 def _round_expert(
@@ -93,14 +95,14 @@ class ModelOptFp8(Fp8):
             ConfigError: a setting is not supported.
         """
         settings = settings or {}
+        nested = settings.get("quantization")
+        if isinstance(nested, dict):  # as in hf_quant_config.json
+            settings = {**settings, **nested}
         algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         is_static = algorithm == "FP8"
         super().__init__({"activation_scheme": "static" if is_static else "dynamic"})
-        self.ignored = [each.rstrip("*").rstrip(".") for each in _ignored_by_modelopt(settings)]
-
-
-def _ignored_by_modelopt(settings: Settings) -> list[str]:
-    return names(settings, "ignore", "exclude_modules")
+        self.ignored = names(settings, "ignore", "exclude_modules")
 
 
 def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
@@ -172,18 +174,24 @@ class Fp8Linear(StoredLinear):
             )
         return Slice(1, 0, num_blocks, -(-slice_.total // self.block[1]))
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        return {
+            "weight": StoredTensor((torch.float8_e4m3fn,)),
+            self.scale_name: StoredTensor(SCALES),
+            "input_scale": StoredTensor(SCALES, output_dim=None),
+        }
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
         if place.param_name == self.scale_name:
-            source = self._per_output(place, name, source)
-        elif place.param_name == "input_scale":
-            source = _one_number(name, source)
-        super().load(place, name, source, tp)
+            return self._per_output(place, name, source)
+        return one_scale(name, source) if place.param_name == "input_scale" else source
 
     def _per_output(self, place: Place, name: str, source: Source) -> Source:
         """The scales of a checkpoint tensor as [outputs, blocks of inputs]."""
         assert place.slice is not None
-        shape = place.slice.checkpoint_shape(place.param)
-        num_out, num_blocks = shape
+        num_out, num_blocks = place.slice.checkpoint_shape(place.param)
+        if source.features is not None:
+            num_out = source.features.total
         per_tensor, per_output = [(), (1,), (1, 1)], [(num_out,), (num_out, 1)]
         block = self.block[0] if self.block else 1
         accepted = [(-(-num_out // block), num_blocks)] if self.block else per_tensor + per_output
@@ -196,46 +204,19 @@ class Fp8Linear(StoredLinear):
         def expand(scales: Tensor) -> Tensor:
             if self.block:
                 return scales.repeat_interleave(block, dim=0)[:num_out]
-            return scales.reshape(-1, 1).expand(shape)
+            return scales.reshape(-1, 1).expand(num_out, num_blocks)
 
-        return checked_scales(name, source).mapped(expand)
+        return checked_scales(name, source, zero_is_fine=True).mapped(expand)
 
     def stored_weight(self, layer: ParallelLinear) -> Fp8Weight:
         numbers = on_host(layer, "weight")
         if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
         input_scale: Any = on_host(layer, "input_scale") if self.has_input_scale else None
-        return Fp8Weight(
+        weight = Fp8Weight(
             numbers=numbers,
             scales=on_host(layer, self.scale_name),
             block_inputs=self.block[1] if self.block else layer.input_size,
             input_scale=None if input_scale is None else float(input_scale.max()),
         )
-
-
-def _one_number(name: str, source: Source) -> Source:
-    if source.shape.numel() != 1:
-        raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one number")
-    return checked_scales(name, source).mapped(lambda scale: scale.reshape(1))
-
-
-def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Source:
-    """The source as float32; reading it raises WeightLoadError if a number is not positive and
-    finite."""
-
-    def read(index: tuple[slice, ...]) -> Tensor:
-        scales = source.read(index).float()
-        worst = next(
-            (x for x in (scales.min(), scales.max()) if not _is_scale(float(x), zero_is_fine)), None
-        )
-        if worst is not None:
-            raise WeightLoadError(
-                f"tensor {name} contains {float(worst)}: scales are positive numbers"
-            )
-        return scales
-
-    return Source(source.shape, read)
-
-
-def _is_scale(x: float, zero_is_fine: bool) -> bool:
-    return math.isfinite(x) and (x > 0 or (zero_is_fine and x == 0))
+        return without_zero_scales(self.name, weight)

@@ -8,26 +8,15 @@ Numbers of 2, 3, 4 or 8 bits; symmetric ones have zero points too, all the same.
 import re
 from typing import Any
 
-from vllm.model_executor.layers.embedding import (
-    EmbeddingMethod,
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
-from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
-from vllm.model_executor.layers.stored_linear import StoredHead
+from vllm.model_executor.layers.linear import LinearMethod
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
-from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
-    first_expert,
     group_size_of,
-    is_below,
-    is_quantized,
+    is_listed,
     names,
-    part_names,
     wrong,
 )
 
@@ -35,7 +24,7 @@ _MAX_PATTERN = 1000
 """Characters of a pattern in `dynamic`."""
 
 
-class GPTQ(Quantization):
+class GPTQ(CheckpointFormat[GroupLayout]):
     """`quant_method: gptq`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -48,33 +37,26 @@ class GPTQ(Quantization):
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        if layer.keeps_precision or not is_quantized(name, layer, self.ignored):
+    @property
+    def stores_head(self) -> bool:
+        return bool(self.has_head)
+
+    def storage_of(self, names: Names) -> GroupLayout | None:
+        if is_listed(names, self.ignored):
             return None
-        layout = self._layout_of(part_names(name, layer)[0])
-        return None if layout is None else GroupedLinear(name, layout)
+        for pattern, layout in self.dynamic:
+            if any(pattern.match(name) for name in names):
+                return layout
+        return self.layout
 
-    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
-        if not self.has_head or not is_head or is_below(name, self.ignored):
-            return None
-        layout = self._layout_of(name)
-        return None if layout is None else StoredHead(GroupedLinear(name, layout))
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        first = first_expert(name)
-        is_dense = is_below(first, self.ignored) or self._layout_of(first) is None
-        return None if is_dense else StoredExperts(name)
-
-    def _layout_of(self, name: str) -> GroupLayout | None:
-        """Of a module; None: `dynamic` leaves it dense."""
-        found = (layout for pattern, layout in self.dynamic if pattern.match(name))
-        return next(found, self.layout)
+    def method(self, name: str, storage: GroupLayout) -> LinearMethod:
+        return GroupedLinear(name, storage)
 
 
 def _layout_of(settings: Settings) -> GroupLayout:
     bits = choice(settings, "bits", (2, 3, 4, 8))
     choice(settings, "desc_act", (True, False), False)
+    choice(settings, "is_marlin_format", (False,), False)
     formats = ("gptq", "gptq_v2")
     checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
     return GroupLayout(
@@ -82,6 +64,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
         group_size=group_size_of(settings, "group_size"),
         zero_offset=1 if checkpoint_format == "gptq" else 0,
         has_groups=True,
+        is_symmetric=choice(settings, "sym", (True, False), False),
     )
 
 

@@ -8,11 +8,16 @@ from torch import Tensor
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
-from vllm.ops.stored_weight import GroupedWeight, unpack_awq, unpack_bits
-
-_WORD_BITS = 32
+from vllm.model_executor.layers.slice import WORD_BITS, Place, Slice, Source, whole
+from vllm.model_executor.layers.stored_linear import (
+    SCALES,
+    StoredLinear,
+    StoredTensor,
+    add_parameter,
+    on_host,
+)
+from vllm.model_executor.quantization.scales import checked_scales, without_zero_scales
+from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,13 @@ class GroupLayout:
     """To be added to stored zero points."""
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
+    is_symmetric: bool = False
+    """All zero points are half of the range; else they may be anything."""
+
+    @property
+    def middle(self) -> int:
+        """Half of the range."""
+        return 1 << self.bits - 1
 
 
 class GroupedLinear(StoredLinear):
@@ -85,14 +97,19 @@ class GroupedLinear(StoredLinear):
             return whole(0, 0, num_groups, tp)
         return Slice(0, 0, num_groups, slice_.total // group)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
-        if place.param_name == "g_idx":
-            if len(source.shape) != 1:
-                raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
-            source = source.mapped(lambda groups: groups[None])
-        super().load(place, name, source, tp)
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        bits, words = self.layout.bits, (torch.int32,)
+        return {
+            "qweight": StoredTensor(words, 1, bits if self.layout.is_awq else WORD_BITS),
+            "qzeros": StoredTensor(words, 1, bits),
+            "scales": StoredTensor(SCALES, 1),
+            "g_idx": StoredTensor((torch.int32, torch.int64), None),
+        }
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
         if place.param_name == "scales":
-            check_scales(place, name)
+            return checked_scales(name, source, zero_is_fine=True)
+        return in_a_row(name, source) if place.param_name == "g_idx" else source
 
     def fill_missing(self, place: Place) -> None:
         assert place.slice is not None
@@ -102,6 +119,11 @@ class GroupedLinear(StoredLinear):
     def fill_indices(self, layer: ParallelLinear) -> None:
         if self.layout.has_groups:
             fill_groups(layer.get_parameter("g_idx"), self.layout.group_size)
+        if self.layout.is_symmetric:
+            qzeros = layer.get_parameter("qzeros")
+            middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
+            words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
+            qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         layout = self.layout
@@ -110,15 +132,23 @@ class GroupedLinear(StoredLinear):
         if layout.has_groups:
             g_idx = on_host(layer, "g_idx")
             groups = common_order(self.name, g_idx, layout.group_size, layer)
-        zeros = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
-        return GroupedWeight(
+        unpacked = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
+        zeros = unpacked.to(torch.int16) + layout.zero_offset
+        if layout.is_symmetric and bool((zeros != layout.middle).any()):
+            raise WeightLoadError(
+                f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
+                f"{int(zeros.max())}, but {layout.middle} by quantization_config.sym in "
+                f"config.json: either sym or checkpoint_format is wrong there"
+            )
+        weight = GroupedWeight(
             words=on_host(layer, "qweight"),
             is_awq=layout.is_awq,
             bits=layout.bits,
             scales=on_host(layer, "scales"),
-            zeros=zeros.to(torch.int16) + layout.zero_offset,
+            zeros=zeros,
             groups=groups,
         )
+        return without_zero_scales(self.name, weight)
 
 
 def group_inputs(name: str, group_size: int, layer: ParallelLinear) -> int:
@@ -173,12 +203,12 @@ def num_words(name: str, bits: int, num_features: int) -> int:
     Raises:
         ConfigError: the last one is not full.
     """
-    if num_features * bits % _WORD_BITS:
+    if num_features * bits % WORD_BITS:
         raise ConfigError(
             f"config.json of the checkpoint: the weights of quantization_config have {bits} bits: "
             f"{num_features} features of {name} do not fill words of 32 bits"
         )
-    return num_features * bits // _WORD_BITS
+    return num_features * bits // WORD_BITS
 
 
 def common_order(name: str, rows: Tensor, group_size: int, layer: ParallelLinear) -> Tensor | None:
@@ -213,6 +243,17 @@ def common_order(name: str, rows: Tensor, group_size: int, layer: ParallelLinear
     return rows[0]
 
 
+def in_a_row(name: str, source: Source) -> Source:
+    """A number for each input, as a row of a parameter.
+
+    Raises:
+        WeightLoadError: the tensor has another number of dimensions.
+    """
+    if len(source.shape) != 1:
+        raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
+    return source.mapped(lambda numbers: numbers[None])
+
+
 def fill_groups(rows: Tensor, group_size: int) -> None:
     """Fill rows of group numbers [parts, inputs] for groups of neighbours."""
     num_in = rows.shape[1]
@@ -223,15 +264,3 @@ def fill_groups(rows: Tensor, group_size: int) -> None:
 def transposed(slice_: Slice) -> Slice:
     """The slice of a parameter whose two dimensions are exchanged."""
     return replace(slice_, dim=1 - slice_.dim)
-
-
-def check_scales(place: Place, name: str) -> None:
-    """Check the scales that a checkpoint tensor of this name has filled.
-
-    Raises:
-        WeightLoadError: one is not finite.
-    """
-    assert place.slice is not None
-    mine = place.param.narrow(place.slice.dim, place.slice.offset, place.slice.size)
-    if not bool(mine.isfinite().all()):
-        raise WeightLoadError(f"tensor {name} contains NaN or infinity: scales are finite numbers")

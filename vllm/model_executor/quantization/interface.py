@@ -1,5 +1,6 @@
 """The interface of weight formats. Independent of single formats."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,13 @@ class Quantization:
     """One weight format, with the settings of one checkpoint: how its layers are stored.
 
     By default it leaves every layer to the next format, and in the end to dense weights.
+
+    Attributes:
+        names_in_checkpoint: gives what a module of this name in the model may be called in a
+            checkpoint, where that differs. Set before any layer is asked for.
     """
+
+    names_in_checkpoint: Callable[[str], Sequence[str]] = staticmethod(lambda name: ())
 
     def start(self, tp: TPGroup) -> None:
         """Called once, before any layer is asked for, with the ranks that share the model."""

@@ -37,6 +37,8 @@ _formats: dict[str, Format] = {
     "modelopt": Format(f"{_PACKAGE}.fp8:ModelOptFp8"),
     "gptq": Format(f"{_PACKAGE}.gptq:GPTQ"),
     "awq": Format(f"{_PACKAGE}.awq:AWQ"),
+    "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
+    "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
@@ -45,6 +47,9 @@ _INSTEAD = {
     "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
     "--quantization int4",
+    "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
+    "--quantization fp8 or int8",
+    "torchao": "load the unquantized checkpoint with --quantization int4, int8 or fp8",
     "marlin": "use the GPTQ checkpoint that it was made of: this layout is for another device",
 }
 """What to do about formats that are not supported on purpose."""

@@ -1,6 +1,7 @@
 """Reading the `quantization_config` of a checkpoint. Independent of single formats."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from vllm.errors import ConfigError
@@ -66,29 +67,17 @@ def part_names(name: str, layer: ParallelLinear) -> list[str]:
     return [prefix + part if part else name for part in layer.feature_slices]
 
 
-def first_expert(name: str) -> str:
-    """The name of a layer of the first of these experts."""
-    return f"{name}.0.gate_proj"
+def is_listed(names: Iterable[str], entries: Iterable[str]) -> bool:
+    """Whether a module, or one that it is in, is among the entries.
 
-
-def is_below(name: str, entries: Iterable[str]) -> bool:
-    """Whether a module, or one that it is in, has one of these names, or a name that ends so."""
-    whole = f".{name}."
-    return any(f".{entry}." in whole for entry in entries)
-
-
-def is_quantized(name: str, layer: ParallelLinear, ignored: Sequence[str]) -> bool:
-    """Whether a layer is not among those that the checkpoint left dense.
-
-    Raises:
-        ConfigError: that differs between parts of a fused layer.
+    Args:
+        names: all names of the module.
+        entries: names, or ends of names, or patterns with asterisks for whole names.
     """
-    parts = part_names(name, layer)
-    is_dense = [is_below(part, ignored) for part in parts]
-    if any(is_dense) and not all(is_dense):
-        raise ConfigError(
-            f"config.json of the checkpoint: quantization_config leaves some of "
-            f"{', '.join(parts)} unquantized and others not; they run as one layer, so it must be "
-            f"the same for all"
-        )
-    return not is_dense[0]
+    return any(_matches(name, entry) for name in names for entry in entries)
+
+
+def _matches(name: str, entry: str) -> bool:
+    if "*" in entry:
+        return fnmatchcase(name, entry)
+    return f".{entry}." in f".{name}."

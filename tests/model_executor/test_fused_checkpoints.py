@@ -1,0 +1,151 @@
+"""Quantized checkpoints whose layers are several of ours, such as one for query, key and value: the
+parts of the stored tensors are those of the dequantized weight."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.test_remote_code_families import CHATGLM, FAMILIES, chatglm
+from tests.model_executor.helpers import load, weights_of
+from tests.quantized_checkpoints import write
+from tests.tiny_models import make_tiny_model
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.ops.native import NativeOps
+
+WIDE = {"intermediate_size": 192}
+MIXER = ("x_proj", "dt_proj")
+TABLE = {
+    # Family: values of its config, and layers that stay dense.
+    "phi3": (WIDE, ()),
+    "glm": (WIDE, ()),
+    "glm4": (WIDE, ()),
+    "gpt2": ({}, ()),
+    "gpt_bigcode": ({}, ()),
+    "gpt_bigcode_multi_head": ({}, ()),
+    "gpt_neox": (WIDE, ()),
+    "falcon_7b": ({}, ()),
+    "falcon_40b": ({}, ()),
+    "falcon_rw": ({}, ()),
+    "bloom": ({}, ()),
+    "mpt": ({}, ()),
+    "mamba": ({}, MIXER),
+    "mamba2": ({}, ()),
+    "bamba": (WIDE, ()),
+    "granite_hybrid_dense": ({"shared_intermediate_size": 96, "num_hidden_layers": 4}, ()),
+    "deepseek_v3": (
+        WIDE
+        | {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64},
+        (),
+    ),
+    "InternLM2ForCausalLM": (WIDE, ()),
+    "BaichuanForCausalLM": (WIDE, ()),
+    "ChatGLMModel": (WIDE, ()),
+}
+FORMATS = (
+    *("fp8-static", "fp8-block", "ct-fp8-dynamic", "gptq-4", "gptq-4-order", "gptq-8", "awq"),
+    *("ct-w4a16-asym-order", "ct-w8a16-channel", "ct-w8a8-static", "ct-fp8-block"),
+)
+FEW = {"phi3": FORMATS, "falcon_40b": FORMATS, "deepseek_v3": ("fp8-block", "awq")}
+"""Formats that are not left to the exhaustive run; of other families one of each layout."""
+SOME = ("fp8-block", "gptq-4-order", "awq", "ct-w4a16-asym-order")
+
+
+def dense_checkpoint(family, folder):
+    values, _ = TABLE[family]
+    if family in FAMILIES:
+        base, config, store = FAMILIES[family]
+        make_tiny_model("llama", folder, **({"num_hidden_layers": 2} | base | values))
+        known = json.loads((folder / "config.json").read_text()) | config | values
+        known["architectures"] = [family]
+    elif family == "ChatGLMModel":
+        make_tiny_model("glm", folder, **values)
+        known, store = CHATGLM | {"ffn_hidden_size": values["intermediate_size"]}, chatglm
+    else:
+        return make_tiny_model(family, folder, **({"num_hidden_layers": 2} | values))
+    (folder / "config.json").write_text(json.dumps(known))
+    save_file(store(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family) / "made"
+            made[family] = dense_checkpoint(family, folder)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(
+            *(family, name),
+            marks=[] if name in FEW.get(family, SOME) else pytest.mark.exhaustive,
+        )
+        for family in TABLE
+        for name in FORMATS
+    ],
+)
+def test_parts_of_a_fused_layer_are_those_of_its_dequantized_weight(
+    dense, tmp_path, monkeypatch, family, name
+):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    quantized, twin = write(name, tmp_path, dense(family), TABLE[family][1])
+    got, want = (weights_of(load(folder)) for folder in (quantized, twin))
+    model = load(quantized)
+    stored = [
+        p for p, m in model.named_modules() if hasattr(m, "method") and not hasattr(m, "weight")
+    ]
+    assert len(stored) >= 2 * 2
+    for path, weight in want.items():
+        assert torch.equal(got[path], weight), path
+
+
+@pytest.mark.parametrize("family", ["phi3", "falcon_40b"])
+@pytest.mark.parametrize("name", ["fp8-static", "gptq-4", "awq", "ct-w8a16-channel"])
+def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, family, name):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    folders = write(name, tmp_path, dense(family))
+    got, want = (weights_of(load(folder, TPGroup(1, 2))) for folder in folders)
+    for path, weight in want.items():
+        assert torch.equal(got[path], weight), path
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("phi3", r"4 bits: 4 features of .*qkv_proj do not fill words"),
+        ("gpt_neox", r"qweight has 8 output features in a word: the part of 4 .*in each 12 is not"),
+    ],
+)
+def test_parts_that_share_a_word_are_refused(tmp_path, family, message):
+    """AWQ has eight outputs in a word, and a head has four."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 8} | WIDE
+    if family == "phi3":
+        sizes["num_key_value_heads"] = 1
+    quantized, _ = write("awq", tmp_path, make_tiny_model(family, tmp_path / "made", **sizes))
+    with pytest.raises((ConfigError, WeightLoadError), match=message):
+        load(quantized)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("gptq-4", "qweight"), ("awq", "scales"), ("fp8-block", "weight_scale_inv")],
+)
+def test_a_fused_tensor_of_another_size_is_refused(dense, tmp_path, name, tensor):
+    folder, _ = write(name, tmp_path, dense("phi3"))
+    key = f"model.layers.1.mlp.gate_up_proj.{tensor}"
+    tensors = load_file(folder / "model.safetensors")
+    dim = 0 if "fp8" in name else 1
+    tensors[key] = torch.cat([tensors[key]] * 2, dim)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=rf"tensor {key} has shape \[.*needs .*3"):
+        load(folder)

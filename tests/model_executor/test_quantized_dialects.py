@@ -1,0 +1,209 @@
+"""Other ways to say the same in settings of quantized checkpoints, and names of layers there."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
+from tests.quantized_checkpoints import FORMATS, made_once, write
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return made_once(tmp_path_factory.mktemp("quantized"))
+
+
+def changed_settings(folder, tmp_path, change, *, key="quantization_config", file=None):
+    """A copy of a checkpoint with other settings, which may be in a file of their own."""
+    copy = shutil.copytree(folder, tmp_path / "changed")
+    config = json.loads((copy / "config.json").read_text())
+    settings = change(config.pop("quantization_config"))
+    if file is not None:
+        (copy / file).write_text(json.dumps(settings))
+    else:
+        config[key] = settings
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def nested(settings):
+    return {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+
+
+def auto_round(packing, key="packing_format"):
+    def change(settings):
+        kept = {name: settings[name] for name in ("bits", "group_size", "sym") if name in settings}
+        return kept | {"quant_method": "auto-round", "data_type": "int", key: packing}
+
+    return change
+
+
+DIALECTS = {
+    "sparsity_config of a dense model": (
+        "ct-w4a16",
+        lambda s: s | {"sparsity_config": {"format": "dense"}, "kv_cache_scheme": None},
+        {},
+    ),
+    "compression_config": ("ct-w8a8", lambda s: s, {"key": "compression_config"}),
+    "hf_quant_config.json": ("modelopt", nested, {"file": "hf_quant_config.json"}),
+    "nested modelopt": ("modelopt", lambda s: nested(s) | {"quant_method": "modelopt"}, {}),
+    "auto-round as GPTQ": ("gptq-4", auto_round("auto_round:auto_gptq"), {}),
+    "old auto-round": ("gptq-4", auto_round("auto_round:gptq:exllamav2", "backend"), {}),
+    "auto-round as AWQ": ("awq", auto_round("auto_round:auto_awq"), {}),
+    "actorder weight": ("ct-w4a16", lambda s: with_order(s, "weight"), {}),
+    "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
+}
+
+
+def with_order(settings, order):
+    settings["config_groups"]["group_0"]["weights"]["actorder"] = order
+    return settings
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_other_dialects_mean_the_same_weights(checkpoint, tmp_path, dialect):
+    name, change, where = DIALECTS[dialect]
+    folder, dense = checkpoint(name)
+    model = load(changed_settings(folder, tmp_path, change, **where))
+    twins = dict(load(dense).named_modules())
+    stored = [(p, m) for p, m in model.named_modules() if isinstance(m, ParallelLinear)]
+    assert len(stored) == 8
+    for path, layer in stored:
+        assert torch.equal(weight_of(layer), twins[path].weight), path
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "entries", "is_dense"),
+    [
+        # The rows of the fused layer, by its own name or a pattern for it.
+        ("ct-w4a16", "ignore", ["lm_head", "model.layers.1.self_attn.qkv_proj"], "qkv_proj"),
+        ("ct-w4a16", "ignore", ["lm_head", "re:.*[.]1[.]mlp[.]gate_up_proj"], "gate_up_proj"),
+        ("fp8-static", "ignored_layers", ["model.layers.1.mlp.gate_up_proj"], "gate_up_proj"),
+        ("gptq-4", "dynamic", {r"-:model\.layers\.1\..*qkv_proj": {}}, "qkv_proj"),
+        ("awq", "modules_to_not_convert", ["layers.1.self_attn.qkv_proj"], "qkv_proj"),
+        (
+            "modelopt",
+            "exclude_modules",
+            ["*router*", "*.1*gate_up*"],
+            "gate_up_proj",
+        ),
+    ],
+)
+def test_a_layer_is_left_dense_by_the_name_of_the_fused_one(
+    checkpoint, tmp_path, name, key, entries, is_dense
+):
+    folder, dense_folder = checkpoint(name)
+    copy = changed_settings(folder, tmp_path, lambda s: s | {key: entries})
+    tensors, dense = (load_file(each / "model.safetensors") for each in (copy, dense_folder))
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for part in parts[is_dense]:
+        stem = next(k for k in dense if "layers.1." in k and part in k).removesuffix("weight")
+        tensors = {k: t for k, t in tensors.items() if not k.startswith(stem)}
+        tensors[f"{stem}weight"] = dense[f"{stem}weight"]
+    save_file(tensors, copy / "model.safetensors")
+    layers = dict(load(copy).named_modules())
+    (layer,) = (m for p, m in layers.items() if "layers.1." in p and p.endswith(is_dense))
+    assert torch.equal(
+        layer.weight,
+        dict(load(dense_folder).named_modules())[
+            next(p for p, m in layers.items() if m is layer)
+        ].weight,
+    )
+
+
+def test_renamed_experts_are_left_dense_by_their_names_in_the_checkpoint(tiny_model, tmp_path):
+    """Mixtral's `w1` and `block_sparse_moe` have other names here."""
+    folder, dense = write("ct-w8a16-channel", tmp_path, tiny_model("mixtral"), ("experts",))
+    model = load(folder)
+    experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    assert experts and not any(isinstance(each.method, StoredExperts) for each in experts)
+    assert torch.equal(
+        experts[0].gate_up,
+        next(layer.gate_up for layer in load(dense).modules() if isinstance(layer, Experts)),
+    )
+
+
+@pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static", "ct-w4a16", "awq"])
+def test_the_head_of_other_formats_may_be_quantized(checkpoint, tmp_path, name):
+    key = "lm_head" if name == "awq" else "ignore"
+    value = True if name == "awq" else []
+    copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | {key: value})
+    tensors = load_file(copy / "model.safetensors")
+    parts, dense = FORMATS[name].quantize(tensors.pop("lm_head.weight"))
+    stored = {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
+    save_file(tensors | stored, copy / "model.safetensors")
+    model = load(copy)
+    assert torch.equal(weight_of_head(model), dense)
+    assert torch.equal(weight_of_head(load(copy, TPGroup(1, 2))), dense[2048:])
+
+
+def test_scales_of_queries_are_known_and_not_needed(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("fp8-static")[0], tmp_path / "scaled")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("q_scale", "attn.q_scale", "q_proj.q_scale", "prob_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    save_file(tensors, folder / "model.safetensors")
+    assert logits_of(load(folder), prompt_of(3)).isfinite().all()
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_old_checkpoints_of_bitsandbytes_are_named(checkpoint, tmp_path, key):
+    folder = changed_settings(checkpoint("awq")[0], tmp_path, lambda s: {key: True})
+    with pytest.raises(ConfigError, match=r"quantized with 'bitsandbytes', .* --quantization int4"):
+        load(folder)
+
+
+def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):
+    """Layers of 16 bits are dense; the head is quantized if it has settings."""
+    folder, dense_folder = checkpoint("gptq-4")
+    dense = "model.layers.1.mlp.down_proj"
+    extra = {dense: {"bits": 16, "data_type": "fp"}, "lm_head": {"bits": 4}}
+
+    def change(settings):
+        return auto_round("auto_round:auto_gptq")(settings) | {"extra_config": extra}
+
+    copy = changed_settings(folder, tmp_path, change)
+    tensors, twin = (load_file(each / "model.safetensors") for each in (copy, dense_folder))
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(dense)}
+    tensors[f"{dense}.weight"] = twin[f"{dense}.weight"]
+    parts, head = FORMATS["gptq-4"].quantize(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
+    save_file(tensors, copy / "model.safetensors")
+    model = load(copy)
+    assert torch.equal(weight_of_head(model), head)
+    assert torch.equal(model.get_submodule(dense).weight, twin[f"{dense}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("packing_format", "auto_round", "packing_format is 'auto_round'; supported: auto_round:a"),
+        (
+            "backend",
+            "itrex",
+            "backend is 'itrex'; supported: auto_round:auto_gptq",
+        ),
+        ("data_type", "mx_fp4", "data_type is 'mx_fp4'; supported: int"),
+        ("act_bits", 8, "act_bits is 8"),
+        ("extra_config", ["lm_head"], "extra_config is "),
+        ("sym", False, None),
+    ],
+)
+def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
+    folder, _ = checkpoint("gptq-4")
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, key: value}
+    copy = changed_settings(folder, tmp_path, lambda s: settings)
+    if message is None:
+        assert logits_of(load(copy), prompt_of(3)).isfinite().all()
+        return
+    with pytest.raises(ConfigError, match=message):
+        load(copy)

@@ -1,0 +1,131 @@
+"""Quantized layers of every format in the program of a model, split over ranks, and made of the
+dense layers of every family."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.model_executor.helpers import load, logits_of, make_config, prompt_of, weights_of
+from tests.model_executor.test_fusion import (
+    BLOCK_SIZE,
+    MIXED,
+    NUM_BLOCKS,
+    assert_same_bits,
+    attention_layers,
+)
+from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.native import NativeOps
+
+needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+MIXED_LAYERS = ("layers.0.mlp", "layers.1.self_attn")
+NOT_SPLIT = (
+    *("gptq-4-order", "gptq-8-order", "ct-w4a16-asym-order"),
+    *("fp8-block", "ct-fp8-block", "gptq-2"),
+)
+"""Groups, or blocks, have inputs on both of two ranks: `test_quantized_checkpoints`."""
+SPLIT = [name for name in FORMATS if name not in NOT_SPLIT]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return made_once(tmp_path_factory.mktemp("quantized"))
+
+
+def load_for_cpu(folder, dtype="bfloat16", **model):
+    """As the worker of the CPU does: dense layers are packed, too."""
+    config = make_config(folder, dtype)
+    config = replace(config, model=replace(config.model, **model))
+    return load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
+
+
+def assert_program_has_the_bits_of_modules(model):
+    for layer in attention_layers(model):
+        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
+        zeros = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+        layer.bind_kv_cache(*zeros)
+    assert_same_bits(model, MIXED)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_program_has_the_bits_of_the_modules(checkpoint, monkeypatch, name):
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    assert_program_has_the_bits_of_modules(load_for_cpu(checkpoint(name)[0]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["ct-w8a8", "ct-w4a16", "fp8-static", "awq", "gptq-8"])
+def test_some_layers_may_be_quantized_and_others_not(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    folder, dense = write(name, tmp_path, skipped=MIXED_LAYERS)
+    model = load_for_cpu(folder)
+    assert_program_has_the_bits_of_modules(model)
+    weights = {type(m.method).__name__ for m in model.modules() if isinstance(m, ParallelLinear)}
+    assert len(weights) == 2
+    got, want = (logits_of(load(each), prompt_of(20)) for each in (folder, dense))
+    assert (got - want).norm() < 0.2 * want.norm()
+
+
+def assert_same_weights(folders, tp):
+    got, want = (weights_of(load(folder, tp)) for folder in folders)
+    assert any(".mlp." in path for path in want)
+    for path, weight in want.items():
+        assert torch.equal(got[path], weight), path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", [name for name in SPLIT if name != "gptq-3"])
+def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    assert_same_weights(checkpoint(name), TPGroup(rank, 2))
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize("name", [name for name in SPLIT if name != "fp8-channel-ignored"])
+def test_a_rank_has_its_part_of_quantized_experts(
+    tiny_experts, tmp_path, monkeypatch, name, is_whole
+):
+    """Each expert in part, or some of them whole."""
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    folders = write(name, tmp_path, tiny_experts)
+    for rank in range(2):
+        assert_same_weights(folders, TPGroup(rank, 2, has_whole_experts=is_whole))
+    experts = [m for m in load(folders[0]).modules() if isinstance(m, Experts)]
+    assert experts and all(isinstance(layer.method, StoredExperts) for layer in experts)
+
+
+@pytest.fixture(scope="module")
+def tiny_experts(tmp_path_factory):
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 192}
+    return make_tiny_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "made", **sizes)
+
+
+@needs_kernels
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.4), ("int4", 1.0), ("fp8", 0.5)])
+def test_dense_layers_of_every_family_are_quantized_while_they_are_loaded(
+    tmp_path, monkeypatch, family, name, most
+):
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    folder = make_tiny_model(family, tmp_path)
+    model, ids = load_for_cpu(folder, "float32", quantization=name), prompt_of(20)
+    got, want = (logits_of(each, ids) for each in (model, load(folder)))
+    assert 1e-4 * want.norm() < (got - want).norm() < most * want.norm()
+    dense = [p for p, m in model.named_modules() if isinstance(m, ParallelLinear) and is_dense(m)]
+    assert not dense
+
+
+def is_dense(layer: nn.Module) -> bool:
+    return not layer.keeps_precision and hasattr(layer, "weight") and layer.weight.numel() > 4096

@@ -1,0 +1,168 @@
+"""Which tensors of a checkpoint are weights of layers that can be quantized.
+
+The model that will load the quantized checkpoint says so: a layer is quantized as a whole, with all
+that runs in one product, or not at all. Knows no files and no formats.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.embedding import ParallelLMHead
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.slice import Features, Place, Source
+from vllm.model_executor.layers.stored_experts import has_stored_kernel
+from vllm.model_executor.layers.weight_method import MethodLayer
+from vllm.model_executor.loader.model_loader import build_model
+from vllm.model_executor.loader.weights import find_places, names_in_checkpoint, renamed
+from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+
+Fits = Callable[[int, int, Features | None], bool]
+"""(output features, input features, where they are in a fused layer) -> whether a format holds
+such a weight."""
+
+_PROBE = Source(torch.Size((2, 3)), lambda index: torch.empty(2, 3)[index])
+
+
+@dataclass(frozen=True)
+class CheckpointWeight:
+    """The weight of a layer as a checkpoint has it."""
+
+    name: str
+    """Of the module in the quantized checkpoint."""
+    key: str
+    """Of the module in the model, or of the fused layer that its parts are of."""
+    weight: Tensor
+    """[out, in]"""
+    is_transposed: bool = False
+    """The checkpoint has [in, out]."""
+
+
+class CheckpointLayers:
+    """The linear layers of the checkpoint in a folder.
+
+    Args:
+        folder: of an unquantized checkpoint.
+        fits: whether the format holds a weight.
+
+    Raises:
+        ConfigError: the model is not supported.
+    """
+
+    def __init__(self, folder: Path, fits: Fits) -> None:
+        raw = read_hf_config(folder, {})
+        arch = ModelArch.from_hf(complete_hf_config(raw, folder, trust_remote_code=False))
+        if arch.architecture not in ModelRegistry.supported():
+            arch = replace(arch, architecture=BY_TRANSFORMERS)
+        self._model = build_model(arch, TPGroup(), torch.float32)
+        self._places = find_places(self._model)
+        self._paths = {module: path for path, module in self._model.named_modules()}
+        self._fits = fits
+        self._known: dict[MethodLayer, bool] = {}
+
+    def key(self, name: str) -> str:
+        """The key of a module that a checkpoint, or transformers, calls so."""
+        return renamed(f"{name}.weight", self._model).removesuffix(".weight")
+
+    def key_of_tensor(self, name: str) -> str:
+        """The name in the model of a tensor of the checkpoint."""
+        return renamed(name, self._model)
+
+    def is_quantized(self, key: str) -> bool:
+        """Whether the weight of this key is to be quantized."""
+        parts = self._parts(key)
+        return bool(parts) and all(self._holds(place, parts) for place, _ in parts)
+
+    def is_linear(self, key: str) -> bool:
+        """Whether this is a linear layer, quantized or not, that is no expert's."""
+        parts = self._parts(key)
+        return bool(parts) and all(isinstance(p.module, ParallelLinear) for p, _ in parts)
+
+    def heads(self) -> list[str]:
+        """Names in the checkpoint of output heads, which stay dense; also of one that is tied."""
+        return [
+            self._name_in_checkpoint(path)
+            for layer, path in self._paths.items()
+            if isinstance(layer, ParallelLMHead)
+        ]
+
+    def dense_experts(self) -> list[str]:
+        """Names in the checkpoint of experts that stay dense."""
+        found = [
+            layer
+            for layer in self._model.modules()
+            if isinstance(layer, Experts) and not self._experts_fit(layer)
+        ]
+        return [self._name_in_checkpoint(self._paths[layer]) for layer in found]
+
+    def weights_of(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
+        """The weights in a tensor of the checkpoint that are to be quantized."""
+        stem = name.removesuffix(".weight")
+        if tensor.dim() == 2 and stem != name:
+            key = self.key(stem)
+            if self.is_quantized(key):
+                (_, probe), *_ = self._model.convert(f"{key}.weight", _PROBE)
+                is_transposed = probe.shape != _PROBE.shape
+                yield CheckpointWeight(
+                    stem, key, tensor.T if is_transposed else tensor, is_transposed
+                )
+        elif tensor.dim() == 3:
+            yield from self._experts_in(name, tensor)
+
+    def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
+        """Of a tensor with a matrix for each expert."""
+        source = Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
+        for part, matrix in self._model.convert(renamed(name, self._model), source):
+            key = part.removesuffix(".weight")
+            place = self._places.get(part)
+            if place is None or not isinstance(place.module, Experts) or key == part:
+                return
+            if self.is_quantized(key):
+                yield CheckpointWeight(self._name_in_checkpoint(key), key, matrix.read(()))
+
+    def _name_in_checkpoint(self, path: str) -> str:
+        return next(iter(names_in_checkpoint(path, self._model)), path)
+
+    def _parts(self, key: str) -> list[tuple[Place, Features | None]]:
+        """Where the parts of a layer go; none: it is no linear layer."""
+        whole = f"{key}.weight"
+        found: list[tuple[Place, Features | None]] = []
+        parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)
+        for name, source in parts:
+            place = self._places.get(name)
+            if place is None or not isinstance(place.module, MethodLayer):
+                return []
+            found.append((place, source.features))
+        return found
+
+    def _holds(self, place: Place, parts: list[tuple[Place, Features | None]]) -> bool:
+        layer = place.module
+        if isinstance(layer, Experts):
+            return self._experts_fit(layer)
+        if not isinstance(layer, ParallelLinear) or layer.keeps_precision:
+            return False
+        features = {id(p.slice): of for p, of in parts}
+        if layer not in self._known:
+            self._known[layer] = all(
+                self._fits(
+                    part.total if part.dim == 0 else layer.output_size,
+                    layer.input_size if part.dim == 0 else part.total,
+                    features.get(id(part)),
+                )
+                for part in layer.feature_slices.values()
+            )
+        return self._known[layer]
+
+    def _experts_fit(self, layer: Experts) -> bool:
+        if layer not in self._known:
+            size, hidden = layer.intermediate_size, layer.hidden_size
+            fits = self._fits(size, hidden, None) and self._fits(hidden, size, None)
+            self._known[layer] = fits and has_stored_kernel(layer)
+        return self._known[layer]

@@ -1,0 +1,81 @@
+"""What the formats of quantized checkpoints share: which layers they store, and how.
+
+The settings of a checkpoint name modules as they are called there. So a layer is looked up by all
+names that it may have: its own, that of the layer that it is fused with, and those that the model's
+renames stand for.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_linear import StoredHead
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import part_names
+
+Storage = TypeVar("Storage")
+"""How a layer is stored, in the words of a format."""
+
+Names = Sequence[str]
+"""All names that one layer may have in the settings, its own first."""
+
+
+class CheckpointFormat(Quantization, Generic[Storage]):
+    """A format of checkpoints, with the settings of one of them."""
+
+    @abstractmethod
+    def storage_of(self, names: Names) -> Storage | None:
+        """How the layer is stored; None: it is dense."""
+
+    @abstractmethod
+    def method(self, name: str, storage: Storage) -> LinearMethod:
+        """The method of a layer.
+
+        Args:
+            name: of the layer, for errors.
+            storage: of `storage_of`.
+        """
+
+    @property
+    def stores_head(self) -> bool:
+        """Whether `storage_of` is to be asked for an output head that is not tied."""
+        return False
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if layer.keeps_precision:
+            return None
+        parts = [
+            [*self._all_names(part), *self._all_names(name)] for part in part_names(name, layer)
+        ]
+        found = [self.storage_of(names) for names in parts]
+        if any(each != found[0] for each in found):
+            raise ConfigError(
+                f"config.json of the checkpoint: quantization_config leaves some of "
+                f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
+                f"different ways; they run as one layer, so it must be the same for all"
+            )
+        return None if found[0] is None else self.method(name, found[0])
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
+        if not is_head or not self.stores_head:
+            return None
+        storage = self.storage_of(self._all_names(name))
+        return None if storage is None else StoredHead(self.method(name, storage))
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        # The first one tells: experts of a layer must be stored alike.
+        storage = self.storage_of(self._all_names(f"{name}.0.gate_proj"))
+        return None if storage is None else StoredExperts(name)
+
+    def _all_names(self, name: str) -> list[str]:
+        return [name, *self.names_in_checkpoint(name)]

@@ -1,0 +1,80 @@
+"""Checks of the scales of quantized weights. Independent of single formats."""
+
+import math
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Index, Source
+from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
+
+Scaled = TypeVar("Scaled", Fp8Weight, Int8Weight, GroupedWeight)
+
+
+def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Source:
+    """The source as float32; reading it checks what is read.
+
+    Args:
+        name: of the tensor, for errors.
+        source: scales.
+        zero_is_fine: for now; `without_zero_scales` checks what they are for.
+
+    Reading raises:
+        WeightLoadError: a number is not positive and finite.
+    """
+
+    def read(index: Index) -> Tensor:
+        scales = source.read(index).float()
+        worst = next(
+            (x for x in (scales.min(), scales.max()) if not _is_scale(float(x), zero_is_fine)), None
+        )
+        if worst is not None:
+            raise WeightLoadError(
+                f"tensor {name} contains {float(worst)}: scales are positive numbers"
+            )
+        return scales
+
+    return replace(source, read=read, copy_to=None, dtype=torch.float32)
+
+
+def one_scale(name: str, source: Source) -> Source:
+    """A scale that is one number, as a tensor of one dimension.
+
+    Raises:
+        WeightLoadError: it is not one number.
+    """
+    if source.shape.numel() != 1:
+        raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one number")
+    return checked_scales(name, source).mapped(lambda scale: scale.reshape(1))
+
+
+def without_zero_scales(name: str, weight: Scaled) -> Scaled:
+    """The same weight with the scale 1 where it is 0.
+
+    A quantizer may write 0 as the scale of numbers that are all 0. With other numbers it is a
+    mistake, which would make the weights 0 without a word.
+
+    Args:
+        name: of the layer, for errors.
+        weight: whose scales are not negative.
+
+    Raises:
+        WeightLoadError: a scale is 0, and one of its numbers is not.
+    """
+    is_zero = weight.scales == 0
+    if not bool(is_zero.any()):
+        return weight
+    lost = replace(weight, scales=is_zero.float()).dequantize()
+    if bool(lost.any()):
+        raise WeightLoadError(
+            f"the scales of {name} in the checkpoint are 0, but not the numbers that they are for: "
+            f"the file is damaged"
+        )
+    return replace(weight, scales=weight.scales.masked_fill(is_zero, 1.0))
+
+
+def _is_scale(x: float, zero_is_fine: bool) -> bool:
+    return math.isfinite(x) and (x > 0 or (zero_is_fine and x == 0))
