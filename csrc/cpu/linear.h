@@ -38,18 +38,27 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
   alignas(64) uint32_t words[kWidenedInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
   const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
+  const int64_t num_first = rows / ceil_div(rows, kMaxTileRows);
   const int64_t stretch =
       weight.block_inputs < kWidenedInputs ? weight.block_inputs : kWidenedInputs;
   for (int64_t k = 0; k < weight.in_features; k += stretch) {
     const int64_t left = weight.in_features - k, inputs = left < stretch ? left : stretch;
     const int64_t block = k / weight.block_inputs * vllm_cpu::num_panels(weight) + panel;
     const float* const zeros = weight.zeros != nullptr ? weight.zeros + block * kPanel : nullptr;
-    widen_words<Code>(w + k / 4 * kPanel, zeros, inputs, words);
     const float* const scales = weight.scales + block * kPanel;
-    for (int64_t first = 0; first < rows; first += kRows) {
+    const auto add = [&](auto kernel) {
+      kernel(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
+    };
+    with_rows(num_first, [&](auto number) {
+      constexpr int kFirst = decltype(number)::value;
+      const auto add = rows > kMaxTileRows ? add_widened<Dot, Code, kFirst, true>
+                                           : add_widened<Dot, Code, kFirst, false>;
+      add(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
+    });
+    for (int64_t first = num_first; first < rows; first += kRows) {
       const int64_t count = rows - first < kRows ? rows - first : kRows;
-      run_tiles<DenseTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
-                                sums, true, nullptr);
+      run_tiles<WidenedTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
+                                  sums, true, first == num_first ? w + (k + inputs) / 4 * kPanel : nullptr);
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t v = 0; v < kPanel / kLanes; ++v) {
           Vec& sum = total[first + r][v];

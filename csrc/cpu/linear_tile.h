@@ -207,6 +207,20 @@ struct Int4Tile {
   }
 };
 
+template <int kNumber>
+struct Number {
+  static constexpr int value = kNumber;
+};
+
+// Calls body(Number<rows>{}), for 1 to kMaxTileRows rows.
+template <int kRows = 1, class Body>
+VLLM_INLINE void with_rows(int64_t rows, Body body) {
+  if constexpr (kRows < kMaxTileRows) {
+    if (rows > kRows) return with_rows<kRows + 1>(rows, body);
+  }
+  body(Number<kRows>{});
+}
+
 // All rows with one stretch of a panel, in tiles of about equal height. next: what to bring into the
 // cache meanwhile; null: nothing.
 template <class Tile>
@@ -222,28 +236,10 @@ void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_
     const bool is_needed = tile * lines < Tile::kStepLines;
     const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
                                is_needed ? lines : 0};
-    const auto run = [&](auto kernel) {
-      kernel(weight, x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
-    };
-    switch (rows * (tile + 1) / num_tiles - first) {
-      case 1:
-        run(Tile::template run<1>);
-        break;
-      case 2:
-        run(Tile::template run<2>);
-        break;
-      case 3:
-        run(Tile::template run<3>);
-        break;
-      case 4:
-        run(Tile::template run<4>);
-        break;
-      case 5:
-        run(Tile::template run<5>);
-        break;
-      default:
-        run(Tile::template run<6>);
-    }
+    with_rows(rows * (tile + 1) / num_tiles - first, [&](auto number) {
+      Tile::template run<decltype(number)::value>(weight, x + first * x_stride, x_stride, w, inputs,
+                                                  total + first, is_first, prefetch);
+    });
   }
 }
 
