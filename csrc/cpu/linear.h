@@ -46,19 +46,25 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
     const int64_t block = k / weight.block_inputs * vllm_cpu::num_panels(weight) + panel;
     const float* const zeros = weight.zeros != nullptr ? weight.zeros + block * kPanel : nullptr;
     const float* const scales = weight.scales + block * kPanel;
+    const uint32_t* const next = w + (k + inputs) / 4 * kPanel;
+    for (int64_t i = 0; i < kPanel; i += 64 / sizeof(float)) {  // of the next block
+      __builtin_prefetch(scales + vllm_cpu::num_panels(weight) * kPanel + i);
+    }
     const auto add = [&](auto kernel) {
       kernel(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
     };
     with_rows(num_first, [&](auto number) {
       constexpr int kFirst = decltype(number)::value;
-      const auto add = rows > kMaxTileRows ? add_widened<Dot, Code, kFirst, true>
-                                           : add_widened<Dot, Code, kFirst, false>;
-      add(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
+      if (rows > kFirst) {
+        add(add_widened<Dot, Code, kFirst, true>);
+      } else {
+        add(add_widened<Dot, Code, kFirst, false>);
+      }
     });
     for (int64_t first = num_first; first < rows; first += kRows) {
       const int64_t count = rows - first < kRows ? rows - first : kRows;
       run_tiles<WidenedTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
-                                  sums, true, first == num_first ? w + (k + inputs) / 4 * kPanel : nullptr);
+                                  sums, true, first == num_first ? next : nullptr);
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t v = 0; v < kPanel / kLanes; ++v) {
           Vec& sum = total[first + r][v];

@@ -77,7 +77,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
 // One output of a packed weight, as T.
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
-  if (weight.format == WeightFormat::kInt4) return unpack_int4_row(weight, n, out);
+  if (vllm_cpu::has_int4_blocks(weight)) return unpack_int4_row(weight, n, out);
   if (weight.format == WeightFormat::kFp8 || weight.format == WeightFormat::kUint8) {
     for (int64_t i = 0; i < weight.in_features; ++i) {
       const int64_t input = weight.order != nullptr ? weight.order[i] : i;
