@@ -59,7 +59,8 @@ VLLM_STRUCT(LinearWeight,
   // uint8: a divisor or a multiple of 128 and a multiple of 4, or in_features; else 0.
   int64_t block_inputs;
   int64_t factor_inputs;  // with minimums: a multiple of the block that divides 512; else 0
-  int64_t has_zeros;     // int4: 1 when zero points are stored; else 0
+  int64_t has_zeros;         // int4: 1 when zero points are stored; else 0
+  const LinearWeight* next;  // whose outputs come after these, from the same inputs; null: none
 );
 
 // int4 numbers as checkpoints have them, all dense.

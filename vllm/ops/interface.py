@@ -307,6 +307,9 @@ class Ops(ABC):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         """Bring the quantized weights of gated experts into the layout that runs.
 
@@ -314,7 +317,7 @@ class Ops(ABC):
             gate, up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
-            first_expert: as in `moe`.
+            first_expert, gate_up_bias, down_bias, options: as in `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.

@@ -130,6 +130,9 @@ class NativeOps(NativeAdapters, NativeScans):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         return None
 

@@ -164,6 +164,20 @@ class MinimumWeight(StoredWeight):
         return (numbers * scales[..., None] - minimums[..., None]).flatten(1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StackedWeight(StoredWeight):
+    """The outputs of several weights of the same inputs, one after the other."""
+
+    parts: tuple[StoredWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
+
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By their last three bits; the first one is the sign."""
 _E8M0_BIAS = 127

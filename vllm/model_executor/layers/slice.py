@@ -5,7 +5,7 @@ Independent of files and names of models.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ class Slice:
         shape = list(param.shape)
         shape[self.dim] = self.total
         return torch.Size(shape)
+
+    def in_groups(self, group: int) -> "Slice":
+        """The same place in a parameter with one column for each `group` columns."""
+        if self.dim == 0:
+            return self
+        offset, size, total = (n // group for n in (self.offset, self.size, self.total))
+        return replace(self, offset=offset, size=size, total=total)
 
     def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
         """Fill this rank's part of `param`, converting to its dtype; padding becomes zero."""

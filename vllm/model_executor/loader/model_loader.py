@@ -156,9 +156,13 @@ def _read(
             )
         ) as tensors:
             if is_split:
-                load_parameters(model, tensors, prepare=memory.allocate, finish=finisher.finish)
+                load_parameters(
+                    model, tensors, prepare=memory.allocate, finish=finisher.finish_filled
+                )
             else:
-                load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
+                load_weights(
+                    model, tensors, tp, prepare=memory.allocate, finish=finisher.finish_filled
+                )
         materialize_buffers(model, device)
     for module in model.modules():
         finisher.finish(module)  # those without parameters that only they have
@@ -217,8 +221,14 @@ class _LayerFinisher:
     def __init__(self) -> None:
         self._finished: set[MethodLayer] = set()
 
+    def finish_filled(self, module: nn.Module) -> None:
+        """The module's own parameters are filled; one that takes over others waits for them."""
+        parts = module.modules()
+        if not any(isinstance(part, MethodLayer) and part.is_held for part in parts):
+            self.finish(module)
+
     def finish(self, module: nn.Module) -> None:
-        """All parameters of the module are filled."""
+        """All parameters of the module, and of those in it, are filled."""
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
             module.finish()

@@ -6,8 +6,10 @@ number of rows. Knows no layers and no models.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import torch
@@ -115,6 +117,7 @@ class PackedWeight:
         self.weight_format = weight_format
         self.order = groups.order if groups is not None else None
         """[in_features] int32, the order in which inputs are read; None: as they come."""
+        self._behind: tuple[PackedWeight, ...] = ()
         self._scales: Tensor | None = None
         self._sums: Tensor | None = None
         self._zeros: Tensor | None = None
@@ -331,6 +334,20 @@ class PackedWeight:
         kernels.plain.convert_int4(packed._address, ctypes.addressof(source), _num_threads())
         return packed
 
+    @classmethod
+    def stack(cls, parts: Sequence["PackedWeight"]) -> "PackedWeight":
+        """The outputs of weights with the same inputs, one after the other.
+
+        Args:
+            parts: of which the first becomes the result; none must be used otherwise.
+        """
+        first = parts[0]
+        first._behind = tuple(parts[1:])
+        first.out_features = sum(part.out_features for part in parts)
+        for part, following in pairwise(parts):
+            part._struct.next = following.address
+        return first
+
     @property
     def address(self) -> int:
         """Of the LinearWeight that kernels take, valid as long as this object lives."""
@@ -358,7 +375,8 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Memory of the weight with its scales."""
         tensors = (self._panels, self._scales, self._zeros, self._sums, self.order)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return own + sum(part.num_bytes for part in self._behind)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype.

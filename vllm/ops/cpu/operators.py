@@ -32,7 +32,14 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.interface import FP8_DTYPES, PreparedExperts, PreparedWeight, Routing
+from vllm.ops.interface import (
+    FP8_DTYPES,
+    SILU_EXPERTS,
+    ExpertOptions,
+    PreparedExperts,
+    PreparedWeight,
+    Routing,
+)
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
 from vllm.ops.native import NativeOps, check_top_k
 from vllm.ops.rounded_inputs import is_rounding_inputs
@@ -73,10 +80,13 @@ class CPUOps(NativeOps):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         if dtype not in self._kernels:
             return None
-        return pack_stored_experts(gate, up, down, first_expert)
+        return pack_stored_experts(gate, up, down, first_expert, gate_up_bias, down_bias, options)
 
     def prepare_adapter(
         self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype

@@ -16,6 +16,7 @@ from vllm.ops.stored_weight import (
     Int8Weight,
     MinimumWeight,
     Mxfp4Weight,
+    StackedWeight,
     StoredWeight,
     pack_nibbles,
 )
@@ -39,6 +40,10 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
         return PackedWeight.from_bytes(WeightFormat.FP8, weight.numbers.view(torch.uint8), groups)
     if isinstance(weight, Int8Weight) and num_in % 4 == 0 and num_in <= MAX_INT8_INPUTS:
         return PackedWeight.from_int8(weight.numbers, weight.scales)
+    if isinstance(weight, StackedWeight):
+        parts = [pack_stored(part) for part in weight.parts]
+        packed = [part for part in parts if part is not None]
+        return PackedWeight.stack(packed) if len(packed) == len(parts) else None
     if isinstance(weight, Mxfp4Weight):
         return _pack_mxfp4(weight)
     if isinstance(weight, MinimumWeight) and _has_factors(weight):
