@@ -60,6 +60,14 @@ class PreparedWeight(Protocol):
         ...
 
 
+class PreparedTable(PreparedWeight, Protocol):
+    """The weight of an output head, or of embeddings, in the layout of a device."""
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [N] int64 of the weight, [N, in_features]."""
+        ...
+
+
 class PreparedExperts(Protocol):
     """The weights of gated experts in the layout that a device multiplies with."""
 
@@ -297,6 +305,17 @@ class Ops(ABC):
 
         Raises:
             ValueError: the device cannot multiply with it; the message says why.
+        """
+
+    @abstractmethod
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        """Bring the quantized weight of embeddings, or of a head that shares it, into the layout
+        that runs.
+
+        Args: as of `prepare_weight`.
+
+        Returns:
+            None: the device has no kernel for it; it has to be dequantized.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from vllm.ops.interface import (
     SILU_EXPERTS,
     ExpertOptions,
     PreparedExperts,
+    PreparedTable,
     PreparedWeight,
     Routing,
 )
@@ -122,6 +123,9 @@ class NativeOps(NativeAdapters, NativeScans):
         if is_rounding_inputs(weight):
             return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))
         return DenseWeight(weight.dequantize().to(dtype))
+
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        return None
 
     def prepare_experts(
         self,

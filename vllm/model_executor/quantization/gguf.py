@@ -15,11 +15,21 @@ from torch import Tensor
 
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source
 from vllm.model_executor.layers.stored_experts import EXPERT_PARTS, StoredExperts
-from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
+from vllm.model_executor.layers.stored_linear import (
+    StoredLinear,
+    StoredTable,
+    add_parameter,
+    on_host,
+)
 from vllm.model_executor.quantization.gguf_blocks import STORED, Blocks, BlockType
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import part_names
@@ -30,6 +40,9 @@ from vllm.ops.stored_weight import (
     StackedWeight,
     pack_nibbles,
 )
+
+_EMBEDDING = "model.embed_tokens"
+"""Whose table a tied head has."""
 
 _ScalesOf = Callable[[Blocks], GroupScales]
 _PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], Source]
@@ -67,6 +80,12 @@ class GGUFBlocks(Quantization):
             assert own is not None
             methods[part] = own
         return StackedBlocks(name, methods)
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if isinstance(layer, ParallelLMHead) and layer.is_tied:
+            name = _EMBEDDING
+        method = _method(name, [self._type(name)])
+        return None if method is None else StoredTable(method)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         parts = (f"{name}.0.{part}" for part in EXPERT_PARTS)

@@ -41,20 +41,25 @@ def minimum_panels(weight: MinimumWeight) -> Tensor:
     per_factor = num_blocks // num_factors
     codes = in_panels(weight.codes, per_factor, num_in // num_blocks // 8, 8)
     low = codes & 15
-    words = (low[..., :4] | low[..., 4:] << 4).view(torch.int32)[..., 0]
+    words = _words(low[..., :4] | low[..., 4:] << 4)[..., 0]
     parts = [
-        in_panels(scales.multipliers, per_factor).permute(0, 2, 3, 1).contiguous().view(torch.int32)
+        _words(in_panels(scales.multipliers, per_factor).permute(0, 2, 3, 1))
         for scales in (weight.scales, weight.minimums)
     ]
     if weight.bits == 5:  # four inputs in each of eight bits
         high = (codes >> 4).flatten(-2).unflatten(-1, (8, 4))
         bits = high << torch.arange(8, dtype=torch.uint8)[:, None]
-        bytes_ = bits.sum(-2, dtype=torch.uint8)
-        parts.append(bytes_.view(torch.int32)[..., 0].permute(0, 2, 3, 1))
+        parts.append(_words(bits.sum(-2, dtype=torch.uint8))[..., 0].permute(0, 2, 3, 1))
     parts.append(words.permute(0, 2, 3, 4, 1).flatten(-2))
     blocks = torch.cat(parts, -1).flatten(-2)
     factors = [
-        in_panels(scales.factors.half()).transpose(1, 2).contiguous().view(torch.int32)
+        _words(in_panels(scales.factors.half()).transpose(1, 2))
         for scales in (weight.scales, weight.minimums)
     ]
     return torch.cat([*factors, blocks], -1).flatten().view(torch.uint8)
+
+
+def _words(values: Tensor) -> Tensor:
+    """Numbers of some bytes each [..., n] as int32 words, [..., n * bytes / 4]."""
+    flat = values.flatten().view(torch.int32)  # dense, whatever strides dimensions of size 1 had
+    return flat.view(*values.shape[:-1], -1)

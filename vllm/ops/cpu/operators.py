@@ -37,6 +37,7 @@ from vllm.ops.interface import (
     SILU_EXPERTS,
     ExpertOptions,
     PreparedExperts,
+    PreparedTable,
     PreparedWeight,
     Routing,
 )
@@ -72,6 +73,9 @@ class CPUOps(NativeOps):
         is_packed = dtype in self._kernels and not is_rounding_inputs(weight)
         packed = pack_stored(weight) if is_packed else None
         return super().prepare_weight(weight, dtype) if packed is None else packed
+
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        return pack_stored(weight) if dtype in self._kernels else None
 
     def prepare_experts(
         self,
