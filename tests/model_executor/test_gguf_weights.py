@@ -13,6 +13,7 @@ from tests.model_executor.test_quantized_checkpoints import weight_of
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
@@ -185,6 +186,27 @@ def test_experts_stay_as_they_are(written):
         want = dense[path].forward(x, ids, weights)
         error = (packed.forward(x, ids, weights) - want).norm() / want.norm()
         assert error < 0.02  # inputs are rounded to int8
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize(("family", "kind"), [("gemma", "Q8_0"), ("llama", "Q4_K+Q6_K+Q5_1")])
+def test_embeddings_and_heads_stay_as_they_are(written, family, kind):
+    """gemma has one table for both."""
+    folder = written(family, kind, **HEADS)
+    set_ops(CPUOps())
+    model = load(unpack(folder / "model.gguf"))
+    set_ops(NativeOps())
+    twin = load(folder / "dense")
+    twins = dict(twin.named_modules())
+    ids = torch.arange(40)
+    tables = {n: t for n, t in model.named_modules() if isinstance(t, VocabParallelEmbedding)}
+    assert len(tables) == 2
+    for path, table in tables.items():
+        assert not list(table.parameters())
+        assert torch.equal(table.method.embed(table, ids), twins[path].weight[ids])
+        x = torch.randn(3, 256, generator=torch.manual_seed(0))
+        want = x @ twins[path].weight.T
+        assert (table.method.multiply(table, x) - want).norm() / want.norm() < 0.02
 
 
 def test_a_rank_needs_whole_groups(written):
