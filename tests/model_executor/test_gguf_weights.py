@@ -126,12 +126,12 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
 
 def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
     assert not [kind for kind in OUR_TYPES if needs_package(kind)]
-    for name, kinds in (("ours", OUR_TYPES), ("all", (*OUR_TYPES, "Q3_K"))):
+    for name, kinds in (("ours", OUR_TYPES), ("all", (*OUR_TYPES, "IQ4_XS"))):
         write_matrices(tmp_path / f"{name}.gguf", kinds)
     assert stored_format([tmp_path / "all.gguf"]) is not None
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert stored_format([tmp_path / "ours.gguf"]) is not None
-    with pytest.raises(ConfigError, match=r"type Q3_K, .*pip install 'vllm\[gguf\]'; .* Q4_0"):
+    with pytest.raises(ConfigError, match=r"type IQ4_XS, .*pip install 'vllm\[gguf\]'; .* Q4_0"):
         stored_format([tmp_path / "all.gguf"])
 
 
@@ -150,6 +150,7 @@ def test_logits_are_those_of_transformers(written, family):
     [
         *("Q4_0", "Q8_0", "Q8_0+Q4_0+Q6_K"),
         *("Q4_1", "Q5_1", "Q4_K", "Q5_K+Q4_K+Q4_0", "Q5_0+Q4_1"),
+        *("Q2_K", "Q3_K+Q2_K+Q4_K", "Q3_K+Q5_K"),
         "Q4_K+Q6_K+Q5_1",  # the parts of a layer do not go together
     ],
 )

@@ -1,8 +1,8 @@
 """Blocks of GGUF files that the kernels multiply with as they are.
 
 Types without minimums (Q4_0, Q5_0, Q8_0, Q6_K) are whole numbers times a scale for each group of
-neighbours, which is a `GroupedWeight`; those with minimums (Q4_1, Q5_1, Q4_K, Q5_K) are a
-`MinimumWeight`. All others are dequantized while they are loaded.
+neighbours, which is a `GroupedWeight`; those with minimums, and Q3_K (in four
+bits) are a `MinimumWeight`. All others are dequantized while they are loaded.
 """
 
 import math
@@ -105,7 +105,10 @@ def _method(
         return None
     if not any(each.has_minimums for each in stored):
         return ScaledBlocks(name, stored, part)
-    return MinimumBlocks(name, stored, part) if all(each.factor_group for each in stored) else None
+    # The kernels have no fifth bit for groups of 16.
+    fits = max(each.bits for each in stored) == 4 or min(each.group for each in stored) == 32
+    fits = fits and all(each.factor_group for each in stored)
+    return MinimumBlocks(name, stored, part) if fits else None
 
 
 class BlockLinear(StoredLinear):

@@ -57,7 +57,7 @@ class BlockType:
     """How our kernels multiply with a type as it is."""
 
     bits: int
-    """Of a number."""
+    """That a number takes in memory."""
     group: int
     """Neighbours that share a scale."""
     factor_group: int = 0
@@ -71,6 +71,8 @@ STORED = {
     "Q5_0": BlockType(5, 32, 32),
     "Q8_0": BlockType(8, 32),
     "Q6_K": BlockType(6, 16),
+    "Q2_K": BlockType(4, 16, 256, has_minimums=True),
+    "Q3_K": BlockType(4, 16, 256, has_minimums=True),
     "Q4_1": BlockType(4, 32, 32, has_minimums=True),
     "Q5_1": BlockType(5, 32, 32, has_minimums=True),
     "Q4_K": BlockType(4, 32, 256, has_minimums=True),
@@ -149,6 +151,40 @@ def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
     return found[0], found[1]
 
 
+def _pairs(data: Tensor) -> Tensor:
+    """Four numbers of two bits in each byte, in the order of Q2_K and Q3_K: [rows, B, 64] ->
+    [rows, B, 256]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return (data.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+
+
+def _q2_k(blocks: Tensor) -> Blocks:
+    factors, both = _halves(blocks[..., 80:84]), blocks[..., :16]
+    scales, minimums = (
+        GroupScales(factors=factors[..., i], multipliers=each.flatten(1).view(torch.int8))
+        for i, each in enumerate((both & 15, both >> 4))
+    )
+    return Blocks(_pairs(blocks[..., 16:80]).flatten(1), scales, minimums=minimums)
+
+
+def _q3_k(blocks: Tensor) -> Blocks:
+    high = _bits_of_k(blocks[..., :32]).flatten(-2)
+    low, upper = _nibbles(blocks[..., 96:104]), blocks[..., 104:108]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    multipliers = low | (upper[..., None, :] >> shifts & 3).flatten(-2) << 4
+    scales = GroupScales(
+        factors=_halves(blocks[..., 108:]).flatten(1),
+        multipliers=multipliers.flatten(1).view(torch.int8) - 32,
+    )
+    return Blocks((_pairs(blocks[..., 32:96]) | high << 2).flatten(1), scales, zero=4)
+
+
+def _bits_of_k(data: Tensor) -> Tensor:
+    """32 bytes of each block [rows, B, 32] -> the lowest bit of all, the next one, and so on,
+    [rows, B, 8, 32]."""
+    return data[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+
+
 def _q4_k(blocks: Tensor) -> Blocks:
     scales, minimums = _scales_of_k(blocks)
     codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
@@ -157,7 +193,7 @@ def _q4_k(blocks: Tensor) -> Blocks:
 
 def _q5_k(blocks: Tensor) -> Blocks:
     scales, minimums = _scales_of_k(blocks)
-    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    high = _bits_of_k(blocks[..., 16:48])
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     return Blocks((codes | high << 4).flatten(1), scales, minimums=minimums)
 
@@ -179,6 +215,8 @@ _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
     "Q5_0": (_q5_0, 22),
     "Q5_1": (_q5_1, 24),
     "Q8_0": (_q8_0, 34),
+    "Q2_K": (_q2_k, 84),
+    "Q3_K": (_q3_k, 110),
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
