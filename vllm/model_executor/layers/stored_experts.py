@@ -26,7 +26,8 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def has_stored_kernel(layer: Experts) -> bool:
-    """Whether a device may multiply with stored weights of the experts; others are dense there."""
+    """Whether every device that has kernels for stored experts has them for these; no others are
+    rounded while they are loaded."""
     return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm.ops.stored_weight import MinimumWeight
 
-_PANEL = 64
 FACTOR_INPUTS = 512
 """Inputs with the same factors are a divisor of so many."""
 
@@ -28,15 +27,15 @@ class MinimumGroups:
     order: None = None
 
 
-def minimum_panels(weight: MinimumWeight) -> Tensor:
-    """The panels of a weight, [bytes] uint8, padded with zeros to whole ones."""
+def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
+    """The panels of `panel` outputs of a weight, [bytes] uint8, padded with zeros to whole ones."""
     num_out, num_in = weight.shape
     num_factors, num_blocks = weight.scales.factors.shape[1], weight.scales.multipliers.shape[1]
-    padding = -num_out % _PANEL
+    padding = -num_out % panel
 
     def in_panels(values: Tensor, *sizes: int) -> Tensor:
-        """[num_out, columns] -> [panels, 64, factors, *sizes]"""
-        return F.pad(values, (0, 0, 0, padding)).view(-1, _PANEL, num_factors, *sizes)
+        """[num_out, columns] -> [panels, panel, factors, *sizes]"""
+        return F.pad(values, (0, 0, 0, padding)).view(-1, panel, num_factors, *sizes)
 
     per_factor = num_blocks // num_factors
     codes = in_panels(weight.codes, per_factor, num_in // num_blocks // 8, 8)

@@ -303,7 +303,8 @@ class PackedWeight:
             factor_inputs=num_in // weight.scales.factors.shape[1],
         )
         weight_format = WeightFormat.INT4_MINIMUMS if is_int4 else WeightFormat.INT5_MINIMUMS
-        return cls(weight_format, weight.shape, minimum_panels(weight), groups)
+        panels = minimum_panels(weight, _kernels().plain.kPanel)
+        return cls(weight_format, weight.shape, panels, groups)
 
     @classmethod
     def from_groups(
