@@ -127,6 +127,9 @@ class StoredExperts(HandedOverExperts):
         device = next(layer.parameters()).device
         gate, up, down = (list(self._weights(layer, part)) for part in EXPERT_PARTS)
         for number in layer.expert_ids:
+            for linear in layer.get_submodule(str(number)).children():
+                assert isinstance(linear, ParallelLinear)
+                linear.remove_weights()  # the loader still knows the layer
             delattr(layer, str(number))
         self.hand_over(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:

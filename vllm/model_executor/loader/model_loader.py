@@ -140,7 +140,7 @@ def _read(
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
-    finisher = _LayerFinisher()
+    finisher = _LayerFinisher(model)
     if config.load.load_format == "dummy":
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
@@ -216,16 +216,33 @@ def _use_formats(model: nn.Module, formats: Sequence[Quantization]) -> None:
 
 
 class _LayerFinisher:
-    """Finishes each layer once."""
+    """Finishes each layer once.
 
-    def __init__(self) -> None:
+    Args:
+        model: of the layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self._finished: set[MethodLayer] = set()
+        self._owners: dict[nn.Module, nn.Module] = {}
+        """Layers that another one takes over, and that one."""
+        self._waiting: dict[nn.Module, set[nn.Module]] = {}
+        """Such a layer -> what has to be filled before it is finished."""
+        for layer in model.modules():
+            parts = [part for part in layer.modules() if isinstance(part, MethodLayer)]
+            held = [part for part in parts if part.is_held and part is not layer]
+            if isinstance(layer, MethodLayer) and held:
+                self._owners |= dict.fromkeys(held, layer)
+                has_own = next(layer.parameters(recurse=False), None) is not None
+                self._waiting[layer] = {*held, layer} if has_own else set(held)
 
     def finish_filled(self, module: nn.Module) -> None:
         """The module's own parameters are filled; one that takes over others waits for them."""
-        parts = module.modules()
-        if not any(isinstance(part, MethodLayer) and part.is_held for part in parts):
-            self.finish(module)
+        owner = self._owners.get(module, module)
+        waiting = self._waiting.get(owner, set())
+        waiting.discard(module)
+        if not waiting:
+            self.finish(owner)
 
     def finish(self, module: nn.Module) -> None:
         """All parameters of the module, and of those in it, are filled."""
