@@ -1,5 +1,8 @@
-"""Times linear layers: torch's F.linear against packed weights, dense, int8, int4, and int4 as GPTQ
-checkpoints have it, with groups of 128 inputs and zero points.
+"""Times linear layers: torch's F.linear against packed weights, dense and quantized.
+
+Quantized are int8 and int4, rounded here; and, as checkpoints have them: int4 of GPTQ with
+groups of 128 inputs and zero points, fp8 with a scale per output feature or per block of 128
+inputs, MXFP4, and Q4_K and Q5_K of GGUF.
 
     python benchmarks/bench_linear.py [--dtype bfloat16] [--rows 1,16,1024] [--threads N]
 
@@ -22,18 +25,30 @@ import torch.nn.functional as F
 from kernels import describe, load_kernels, make_parser
 
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.stored import pack_stored
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupScales,
+    MinimumWeight,
+    Mxfp4Weight,
+    StoredWeight,
+    round_to_fp8,
+)
 
 SHAPES = {  # out_features, in_features
     "qkv_proj": (3072, 2048),
     "o_proj": (2048, 2048),
     "gate_up_proj": (16384, 2048),
     "down_proj": (2048, 8192),
+    "wide": (8192, 2048),
     "tiny": (512, 256),
 }
 CACHE_BYTES = 128 << 20
 """Copies of a weight together are at least this large, at most 16 of them."""
 
 GPTQ_GROUP = 128
+FACTOR_GROUP = 256
+"""Inputs of a block of Q4_K and Q5_K."""
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,6 +62,42 @@ def random_gptq(num_out: int, num_in: int) -> PackedWeight:
         torch.randint(low, high, (num_groups, num_out // 8), dtype=torch.int32),
         torch.rand(num_groups, num_out).half(),
     )
+
+
+def random_k(num_out: int, num_in: int, bits: int) -> MinimumWeight:
+    """A weight as Q4_K or Q5_K."""
+
+    def scales() -> GroupScales:
+        return GroupScales(
+            factors=torch.rand(num_out, num_in // FACTOR_GROUP).half().float(),
+            multipliers=torch.randint(0, 64, (num_out, num_in // 32), dtype=torch.int8),
+        )
+
+    codes = torch.randint(0, 1 << bits, (num_out, num_in), dtype=torch.uint8)
+    return MinimumWeight(codes=codes, bits=bits, scales=scales(), minimums=scales())
+
+
+def stored_weights(weight: torch.Tensor) -> dict[str, StoredWeight]:
+    """Name of a format -> the weight, or random numbers of its shape."""
+    num_out, num_in = weight.shape
+    fp8 = round_to_fp8(weight)
+    blocks = torch.randint(0, 256, (num_out, num_in // 32, 16), dtype=torch.uint8)
+    exponents = torch.randint(118, 124, (num_out, num_in // 32), dtype=torch.uint8)
+    return {
+        "fp8": fp8,
+        "fp8_blocks": Fp8Weight(
+            numbers=fp8.numbers, scales=torch.rand(num_out, num_in // 128), block_inputs=128
+        ),
+        "mxfp4": Mxfp4Weight(blocks=blocks, scales=exponents),
+        "q4_k": random_k(num_out, num_in, 4),
+        "q5_k": random_k(num_out, num_in, 5),
+    }
+
+
+def pack(weight: StoredWeight) -> PackedWeight:
+    packed = pack_stored(weight)
+    assert packed is not None
+    return packed
 
 
 def make_sides(
@@ -63,6 +114,8 @@ def make_sides(
         "int4": [PackedWeight.quantize(weight, WeightFormat.INT4) for _ in plain],
         "gptq": [random_gptq(num_out, num_in) for _ in plain],
     }
+    for name, stored in stored_weights(weight).items():
+        packed[name] = [pack(stored) for _ in plain]
     sides: dict[str, list[Call]] = {"torch": [lambda x, w=w: F.linear(x, w) for w in plain]}
     sides.update({name: [w.linear for w in weights] for name, weights in packed.items()})
     sizes = {"torch": num_bytes}

@@ -19,7 +19,7 @@ from torch import Tensor
 TypeOf = Callable[[str], Type]
 """Name in the GGUF file -> type of a matrix."""
 
-OUR_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+OUR_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Types of blocks that are read without the package."""
 _SCALES = {
     "Q2_K": {80: 3 * 15, 82: 15},

@@ -64,13 +64,10 @@ VLLM_INLINE Bits narrow_fp8(Vec x) {
 }
 
 VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
-  ByteLanes bytes = {};
-  if (count == kLanes) {
-    __builtin_memcpy(&bytes, from, sizeof bytes);
-  } else {
-    __builtin_memcpy(&bytes, from, count);
-  }
-  return __builtin_convertvector(bytes, Bits);
+  if (count == kLanes) return load_bytes(from);
+  uint8_t bytes[kLanes] = {};
+  __builtin_memcpy(bytes, from, count);
+  return load_bytes(bytes);
 }
 
 #ifdef __AVX512BW__

@@ -38,18 +38,33 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
   alignas(64) uint32_t words[kWidenedInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
   const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
+  const int64_t num_first = rows / ceil_div(rows, kMaxTileRows);
   const int64_t stretch =
       weight.block_inputs < kWidenedInputs ? weight.block_inputs : kWidenedInputs;
   for (int64_t k = 0; k < weight.in_features; k += stretch) {
     const int64_t left = weight.in_features - k, inputs = left < stretch ? left : stretch;
     const int64_t block = k / weight.block_inputs * vllm_cpu::num_panels(weight) + panel;
     const float* const zeros = weight.zeros != nullptr ? weight.zeros + block * kPanel : nullptr;
-    widen_words<Code>(w + k / 4 * kPanel, zeros, inputs, words);
     const float* const scales = weight.scales + block * kPanel;
-    for (int64_t first = 0; first < rows; first += kRows) {
+    const uint32_t* const next = w + (k + inputs) / 4 * kPanel;
+    for (int64_t i = 0; i < kPanel; i += 64 / sizeof(float)) {  // of the next block
+      __builtin_prefetch(scales + vllm_cpu::num_panels(weight) * kPanel + i);
+    }
+    const auto add = [&](auto kernel) {
+      kernel(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
+    };
+    with_rows(num_first, [&](auto number) {
+      constexpr int kFirst = decltype(number)::value;
+      if (rows > kFirst) {
+        add(add_widened<Dot, Code, kFirst, true>);
+      } else {
+        add(add_widened<Dot, Code, kFirst, false>);
+      }
+    });
+    for (int64_t first = num_first; first < rows; first += kRows) {
       const int64_t count = rows - first < kRows ? rows - first : kRows;
-      run_tiles<DenseTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
-                                sums, true, nullptr);
+      run_tiles<WidenedTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
+                                  sums, true, first == num_first ? next : nullptr);
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t v = 0; v < kPanel / kLanes; ++v) {
           Vec& sum = total[first + r][v];
@@ -138,8 +153,8 @@ struct LinearCall {
   const LinearWeight& weight;
   const T* x;
   const T* bias;  // null: none
-  T* out;         // [rows, out_features], dense
-  int64_t rows, x_stride;
+  T* out;         // [rows, out_features], rows out_stride elements apart
+  int64_t rows, x_stride, out_stride;
   int num_threads;
 
   // Writes `rows` rows of a panel; value_of(row, vector, output) are the 16, 8 or 4 results from
@@ -150,7 +165,7 @@ struct LinearCall {
     const int64_t width =
         weight.out_features - begin < kPanel ? weight.out_features - begin : int64_t{kPanel};
     for (int64_t r = 0; r < count; ++r) {
-      T* const to = out + (first + r) * weight.out_features + begin;
+      T* const to = out + (first + r) * out_stride + begin;
       for_each_vector(width, [&](int64_t i, int64_t lanes) {
         Vec value = value_of(r, i / kLanes, begin + i);
         if (bias != nullptr) value = value + load(bias + begin + i, lanes);
@@ -196,17 +211,23 @@ int64_t linear_slab(const LinearCall<T>& call) {
 }
 
 // x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
-// out: [rows, out_features], dense. Returns 0, or kNoMemory without scratch memory.
+// out: [rows, out_features], dense; out_features with those of the weights behind this one. Returns 0,
+// or kNoMemory without scratch memory.
 template <typename T>
 int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
                int64_t x_stride, int num_threads) {
-  for (int64_t first = 0; first < rows; first += kSlabRows) {
-    const int64_t count = rows - first < kSlabRows ? rows - first : kSlabRows;
-    const LinearCall<T> call = {weight, x + first * x_stride, bias,
-                                out + first * weight.out_features, count, x_stride, num_threads};
-    const int64_t status =
-        with_kind<T>(weight, [&](auto kind) { return linear_slab<decltype(kind)>(call); });
-    if (status != 0) return status;
+  int64_t out_stride = 0, begin = 0;
+  for (const LinearWeight* w = &weight; w != nullptr; w = w->next) out_stride += w->out_features;
+  for (const LinearWeight* w = &weight; w != nullptr; begin += w->out_features, w = w->next) {
+    const T* const part_bias = bias == nullptr ? nullptr : bias + begin;
+    for (int64_t first = 0; first < rows; first += kSlabRows) {
+      const int64_t count = rows - first < kSlabRows ? rows - first : kSlabRows;
+      const LinearCall<T> call = {*w,    x + first * x_stride, part_bias, out + first * out_stride + begin,
+                                  count, x_stride,             out_stride, num_threads};
+      const int64_t status =
+          with_kind<T>(*w, [&](auto kind) { return linear_slab<decltype(kind)>(call); });
+      if (status != 0) return status;
+    }
   }
   return 0;
 }

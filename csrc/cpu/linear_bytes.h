@@ -2,7 +2,7 @@
 // numbers from 0 to 255 with zero points. Widening is exact, and inputs stay as they are.
 //
 // A Code has: kHasZeros, for weights with zero points, which may also have an order of inputs; and
-// widen, which makes two bf16 in each lane of the bytes in bits 0 to 7 and 16 to 23.
+// widen, which makes bf16 of four bytes in each lane.
 #pragma once
 
 #include "fp8.h"
@@ -10,17 +10,50 @@
 
 namespace VLLM_ISA {
 
+// Of the bytes of a lane, the bf16 of the first and the third one, and of the second and the fourth.
+struct Pairs {
+  Bits first, second;
+};
+
+#ifdef __AVX512BW__
+// As widen_fp8, to bf16; the bytes are numbers. A byte is a sign, four bits of exponent and three of
+// mantissa. 127 - 7 is even, so the last bit of the exponent stays what it is, and the upper byte of a
+// bf16 follows from the upper three. Numbers below the smallest normal one are in tables of their own.
+VLLM_INLINE Pairs widen_e4m3(Bits of) {
+  const auto table = [](uint64_t low, uint64_t high) {
+    return _mm512_broadcast_i32x4(_mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low)));
+  };
+  const auto set = [](uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); };
+  const __m512i bytes = reinterpret_cast<__m512i>(of);
+  const __m512i last = _mm512_and_si512(bytes, set(0x0f0f0f0fu));
+  const __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), set(0x07070707u));
+  const auto is_tiny = _mm512_testn_epi8_mask(bytes, set(0x78787878u));
+  __m512i upper = _mm512_shuffle_epi8(table(0x434241403f3e3d3cu, 0), exponent);
+  upper = _mm512_mask_shuffle_epi8(upper, is_tiny, table(0x3c3c3c3c3b3b3b00u, 0), last);
+  upper = _mm512_ternarylogic_epi32(upper, bytes, set(0x80808080u), 0xf8);  // a | b & c
+  __m512i lower = _mm512_slli_epi16(last, 4);
+  lower = _mm512_mask_shuffle_epi8(lower, is_tiny, table(0x60402000c0800000u, 0), last);
+  const __m512i odd = set(0xff00ff00u);
+  // By each bit of `odd`: the first operand, else the second.
+  const __m512i first = _mm512_ternarylogic_epi32(odd, _mm512_slli_epi16(upper, 8), lower, 0xca);
+  const __m512i second = _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi16(lower, 8), 0xca);
+  return {reinterpret_cast<Bits>(first), reinterpret_cast<Bits>(second)};
+}
+#endif
+
 struct Fp8Code {
   static constexpr bool kHasZeros = false;
 
-  static VLLM_INLINE Bits widen(Bits pair, Vec) {
+  static VLLM_INLINE Pairs widen(Bits bytes, Vec) {
 #ifdef __AVX512BW__
-    return reinterpret_cast<Bits>(
-        widen_halves<E4m3, false>(reinterpret_cast<__m512i>(pair), tiny_halves<E4m3>()));
+    return widen_e4m3(bytes);
 #else
-    const Bits low = reinterpret_cast<Bits>(widen_fp8<E4m3>(pair & 0xffu));
-    const Bits high = reinterpret_cast<Bits>(widen_fp8<E4m3>(pair >> 16));
-    return low >> 16 | high;
+    const auto pair = [](Bits two) {
+      const Bits low = reinterpret_cast<Bits>(widen_fp8<E4m3>(two & 0xffu));
+      const Bits high = reinterpret_cast<Bits>(widen_fp8<E4m3>(two >> 16));
+      return low >> 16 | high;
+    };
+    return {pair(bytes & 0x00ff00ffu), pair((bytes >> 8) & 0x00ff00ffu)};
 #endif
   }
 };
@@ -29,16 +62,18 @@ struct Fp8Code {
 struct Uint8Code {
   static constexpr bool kHasZeros = true;
 
-  static VLLM_INLINE Bits widen(Bits pair, Vec zero) {
+  static VLLM_INLINE Pairs widen(Bits bytes, Vec zero) {
     const auto number = [zero](Bits q) {
       return reinterpret_cast<Bits>(
           __builtin_convertvector(reinterpret_cast<Ints>(q), Vec) - zero);
     };
-    return number(pair & 0xffu) >> 16 | number(pair >> 16);
+    return {number(bytes & 0xffu) >> 16 | number((bytes >> 16) & 0xffu),
+            number((bytes >> 8) & 0xffu) >> 16 | number(bytes >> 24)};
   }
 };
 
-// Multiplies stretches of a panel that were widened before, so that all rows share that work.
+// The first rows are multiplied with what is widened in registers, which runs beside the products and
+// the reading of the bytes, and leave it for all other rows. Both make a sum in the same order.
 template <class DotOf, class CodeOf>
 struct ByteTile {
   using Dot = DotOf;
@@ -48,23 +83,50 @@ struct ByteTile {
   static constexpr int64_t kRowUnit = 1;
 };
 
-constexpr int64_t kWidenedInputs = 128;  // of a panel at a time: 16 KiB
+// The other rows. While they are multiplied the bytes of the next stretch are asked for, half as many.
+template <class Dot>
+struct WidenedTile : DenseTile<Dot> {
+  static constexpr bool kIsFollowed = false;
+  static constexpr int64_t kStepLines = DenseTile<Dot>::kStepLines / 2;
+};
 
-// The words of `inputs` inputs of a panel as those of a bf16 weight. zeros: of the panel, or null.
-template <class Code>
-VLLM_INLINE void widen_words(const uint32_t* w, const float* zeros, int64_t inputs, uint32_t* out) {
-  for (int64_t word = 0; word < inputs / 4; ++word) {
-#pragma GCC unroll 16
-    for (int64_t column = 0; column < kPanel; column += kLanes) {
-      const Vec zero = Code::kHasZeros ? load(zeros + column) : Vec{};
-      const uint32_t* const from = w + word * kPanel + column;
-      __builtin_prefetch(from + kWidenedInputs / 4 * kPanel);  // while these are multiplied
-      const Bits bytes = load_bits(from);
-      const Bits first = Code::widen(bytes & 0x00ff00ffu, zero);
-      const Bits second = Code::widen((bytes >> 8) & 0x00ff00ffu, zero);
-      uint32_t* const to = out + 2 * word * kPanel + column;
-      __builtin_memcpy(to, &first, sizeof first);
-      __builtin_memcpy(to + kPanel, &second, sizeof second);
+constexpr int64_t kWidenedInputs = 128;       // of a panel at a time: 16 KiB
+constexpr int64_t kAheadWords = 64 * kPanel;  // how far before its use a byte is asked for: 16 KiB
+
+// total[kRows][64] = (or +=) scales times the products of `inputs` inputs of a panel, which share
+// a scale. widened: where kKeeps, becomes the words of these inputs as those of a bf16 weight.
+template <class Dot, class Code, int kRows, bool kKeeps>
+void add_widened(const typename Dot::Input* x, int64_t x_stride, const uint32_t* w,
+                             const float* zeros, const float* scales, int64_t inputs,
+                             Vec (*total)[kPanel / kLanes], bool is_first, uint32_t* widened) {
+  constexpr int kVectors = tile_vectors(kRows);
+  for (int column = 0; column < kPanel; column += kVectors * kLanes) {
+    Vec acc[kRows][kVectors] = {};
+    for (int64_t word = 0; word < inputs / 4; ++word) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t* const from = w + word * kPanel + column + v * kLanes;
+        if (!kKeeps) __builtin_prefetch(from + kAheadWords);
+        const Vec zero = Code::kHasZeros ? load(zeros + column + v * kLanes) : Vec{};
+        const Pairs pairs = Code::widen(load_bits(from), zero);
+        if (kKeeps) {
+          uint32_t* const to = widened + 2 * word * kPanel + column + v * kLanes;
+          __builtin_memcpy(to, &pairs.first, sizeof pairs.first);
+          __builtin_memcpy(to + kPanel, &pairs.second, sizeof pairs.second);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+          const typename Dot::Input* const four = x + r * x_stride + word * 4;
+          acc[r][v] = Dot::dot(acc[r][v], pairs.first, Dot::splat_of(four));
+          acc[r][v] = Dot::dot(acc[r][v], pairs.second, Dot::splat_of(four + 2));
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        Vec& sum = total[r][column / kLanes + v];
+        sum = fma(acc[r][v], load(scales + column + v * kLanes), is_first ? Vec{} : sum);
+      }
     }
   }
 }

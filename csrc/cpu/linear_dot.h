@@ -20,6 +20,21 @@ VLLM_INLINE Bits load_bits(const void* from) {
   __builtin_memcpy(&out, from, sizeof out);
   return out;
 }
+// Bytes, one in each lane.
+VLLM_INLINE Bits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Bits>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Bits>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Bits);
+#endif
+}
 VLLM_INLINE Bits splat_bits(const void* word) {
   uint32_t bits;
   __builtin_memcpy(&bits, word, sizeof bits);

@@ -16,6 +16,15 @@
 // and a weight is scales[output] * scale * (q - zero) with q in 0..15, the zero point 8 where none
 // is stored: 4.5 bits per weight in blocks of 32. Of the eight q in a word, byte j holds input j in
 // its lower and input 4 + j in its upper half: a mask brings four to where int8 would be.
+//
+// mxfp4 is the same without zero points: q is a number of E2M1, and the scales are halves of those of
+// the format. With minimums (int4_minimums, int5_minimums; blocks of 16 or 32 inputs), a weight is
+//     factor[output] * multiplier * q - factor_of_minimums[output] * multiplier_of_minimums,
+// each product and the difference rounded to float32. Every factor_inputs inputs begin with
+//     factors: 64 float16 | of minimums: 64 float16
+// and every block with
+//     multipliers: 64 int8 | of minimums: 64 int8 | fifth bits, if there are any: 64 words
+// where bit 8 j + i of a word is that of input 4 i + j.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +37,17 @@ namespace vllm_cpu {
 constexpr int kPanel = 64;
 constexpr int kMaxBlockInputs = 128;
 constexpr int kScaleWords = kPanel / 2;  // 64 float16
-constexpr int kZeroWords = kPanel / 4;   // 64 bytes
-constexpr int kNoZero = 8;               // the zero point where none is stored
+constexpr int kByteWords = kPanel / 4;   // 64 bytes
+constexpr int kFactorWords = kPanel;     // 128 float16
 
-VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8);
+VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kMxfp4, kInt4Minimums,
+          kInt5Minimums);
 
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes
-  // int8, int4: [out_features rounded up to 64]; fp8, uint8: [blocks of inputs][as many]; else null
+  // int8, int4, mxfp4: [out_features rounded up to 64]; fp8, uint8: [blocks of inputs][as many];
+  // else null
   const float* scales;
   const float* zeros;      // uint8: as many as scales, whole numbers from 0 to 256; else null
   const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
@@ -44,10 +55,12 @@ VLLM_STRUCT(LinearWeight,
   const int32_t* order;
   int64_t in_features, out_features;
   WeightFormat format;
-  // Inputs that share a scale. int4: 32, 64 or 128; fp8, uint8: a divisor or a multiple of 128 and a
-  // multiple of 4, or in_features; else 0.
+  // Inputs that share a scale. int4: 32, 64 or 128; mxfp4: 32; with minimums: 32, int4 also 16; fp8,
+  // uint8: a divisor or a multiple of 128 and a multiple of 4, or in_features; else 0.
   int64_t block_inputs;
-  int64_t has_zeros;     // int4: 1 when zero points are stored; else 0
+  int64_t factor_inputs;  // with minimums: a multiple of the block that divides 512; else 0
+  int64_t has_zeros;         // int4: 1 when zero points are stored; else 0
+  const LinearWeight* next;  // whose outputs come after these, from the same inputs; null: none
 );
 
 // int4 numbers as checkpoints have them, all dense.
@@ -71,9 +84,19 @@ static inline int64_t num_panels(const LinearWeight& w) {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// 32-bit words of the scales and zero points of an int4 block.
+static inline bool has_minimums(const LinearWeight& w) {
+  return w.format == WeightFormat::kInt4Minimums || w.format == WeightFormat::kInt5Minimums;
+}
+
+// Whether numbers have 4 or 5 bits, in blocks.
+static inline bool has_int4_blocks(const LinearWeight& w) {
+  return w.format == WeightFormat::kInt4 || w.format == WeightFormat::kMxfp4 || has_minimums(w);
+}
+
+// 32-bit words of an int4 block before its numbers.
 static inline int64_t header_words(const LinearWeight& w) {
-  return kScaleWords + (w.has_zeros ? kZeroWords : 0);
+  if (!has_minimums(w)) return kScaleWords + (w.has_zeros ? kByteWords : 0);
+  return 2 * kByteWords + (w.format == WeightFormat::kInt5Minimums ? kPanel : 0);
 }
 
 // 32-bit words of the first `inputs` inputs of a panel: whole blocks, or all.
@@ -88,7 +111,8 @@ static inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
     case WeightFormat::kUint8:
       return inputs / 4 * kPanel;
     default:
-      return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w);
+      return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w) +
+             (has_minimums(w) ? ceil_div(inputs, w.factor_inputs) * kFactorWords : 0);
   }
 }
 static inline int64_t panel_words(const LinearWeight& w) { return panel_words(w, w.in_features); }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "linear_bytes.h"
+#include "linear_int4.h"
 #include "linear_matrix.h"
 
 namespace VLLM_ISA {
@@ -104,8 +105,8 @@ struct Bf16MatrixKind {
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
 using Int8Tile = DenseMatrix<TilesOfU8S8, DotInt8>;
-template <bool kHasZeros>
-using Int4KindTile = Int4Matrix<kHasZeros>;
+template <class Code>
+using Int4KindTile = Int4Matrix<Code>;
 
 // Bytes of a row before its scale, and in all.
 inline int64_t int8_scale_at(int64_t size) { return ceil_div(size, int64_t{kTileBytes}) * kTileBytes; }
@@ -116,8 +117,8 @@ inline int64_t int8_row_size(int64_t size) {
 #else
 
 using Int8Tile = DenseTile<DotInt8>;
-template <bool kHasZeros>
-using Int4KindTile = Int4Tile<kHasZeros>;
+template <class Code>
+using Int4KindTile = Int4Tile<Code>;
 
 inline int64_t int8_scale_at(int64_t size) { return size; }
 inline int64_t int8_row_size(int64_t size) { return size + int64_t{sizeof(float)}; }
@@ -150,9 +151,9 @@ struct Int8Kind {
 };
 
 // A row is blocks of an Int4Header and bytes.
-template <typename T, bool kHasZeros>
+template <typename T, class Code>
 struct Int4Kind {
-  using Tile = Int4KindTile<kHasZeros>;
+  using Tile = Int4KindTile<Code>;
   using Input = int8_t;
   static constexpr bool kConverts = true;
 
@@ -178,7 +179,7 @@ struct Int4Kind {
   }
 
   static VLLM_INLINE Vec value(const LinearWeight& weight, const Input*, Vec sum, int64_t output) {
-    return sum * load(weight.scales + output);
+    return Code::kHasMinimums ? sum : sum * load(weight.scales + output);
   }
 
  private:
@@ -189,7 +190,11 @@ struct Int4Kind {
     Int4Header header;
     header.scale = quantize_row(from, bytes, count, 0.0f, add);
     const int32_t sum = fold(sums, [](int32_t a, int32_t b) { return a + b; });
-    header.start = kHasZeros ? -sum & 0xffff : -sum * vllm_cpu::kNoZero;
+    if (Code::kHasMinimums) {
+      header.sum = header.scale * static_cast<float>(sum);
+    } else {
+      header.start = Code::kHasZeros ? -sum & 0xffff : -sum * Code::kZero;
+    }
     __builtin_memcpy(to, &header, sizeof header);
   }
 };
@@ -226,6 +231,21 @@ VLLM_INLINE int64_t with_byte_kind(Body body) {
   return body(ByteKind<T, DotWide, Code>{});
 }
 
+// Calls body(Code{}) for a weight of 4 or 5 bits.
+template <class Body>
+VLLM_INLINE auto with_int4_code(const LinearWeight& weight, Body body) {
+  switch (weight.format) {
+    case WeightFormat::kMxfp4:
+      return body(E2m1Code{});
+    case WeightFormat::kInt4Minimums:
+      return body(Int4MinimumsCode{});
+    case WeightFormat::kInt5Minimums:
+      return body(Int5MinimumsCode{});
+    default:
+      return weight.has_zeros ? body(Int4ZerosCode{}) : body(Int4Code{});
+  }
+}
+
 // Calls body(Kind{}) with the Kind of a weight and rows of T.
 template <typename T, class Body>
 VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
@@ -246,8 +266,7 @@ VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
     case WeightFormat::kUint8:
       return with_byte_kind<T, Uint8Code>(body);
     default:
-      if (weight.has_zeros) return body(Int4Kind<T, true>{});
-      return body(Int4Kind<T, false>{});
+      return with_int4_code(weight, [&](auto code) { return body(Int4Kind<T, decltype(code)>{}); });
   }
 }
 

@@ -6,6 +6,7 @@
 // rows, so that each tile that is loaded serves two products.
 #pragma once
 
+#include "linear_int4.h"
 #include "matrix_product.h"
 
 #ifdef VLLM_MATRIX_TILES
@@ -83,12 +84,12 @@ struct DenseMatrix {
   }
 };
 
-// int4 weights: a stretch is unpacked to int8, minus the zero points, once for all rows. Sums of
+// Weights of 4 or 5 bits: a stretch is unpacked to int8, minus the zero points, once for all rows. Sums of
 // whole numbers are exact, and they are scaled and added up in the order of Int4Tile: the results
 // are the same bits, and a few rows are left to it.
-template <bool kHasZeros>
-struct Int4Matrix : Int4Tile<kHasZeros> {
-  using Vectors = Int4Tile<kHasZeros>;
+template <class Code>
+struct Int4Matrix : Int4Tile<Code> {
+  using Vectors = Int4Tile<Code>;
   using Input = typename Vectors::Input;
   static constexpr int64_t kRowUnit = kTileRows;
 
@@ -113,37 +114,29 @@ struct Int4Matrix : Int4Tile<kHasZeros> {
   }
 
  private:
+  static constexpr int64_t kMaxBlocks = Vectors::kStretchInputs / (Code::kHasMinimums ? 16 : 32);
+
   struct Unpacked {
     alignas(64) Bits quads[Vectors::kStretchInputs / 4][kPanel / kLanes];
-    Vec scales[Vectors::kStretchInputs / 32][kPanel / kLanes];  // of each block
+    Vec scales[kMaxBlocks][kPanel / kLanes];
+    Vec minimums[Code::kHasMinimums ? kMaxBlocks : 1][kPanel / kLanes];
   };
 
   static void unpack(const LinearWeight& weight, const uint32_t* w, int64_t inputs, Unpacked& to) {
-    const int64_t block = weight.block_inputs;
-    for (int64_t k = 0; k < inputs; k += block) {
-      const uint16_t* const scales = reinterpret_cast<const uint16_t*>(w);
-      const uint8_t* const zeros = reinterpret_cast<const uint8_t*>(w + vllm_cpu::kScaleWords);
-      w += vllm_cpu::header_words(weight);
-      const int64_t count = inputs - k < block ? inputs - k : block;
+    const int64_t size = weight.block_inputs;
+    for_each_block<Code>(weight, w, inputs, [&](Int4Block<Code> block, int64_t k, int64_t count) {
       for (int v = 0; v < kPanel / kLanes; ++v) {
-        to.scales[k / block][v] = load_halves(scales + v * kLanes);
-        Bits zero = Bits{} + uint32_t{vllm_cpu::kNoZero};
-        if (kHasZeros) {
-          typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-          Bytes bytes;
-          __builtin_memcpy(&bytes, zeros + v * kLanes, sizeof bytes);
-          zero = __builtin_convertvector(bytes, Bits);
-        }
+        to.scales[k / size][v] = block.scales(v * kLanes);
+        if (Code::kHasMinimums) to.minimums[k / size][v] = block.minimums(v * kLanes);
+        Bits zero = Bits{} + uint32_t{Code::kZero};
+        if (Code::kHasZeros) zero = block.zeros(v * kLanes);
         zero *= 0x01010101u;
-        for (int64_t i = 0; i < block; i += 8) {  // 0 after the end
-          Bits(*const quads)[kPanel / kLanes] = to.quads + (k + i) / 4;
-          const Bits words = i < count ? load_bits(w + i / 8 * kPanel + v * kLanes) : Bits{};
-          quads[0][v] = i < count ? minus_bytes(words & 0x0f0f0f0fu, zero) : Bits{};
-          quads[1][v] = i < count ? minus_bytes((words >> 4) & 0x0f0f0f0fu, zero) : Bits{};
+        for (int64_t i = 0; i < size; i += 4) {  // 0 after the end
+          to.quads[(k + i) / 4][v] =
+              i < count ? minus_bytes(block.quads(i / 4, v * kLanes), zero) : Bits{};
         }
       }
-      w += count / 8 * kPanel;
-    }
+    });
   }
 
   // Byte by byte.
@@ -167,11 +160,12 @@ struct Int4Matrix : Int4Tile<kHasZeros> {
       product.b = unpacked.quads[k / 4];
       multiply_tiles<TilesOfS8S8, 1, 4>(product, nothing);
       for (int64_t r = 0; r < rows; ++r) {
-        const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x + r * x_stride));
 #pragma GCC unroll 4
         for (int v = 0; v < kPanel / kLanes; ++v) {
-          total[r][v] = fma(__builtin_convertvector(sums[r][v], Vec),
-                            unpacked.scales[k / block][v] * x_scale, total[r][v]);
+          const int64_t number = k / block;
+          add_scaled<Code>(sums[r][v], unpacked.scales[number][v],
+                           unpacked.minimums[Code::kHasMinimums ? number : 0][v],
+                           x + r * x_stride, total[r][v]);
         }
       }
     }

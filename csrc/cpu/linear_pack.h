@@ -77,7 +77,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
 // One output of a packed weight, as T.
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
-  if (weight.format == WeightFormat::kInt4) return unpack_int4_row(weight, n, out);
+  if (vllm_cpu::has_int4_blocks(weight)) return unpack_int4_row(weight, n, out);
   if (weight.format == WeightFormat::kFp8 || weight.format == WeightFormat::kUint8) {
     for (int64_t i = 0; i < weight.in_features; ++i) {
       const int64_t input = weight.order != nullptr ? weight.order[i] : i;
@@ -115,12 +115,17 @@ void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
 template <typename T>
 int64_t linear_rows(const LinearWeight& weight, const int64_t* ids, int64_t count, T* out,
                     int num_threads) {
+  int64_t num_rows = 0;
+  for (const LinearWeight* w = &weight; w != nullptr; w = w->next) num_rows += w->out_features;
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= weight.out_features) return i;
+    if (ids[i] < 0 || ids[i] >= num_rows) return i;
   }
   // Each word is a cache line of its own: reading it costs as much as ten elements.
   parallel_rows(count, 10 * weight.in_features, num_threads, [&](int64_t i) {
-    unpack_row(weight, ids[i], out + i * weight.in_features);
+    const LinearWeight* w = &weight;
+    int64_t id = ids[i];
+    for (; id >= w->out_features; w = w->next) id -= w->out_features;
+    unpack_row(*w, id, out + i * weight.in_features);
   });
   return -1;
 }

@@ -89,21 +89,26 @@ void pack_int4_row(const LinearWeight& weight, int64_t n, const T* from) {
 
 template <typename T>
 void unpack_int4_row(const LinearWeight& weight, int64_t n, T* out) {
-  const int64_t size = weight.in_features, block = weight.block_inputs, output = n % kPanel;
-  for (int64_t k = 0; k < size; k += block) {
-    const uint32_t* const words = block_of(weight, n / kPanel, k);
-    uint16_t halves[kLanes] = {reinterpret_cast<const uint16_t*>(words)[output]};
-    const float scale = load_halves(halves)[0] * weight.scales[n];
-    const uint8_t* const zeros = reinterpret_cast<const uint8_t*>(words + vllm_cpu::kScaleWords);
-    const int32_t zero = weight.has_zeros ? zeros[output] : vllm_cpu::kNoZero;
-    const uint32_t* const from = words + vllm_cpu::header_words(weight) + output;
-    for (int64_t i = k; i < k + block && i < size; ++i) {
-      const uint32_t word = from[(i - k) / 8 * kPanel];
-      const int32_t q = static_cast<int32_t>(word >> q_shift(i % 8) & 15u);
-      const int64_t input = weight.order != nullptr ? weight.order[i] : i;
-      out[input] = to_type<T>(static_cast<float>(q - zero) * scale);
-    }
-  }
+  with_int4_code(weight, [&](auto code) {
+    using Code = decltype(code);
+    const int64_t size = weight.in_features, output = n % kPanel, first = output % kLanes;
+    const uint32_t* const panel =
+        weight.panels + n / kPanel * vllm_cpu::panel_words(weight);
+    for_each_block<Code>(weight, panel, size, [&](Int4Block<Code> block, int64_t k, int64_t count) {
+      const int64_t vector = output - first;
+      float scale = block.scales(vector)[first];
+      if (!Code::kHasMinimums) scale *= weight.scales[n];
+      const float minimum = Code::kHasMinimums ? block.minimums(vector)[first] : 0.0f;
+      const int32_t zero =
+          Code::kHasZeros ? static_cast<int32_t>(block.zeros(vector)[first]) : Code::kZero;
+      for (int64_t i = 0; i < count; ++i) {
+        const int32_t q =
+            static_cast<int32_t>(block.quads(i / 4, vector)[first] >> (i % 4 * 8) & 0xffu);
+        const int64_t input = weight.order != nullptr ? weight.order[k + i] : k + i;
+        out[input] = to_type<T>(static_cast<float>(q - zero) * scale - minimum);
+      }
+    });
+  });
 }
 
 using vllm_cpu::Int4Source;

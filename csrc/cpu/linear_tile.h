@@ -85,127 +85,19 @@ struct DenseTile {
   }
 };
 
-// Numbers of 16 bits (float16) as floats; finite ones.
-VLLM_INLINE Vec load_halves(const uint16_t* from) {
-  HalfBits half;
-  __builtin_memcpy(&half, from, sizeof half);
-#if defined(__AVX512F__)
-  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
-#elif defined(__aarch64__)
-  return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
-#else
-  const Bits bits = __builtin_convertvector(half, Bits);
-  const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;  // other exponents
-  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
-#endif
+template <int kNumber>
+struct Number {
+  static constexpr int value = kNumber;
+};
+
+// Calls body(Number<rows>{}), for 1 to kMaxTileRows rows.
+template <int kRows = 1, class Body>
+VLLM_INLINE void with_rows(int64_t rows, Body body) {
+  if constexpr (kRows < kMaxTileRows) {
+    if (rows > kRows) return with_rows<kRows + 1>(rows, body);
+  }
+  body(Number<kRows>{});
 }
-
-// What comes before the bytes of each block of a row of x for int4.
-struct Int4Header {
-  float scale;    // what a step is worth
-  int32_t start;  // minus the sum of the bytes: times 8, or modulo 2^16 when there are zero points
-};
-
-// The same for int4: whole numbers are summed up per block, then scaled and added up. Every tile
-// unpacks the numbers anew, which runs beside the products.
-template <bool kHasZeros>
-struct Int4Tile {
-  using Input = int8_t;
-  using Acc = Vec;
-  static constexpr int64_t kStretchInputs = 512;  // at most 19 KiB of weights
-  static constexpr bool kIsFollowed = false;
-  static constexpr int64_t kRowUnit = 1;
-
-  // One for each word of a row, and one for the header of a block.
-  static constexpr int64_t kStepLines = kPanel * 4 / 64;
-  static int64_t num_steps(const LinearWeight& weight, int64_t inputs) {
-    return inputs / 8 + inputs / weight.block_inputs;
-  }
-  static int64_t x_offset(const LinearWeight& weight, int64_t input) {
-    return input + input / weight.block_inputs * int64_t{sizeof(Int4Header)};
-  }
-
-  template <int kRows>
-  static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, const uint32_t* w,
-                  int64_t inputs, Vec (*total)[kPanel / kLanes], bool is_first,
-                  Prefetch prefetch) {
-    if (is_first) __builtin_memset(total, 0, kRows * kPanel * sizeof(float));
-    const int64_t block = weight.block_inputs;
-    for (int64_t left = inputs; left > 0; left -= block) {
-      const int64_t num_words = (left < block ? left : block) / 8;
-      add_block<kRows>(x, x_stride, w, num_words, total, prefetch);
-      __asm__ volatile("" : : : "memory");  // or the compiler keeps a second copy of the totals
-      w += vllm_cpu::header_words(weight) + num_words * kPanel;
-      x += sizeof(Int4Header) + block;
-    }
-  }
-
- private:
-  template <int kRows>
-  static VLLM_INLINE void add_block(const Input* x, int64_t x_stride, const uint32_t* block,
-                                    int64_t num_words, Vec (*total)[kPanel / kLanes],
-                                    Prefetch& prefetch) {
-    constexpr int kVectors = tile_vectors(kRows);
-    const uint16_t* const scales = reinterpret_cast<const uint16_t*>(block);
-    const uint8_t* const zeros =
-        reinterpret_cast<const uint8_t*>(block + vllm_cpu::kScaleWords);
-    const uint32_t* const words =
-        block + vllm_cpu::kScaleWords + (kHasZeros ? vllm_cpu::kZeroWords : 0);
-    for (int column = 0; column < kPanel; column += kVectors * kLanes) {
-      Ints acc[kRows][kVectors];
-      start_sums<kRows, kVectors>(x, x_stride, zeros + column, acc);
-      if (column == 0) prefetch.step();
-      for (int64_t k = 0; k < num_words; ++k) {
-        if (column == 0) prefetch.step();
-        const uint32_t* const w = words + k * kPanel + column;
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          Bits q[kVectors];
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            q[v] = (load_bits(w + v * kLanes) >> (4 * half)) & 0x0f0f0f0fu;
-          }
-#pragma GCC unroll 6
-          for (int r = 0; r < kRows; ++r) {
-            const auto four = DotInt4::splat_of(x + r * x_stride + sizeof(Int4Header) + k * 8 +
-                                                half * 4);
-#pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = DotInt4::dot(acc[r][v], q[v], four);
-          }
-        }
-      }
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec scale = load_halves(scales + column + v * kLanes);
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; ++r) {
-          const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x + r * x_stride));
-          Vec& sum = total[r][column / kLanes + v];
-          sum = fma(__builtin_convertvector(acc[r][v], Vec), scale * x_scale, sum);
-        }
-      }
-    }
-  }
-
-  // Minus the zero point times the sum of the inputs.
-  template <int kRows, int kVectors>
-  static VLLM_INLINE void start_sums(const Input* x, int64_t x_stride, const uint8_t* zeros,
-                                     Ints (&acc)[kRows][kVectors]) {
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      Bytes bytes = {};
-      if (kHasZeros) __builtin_memcpy(&bytes, zeros + v * kLanes, sizeof bytes);
-      const Shorts zero = reinterpret_cast<Shorts>(__builtin_convertvector(bytes, Bits));
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const Bits start = splat_bits(x + r * x_stride + sizeof(float));
-        acc[r][v] = kHasZeros ? pair_dot(zero, reinterpret_cast<Shorts>(start))
-                              : reinterpret_cast<Ints>(start);
-      }
-    }
-  }
-};
 
 // All rows with one stretch of a panel, in tiles of about equal height. next: what to bring into the
 // cache meanwhile; null: nothing.
@@ -222,28 +114,10 @@ void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_
     const bool is_needed = tile * lines < Tile::kStepLines;
     const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
                                is_needed ? lines : 0};
-    const auto run = [&](auto kernel) {
-      kernel(weight, x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
-    };
-    switch (rows * (tile + 1) / num_tiles - first) {
-      case 1:
-        run(Tile::template run<1>);
-        break;
-      case 2:
-        run(Tile::template run<2>);
-        break;
-      case 3:
-        run(Tile::template run<3>);
-        break;
-      case 4:
-        run(Tile::template run<4>);
-        break;
-      case 5:
-        run(Tile::template run<5>);
-        break;
-      default:
-        run(Tile::template run<6>);
-    }
+    with_rows(rows * (tile + 1) / num_tiles - first, [&](auto number) {
+      Tile::template run<decltype(number)::value>(weight, x + first * x_stride, x_stride, w, inputs,
+                                                  total + first, is_first, prefetch);
+    });
   }
 }
 

@@ -20,11 +20,6 @@ struct TileProduct {
   bool is_first;      // c is not read
 };
 
-template <int kNumber>
-struct Number {
-  static constexpr int value = kNumber;
-};
-
 // Calls body(Number<0>{}), body(Number<1>{}) and so on.
 template <int kEnd, int kAt = 0, class Body>
 VLLM_INLINE void unroll(Body body) {

@@ -13,10 +13,14 @@ from tests.model_executor.test_quantized_checkpoints import weight_of
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
 from vllm.model_executor.quantization.gguf_blocks import needs_package
 from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native import NativeOps
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import BLOCK_TYPES
@@ -122,12 +126,12 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
 
 def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
     assert not [kind for kind in OUR_TYPES if needs_package(kind)]
-    for name, kinds in (("ours", OUR_TYPES), ("all", (*OUR_TYPES, "Q3_K"))):
+    for name, kinds in (("ours", OUR_TYPES), ("all", (*OUR_TYPES, "IQ4_XS"))):
         write_matrices(tmp_path / f"{name}.gguf", kinds)
     assert stored_format([tmp_path / "all.gguf"]) is not None
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert stored_format([tmp_path / "ours.gguf"]) is not None
-    with pytest.raises(ConfigError, match=r"type Q3_K, .*pip install 'vllm\[gguf\]'; .* Q4_0"):
+    with pytest.raises(ConfigError, match=r"type IQ4_XS, .*pip install 'vllm\[gguf\]'; .* Q4_0"):
         stored_format([tmp_path / "all.gguf"])
 
 
@@ -142,20 +146,68 @@ def test_logits_are_those_of_transformers(written, family):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_stored"), [("Q4_0", 12), ("Q8_0", 12), ("Q8_0+Q4_0+Q6_K", 12)]
+    "kind",
+    [
+        *("Q4_0", "Q8_0", "Q8_0+Q4_0+Q6_K"),
+        *("Q4_1", "Q5_1", "Q4_K", "Q5_K+Q4_K+Q4_0", "Q5_0+Q4_1"),
+        *("Q2_K", "Q3_K+Q2_K+Q4_K", "Q3_K+Q5_K"),
+        "Q4_K+Q6_K+Q5_1",  # the parts of a layer do not go together
+    ],
 )
-def test_blocks_without_minimums_stay_as_they_are(written, monkeypatch, kind, num_stored):
+def test_blocks_stay_as_they_are(written, kind):
     folder = written("llama", kind, **HEADS)
     for tp in (TPGroup(), TPGroup(0, 2), TPGroup(1, 2)):
-        if tp.size > 1:
-            monkeypatch.setattr("vllm.ops._ops", NativeOps())
+        if tp.size == 1 and load_cpu_kernels() is not None:
+            set_ops(CPUOps())
         model, dense = (load(f, tp) for f in (unpack(folder / "model.gguf"), folder / "dense"))
+        set_ops(NativeOps())
         twins, num_compared = dict(dense.named_modules()), 0
         for path, layer in model.named_modules():
             if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
                 assert torch.equal(weight_of(layer), twins[path].weight), path
                 num_compared += 1
-        assert num_compared == num_stored
+        assert num_compared == 12
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_experts_stay_as_they_are(written):
+    """In the layout of the kernels; a token that goes to one expert has its product."""
+    folder = written("qwen3_moe", *MODELS["qwen3_moe"][:1], **MODELS["qwen3_moe"][1])
+    set_ops(CPUOps())
+    model = load(unpack(folder / "model.gguf"))
+    set_ops(NativeOps())
+    dense = dict(load(folder / "dense").named_modules())
+    x = torch.randn(5, 256, generator=torch.manual_seed(0)) / 8
+    ids, weights = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 3]]), torch.full((5, 2), 0.5)
+    experts = {n: layer for n, layer in model.named_modules() if isinstance(layer, Experts)}
+    assert experts
+    for path, layer in experts.items():
+        packed = layer.method.packed
+        assert packed.num_bytes < 5 * layer.intermediate_size * 256 * 3 * packed.num_experts / 8
+        want = dense[path].forward(x, ids, weights)
+        error = (packed.forward(x, ids, weights) - want).norm() / want.norm()
+        assert error < 0.02  # inputs are rounded to int8
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize(("family", "kind"), [("gemma", "Q8_0"), ("llama", "Q4_K+Q6_K+Q5_1")])
+def test_embeddings_and_heads_stay_as_they_are(written, family, kind):
+    """gemma has one table for both."""
+    folder = written(family, kind, **HEADS)
+    set_ops(CPUOps())
+    model = load(unpack(folder / "model.gguf"))
+    set_ops(NativeOps())
+    twin = load(folder / "dense")
+    twins = dict(twin.named_modules())
+    ids = torch.arange(40)
+    tables = {n: t for n, t in model.named_modules() if isinstance(t, VocabParallelEmbedding)}
+    assert len(tables) == 2
+    for path, table in tables.items():
+        assert not list(table.parameters())
+        assert torch.equal(table.method.embed(table, ids), twins[path].weight[ids])
+        x = torch.randn(3, 256, generator=torch.manual_seed(0))
+        want = x @ twins[path].weight.T
+        assert (table.method.multiply(table, x) - want).norm() / want.norm() < 0.02
 
 
 def test_a_rank_needs_whole_groups(written):

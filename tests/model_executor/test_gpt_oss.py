@@ -9,8 +9,14 @@ from torch import Tensor
 
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.tiny_models import make_tiny_model
+from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
+from vllm.model_executor.layers.experts import Experts
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import Mxfp4Weight
 
 pytest.importorskip("transformers.models.gpt_oss")
 
@@ -38,7 +44,8 @@ def test_blocks_are_dequantized_by_the_definition_of_the_format():
     blocks = torch.randint(256, (3, 2, 16), dtype=torch.uint8)
     blocks[0, 0] = torch.arange(16) * 17
     scales = torch.tensor([[127, 0], [120, 130], [1, 254]], dtype=torch.uint8)
-    assert torch.equal(dequantize_mxfp4(blocks, scales), by_definition(blocks, scales))
+    weight = Mxfp4Weight(blocks=blocks, scales=scales)
+    assert torch.equal(weight.dequantize(), by_definition(blocks, scales))
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +75,57 @@ def checkpoints(tmp_path_factory):
     return dense, packed
 
 
-def test_mxfp4_gives_the_logits_of_its_numbers(checkpoints):
+@pytest.fixture
+def use_ops():
+    """Installs operators; afterwards those are back that were there."""
+    before = get_ops()
+    yield set_ops
+    set_ops(before)
+
+
+def test_mxfp4_gives_the_logits_of_its_numbers(checkpoints, use_ops):
+    use_ops(NativeOps())
     dense, packed = (load(folder) for folder in checkpoints)
     tokens = prompt_of(40)
     assert torch.equal(logits_of(packed, tokens), logits_of(dense, tokens))
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_experts_stay_in_four_bits(checkpoints, use_ops):
+    dense, packed = checkpoints
+    use_ops(NativeOps())
+    want = logits_of(load(dense), prompt_of(40))
+    use_ops(CPUOps())
+    model = load(packed)
+    experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    assert experts
+    for layer in experts:
+        size = 3 * layer.intermediate_size * layer.hidden_size * layer.method.packed.num_experts
+        assert layer.method.packed.num_bytes < size * 5.5 / 8  # [64, 192] has padding and units
+    error = logits_of(model, prompt_of(40)) - want
+    assert error.norm() / want.norm() < 0.02  # inputs are rounded to int8
+
+
+def test_groups_that_straddle_ranks_are_dequantized(checkpoints, use_ops):
+    """192 features on 4 ranks: 48 inputs of `down_proj` are one and a half groups."""
+    use_ops(NativeOps())
+    dense, packed = (
+        next(m for m in load(folder, TPGroup(3, 4)).modules() if isinstance(m, Experts))
+        for folder in checkpoints
+    )
+    assert torch.equal(packed.gate_up, dense.gate_up)
+    assert torch.equal(packed.down, dense.down)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_part_of_the_experts(checkpoints, use_ops, rank):
+    use_ops(NativeOps())
+    dense, packed = (
+        next(m for m in load(folder, TPGroup(rank, 2)).modules() if isinstance(m, Experts))
+        for folder in checkpoints
+    )
+    assert torch.equal(packed.gate_up, dense.gate_up)
+    assert torch.equal(packed.down, dense.down)
 
 
 def test_blocks_without_scales_are_refused(checkpoints, tmp_path):

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ops.test_stored_weights import fp8, minimums, mxfp4
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.cpu.stored import pack_stored
 
 ROWS = (1, 6, 7, 15, 16, 17, 33, 49, 70)
 LIBRARY = require_cpu_kernels("this program needs")
@@ -42,6 +44,10 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         }
         if num_in == 1096:
             packed["gptq"] = random_gptq(128, 1024)
+            packed["fp8"] = pack_stored(fp8(128, 1024, 128))
+            packed["mxfp4"] = pack_stored(mxfp4(128, 1088))
+            packed["4 bits with minimums"] = pack_stored(minimums(128, 768, 4, 16, 256))
+            packed["5 bits with minimums"] = pack_stored(minimums(128, 1024, 5, 32, 256))
         for name, of_format in packed.items():
             for rows in ROWS:
                 part = x[:rows, : of_format.in_features]

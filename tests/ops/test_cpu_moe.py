@@ -1,15 +1,20 @@
 """Packed experts against the torch reference, for each instruction set that runs here."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.ops.test_stored_weights import fp8, minimums, mxfp4, whole
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.interface import ExpertOptions
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import StoredWeight
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 INT8, INT4 = WeightFormat.INT8, WeightFormat.INT4
@@ -132,6 +137,29 @@ def test_quantized_experts_agree_with_single_layers(isa, dtype, weight_format):
     for packed in (PackedExperts(*experts), PackedExperts.pack(gate_up, down, weight_format)):
         got = packed.forward(x, topk_ids, topk_weights)
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+STORED: dict[str, Callable[[int, int], StoredWeight]] = {
+    "fp8": lambda num_out, num_in: fp8(num_out, num_in, 32),
+    "8 bits with zero points": lambda num_out, num_in: whole(num_out, num_in, 32),
+    "mxfp4": mxfp4,
+    "4 bits with minimums": lambda num_out, num_in: minimums(num_out, num_in, 4, 32, 32),
+    "5 bits with minimums": lambda num_out, num_in: minimums(num_out, num_in, 5, 32, 32),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_stored_experts_agree_with_single_layers(isa, dtype, name):
+    shapes = ((96, 64), (96, 64), (64, 96))  # of gate, up and down
+    stored = [[STORED[name](*shape) for _ in range(4)] for shape in shapes]
+    alone = [[pack_stored(weight) for weight in part] for part in stored]
+    largest = max(weight.dequantize().abs().max() for part in stored for weight in part)
+    x, (topk_ids, topk_weights) = torch.randn(9, 64).to(dtype) / largest, choices_of(9, 4, 2)
+    want = composed(alone, x, topk_ids, topk_weights)
+    got = pack_stored_experts(*stored).forward(x, topk_ids, topk_weights)
+    size = want.abs().max().item()
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * size)
 
 
 def gptq_weights(num: int, num_out: int, num_in: int, g_idx: Tensor) -> list[PackedWeight]:

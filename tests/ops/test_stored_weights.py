@@ -3,10 +3,20 @@
 import pytest
 import torch
 
+from tests.ops.test_cpu_linear import in_blocks
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.linear import WeightFormat
 from vllm.ops.cpu.stored import pack_stored
-from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight, round_to_fp8
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupedWeight,
+    GroupScales,
+    Int8Weight,
+    MinimumWeight,
+    Mxfp4Weight,
+    StackedWeight,
+    round_to_fp8,
+)
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
@@ -63,6 +73,107 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
             assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
 
 
+def scales_of(num_out: int, num_groups: int, num_factors: int) -> GroupScales:
+    return GroupScales(
+        factors=(torch.rand(num_out, num_factors) + 0.1).half().float(),
+        multipliers=torch.randint(-64, 64, (num_out, num_groups), dtype=torch.int8),
+    )
+
+
+def minimums(num_out: int, num_in: int, bits: int, block: int, factor: int) -> MinimumWeight:
+    sizes = num_out, num_in // block, num_in // factor
+    return MinimumWeight(
+        codes=torch.randint(0, 1 << bits, (num_out, num_in), dtype=torch.uint8),
+        bits=bits,
+        scales=scales_of(*sizes),
+        minimums=scales_of(*sizes),
+    )
+
+
+def mxfp4(num_out: int, num_in: int) -> Mxfp4Weight:
+    return Mxfp4Weight(
+        blocks=torch.randint(0, 256, (num_out, num_in // 32, 16), dtype=torch.uint8),
+        scales=torch.randint(112, 132, (num_out, num_in // 32), dtype=torch.uint8),
+    )
+
+
+INT4_BLOCKS = {
+    "4 bits with minimums": (lambda: minimums(72, 1536, 4, 32, 256), 32),
+    "4 bits, factors of a group": (lambda: minimums(130, 96, 4, 32, 32), 32),
+    "4 bits, small groups": (lambda: minimums(64, 768, 4, 16, 256), 16),
+    "5 bits with minimums": (lambda: minimums(200, 1280, 5, 32, 256), 32),
+    "5 bits, factors of a group": (lambda: minimums(64, 32, 5, 32, 32), 32),
+    "mxfp4": (lambda: mxfp4(200, 1120), 32),
+    "mxfp4, one group": (lambda: mxfp4(64, 32), 32),
+}
+
+
+@pytest.mark.parametrize("name", INT4_BLOCKS)
+def test_weights_of_4_and_5_bits_are_those_of_the_formula(isa, name):
+    """Rows bit for bit; products up to the rounding of float32 sums, with inputs as they are
+    rounded."""
+    torch.manual_seed(0)
+    make, block = INT4_BLOCKS[name]
+    weight = make()
+    dense, packed = weight.dequantize(), pack_stored(weight)
+    assert packed.weight_format.has_int4_blocks
+    ids = torch.arange(len(dense))
+    for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):
+        assert torch.equal(packed.rows(ids, dtype), dense.to(dtype))
+        many, bias = torch.randn(40, dense.shape[1]).to(dtype), torch.randn(len(dense)).to(dtype)
+        rounded = in_blocks(many, block)
+        want = rounded @ dense.double().T + bias.double()
+        size = rounded.norm(dim=1)[:, None] * dense.double().norm(dim=1)
+        got = packed.linear(many, bias)
+        assert ((got.double() - want).abs() <= allowed * (want.abs() + 0.05 * size)).all()
+        for num_rows in (1, 3, 7, 17):
+            assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
+
+
+def test_every_number_of_mxfp4_is_multiplied_exactly(isa):
+    blocks = torch.arange(16, dtype=torch.uint8).repeat(64, 1, 1) * 17
+    scales = torch.full((64, 1), 120, dtype=torch.uint8)
+    weight = Mxfp4Weight(blocks=blocks, scales=scales)
+    assert torch.equal(pack_stored(weight).linear(127 * torch.eye(32)).T, 127 * weight.dequantize())
+
+
+def test_exponents_of_mxfp4_that_are_far_apart_are_left_to_torch():
+    weight = mxfp4(64, 64)
+    weight.scales[5] = torch.tensor([100, 150])
+    assert pack_stored(weight) is None
+
+
+def test_parts_of_different_formats_are_one_weight(isa):
+    torch.manual_seed(0)
+    parts = (minimums(72, 256, 4, 32, 256), whole(100, 256, 64), fp8(64, 256, 256))
+    stacked, alone = StackedWeight(parts=parts), [pack_stored(part) for part in parts]
+    dense, packed = stacked.dequantize(), pack_stored(stacked)
+    assert packed.num_bytes == sum(part.num_bytes for part in alone)
+    assert torch.equal(packed.rows(torch.arange(236), torch.float32), dense)
+    with pytest.raises(IndexError, match=r"ids\[1\] is 236 of 236 rows"):
+        packed.rows(torch.tensor([235, 236]), torch.float32)
+    for num_rows in (1, 5, 20):
+        x, bias = torch.randn(num_rows, 256), torch.randn(236)
+        want = torch.cat([part.linear(x) for part in alone], dim=1) + bias
+        assert torch.equal(packed.linear(x, bias), want)
+    part = StackedWeight(parts=(parts[0], whole(64, 96, 48)))
+    assert pack_stored(part) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_number_of_rows(isa, dtype):
+    torch.manual_seed(0)
+    for weight in (
+        *(fp8(72, 384, 128), fp8(64, 300, 300), whole(72, 256, 64), mxfp4(72, 544)),
+        *(minimums(72, 768, 4, 32, 256), minimums(72, 512, 5, 32, 256)),
+    ):
+        packed, x = pack_stored(weight), torch.randn(512, weight.shape[1]).to(dtype)
+        all_rows = packed.linear(x)
+        for num_rows in range(1, 512):
+            assert torch.equal(packed.linear(x[:num_rows]), all_rows[:num_rows]), num_rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_of_fp8_is_multiplied_exactly(isa, dtype):
     """Also those below the smallest normal one; inputs are rows of the identity."""
@@ -100,8 +211,11 @@ def test_rounding_to_fp8_keeps_the_largest_and_lets_what_is_not_finite_through()
 
 @pytest.mark.parametrize(
     "weight",
-    [fp8(64, 6, 6), fp8(64, 96, 96 // 2), whole(64, 96, 48)],
-    ids=["6 inputs", "blocks of 48", "groups of 48"],
+    [
+        *(fp8(64, 6, 6), fp8(64, 96, 96 // 2), whole(64, 96, 48)),
+        *(minimums(64, 96, 5, 16, 32), minimums(64, 96, 4, 32, 96)),
+    ],
+    ids=["6 inputs", "blocks of 48", "groups of 48", "5 bits in groups of 16", "factors of 96"],
 )
 def test_what_no_kernel_takes_is_left_to_torch(weight):
     assert pack_stored(weight) is None

@@ -62,12 +62,17 @@ class HPUOps(NativeOps):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         gates, ups, downs = (
             [weight for weight in weights if isinstance(weight, Fp8Weight)]
             for weights in (gate, up, down)
         )
         if not len(gates) == len(ups) == len(downs) == len(gate):
+            return None
+        if options != SILU_EXPERTS or gate_up_bias is not None or down_bias is not None:
             return None
         card = (self._kernels, self._fp8_max, self._is_lazy)
         return HPUFp8Experts(gates, ups, downs, *card, first_expert)

@@ -71,6 +71,14 @@ class PreparedWeight(Protocol):
         ...
 
 
+class PreparedTable(PreparedWeight, Protocol):
+    """The weight of an output head, or of embeddings, in the layout of a device."""
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [N] int64 of the weight, [N, in_features]."""
+        ...
+
+
 class PreparedExperts(Protocol):
     """The weights of gated experts in the layout that a device multiplies with."""
 
@@ -363,6 +371,17 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        """Bring the quantized weight of embeddings, or of a head that shares it, into the layout
+        that runs.
+
+        Args: as of `prepare_weight`.
+
+        Returns:
+            None: the device has no kernel for it; it has to be dequantized.
+        """
+
+    @abstractmethod
     def prepare_experts(
         self,
         gate: Sequence[StoredWeight],
@@ -370,6 +389,9 @@ class Ops(ABC):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         """Bring the quantized weights of gated experts into the layout that runs.
 
@@ -377,7 +399,7 @@ class Ops(ABC):
             gate, up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
-            first_expert: as in `moe`.
+            first_expert, gate_up_bias, down_bias, options: as in `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.

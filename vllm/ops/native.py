@@ -19,6 +19,7 @@ from vllm.ops.interface import (
     ExpertOptions,
     PreparedExperts,
     PreparedHeads,
+    PreparedTable,
     PreparedWeight,
     Routing,
 )
@@ -161,6 +162,9 @@ class NativeOps(NativeAdapters, NativeScans):
     def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
         return DenseHeads(matrices)
 
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        return None
+
     def prepare_experts(
         self,
         gate: Sequence[StoredWeight],
@@ -168,6 +172,9 @@ class NativeOps(NativeAdapters, NativeScans):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         return None
 

@@ -126,6 +126,94 @@ class GroupedWeight(StoredWeight):
         return (self.numbers().to(torch.int16) - zeros).float() * scales
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupScales:
+    """A number for each group of neighbours: a factor of many times a small whole number."""
+
+    factors: Tensor
+    """[rows, N] float32, each a number of float16."""
+    multipliers: Tensor
+    """[rows, G] int8; G / N neighbouring groups have the same factor."""
+
+    def values(self) -> Tensor:
+        """[rows, G] float32."""
+        num_groups = self.multipliers.shape[1]
+        factors = self.factors.repeat_interleave(num_groups // self.factors.shape[1], dim=1)
+        return factors * self.multipliers.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimumWeight(StoredWeight):
+    """Whole numbers times a scale, less a minimum; both of them for each group of inputs."""
+
+    codes: Tensor
+    """[out_features, in_features] uint8, below 2^bits."""
+    bits: int
+    """4 or 5."""
+    scales: GroupScales
+    minimums: GroupScales
+    """With as many groups and factors."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def dequantize(self) -> Tensor:
+        scales, minimums = self.scales.values(), self.minimums.values()
+        numbers = self.codes.unflatten(1, (scales.shape[1], -1)).float()
+        return (numbers * scales[..., None] - minimums[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedWeight(StoredWeight):
+    """The outputs of several weights of the same inputs, one after the other."""
+
+    parts: tuple[StoredWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By their last three bits; the first one is the sign."""
+_E8M0_BIAS = 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Weight(StoredWeight):
+    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs.
+
+    OCP Microscaling Formats (MX) Specification 1.0, 2023: an element has a sign, two bits of
+    exponent and one of mantissa.
+    """
+
+    blocks: Tensor
+    """[..., B, 16] uint8: two elements each, the first in the lower four bits; a weight has one
+    dimension more before them, [out_features, B, 16]."""
+    scales: Tensor
+    """[..., B] uint8: exponents, 127 is 1."""
+
+    @property
+    def shape(self) -> torch.Size:
+        *outputs, num_blocks = self.scales.shape
+        return torch.Size((*outputs, num_blocks * 32))
+
+    def powers(self) -> Tensor:
+        """[..., B] float32, what an element is multiplied with."""
+        exponents = self.scales.to(torch.int32) - _E8M0_BIAS
+        return torch.ldexp(torch.ones(exponents.shape), exponents)
+
+    def dequantize(self) -> Tensor:
+        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
+        nibbles = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-2)
+        exponents = self.scales.to(torch.int32) - _E8M0_BIAS
+        return torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1)).flatten(-2)
+
+
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Rows of int32 words as numbers of 2, 3, 4 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
 

@@ -158,6 +158,13 @@ class Slice:
         shape[self.dim] = self.total
         return torch.Size(shape)
 
+    def in_groups(self, group: int) -> "Slice":
+        """The same place in a parameter with one column for each `group` columns."""
+        if self.dim == 0:
+            return self
+        offset, size, total = (n // group for n in (self.offset, self.size, self.total))
+        return replace(self, offset=offset, size=size, total=total)
+
     def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
         """Fill this rank's part of `param`, converting to its dtype; padding becomes zero."""
         start = min(tp.rank // self.num_replicas * self.size, self.total)

@@ -21,11 +21,13 @@ from vllm.ops import get_ops
 from vllm.ops.interface import SILU_EXPERTS, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
-_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated expert."""
 
 
 def has_stored_kernel(layer: Experts) -> bool:
-    """Whether a device may multiply with stored weights of the experts; others are dense there."""
+    """Whether every device that has kernels for stored experts has them for these; no others are
+    rounded while they are loaded."""
     return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
 
 
@@ -54,10 +56,11 @@ class HandedOverExperts(DenseExperts):
         Raises:
             WeightLoadError: they cannot be used.
         """
-        if not has_stored_kernel(layer):
-            return
+        biases = layer.gate_up_bias, layer.bias_of_sum()
         try:
-            self.packed = get_ops().prepare_experts(gate, up, down, dtype, layer.first_expert)
+            self.packed = get_ops().prepare_experts(
+                *(gate, up, down, dtype, layer.first_expert), *biases, layer.options
+            )
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
         if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
@@ -111,9 +114,9 @@ class StoredExperts(HandedOverExperts):
         total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
         for number in layer.expert_ids:
             expert = nn.Module()
-            for part in _PARTS[:2]:
+            for part in EXPERT_PARTS[:2]:
                 expert.add_module(part, ColumnParallelLinear(hidden, {"": total}, tp))
-            expert.add_module(_PARTS[2], RowParallelLinear(total, hidden, tp))
+            expert.add_module(EXPERT_PARTS[2], RowParallelLinear(total, hidden, tp))
             for linear in expert.children():
                 assert isinstance(linear, ParallelLinear)
                 linear.is_held = True
@@ -122,8 +125,11 @@ class StoredExperts(HandedOverExperts):
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
         device = next(layer.parameters()).device
-        gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
+        gate, up, down = (list(self._weights(layer, part)) for part in EXPERT_PARTS)
         for number in layer.expert_ids:
+            for linear in layer.get_submodule(str(number)).children():
+                assert isinstance(linear, ParallelLinear)
+                linear.remove_weights()  # the loader still knows the layer
             delattr(layer, str(number))
         self.hand_over(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:

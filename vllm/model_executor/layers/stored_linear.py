@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.embedding import (
+    DenseTable,
+    EmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
 from vllm.ops import get_ops
-from vllm.ops.interface import PreparedWeight
+from vllm.ops.interface import PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
@@ -132,6 +136,50 @@ class StoredHead(EmbeddingMethod):
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.linear.apply(layer, hidden_states, None)
         return logits
+
+
+class StoredTable(DenseTable):
+    """A table of embeddings that is stored as a linear layer, and of the head that shares it.
+
+    Where the device has no kernel for it, it is dense once it is loaded.
+
+    Args:
+        linear: the method of that layer.
+    """
+
+    def __init__(self, linear: StoredLinear) -> None:
+        self.linear: Any = linear  # as in `StoredHead`
+        self.packed: PreparedTable | None = None
+        self.dense: nn.Parameter | None = None
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.create_weights(layer)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        self.linear.load(place, name, source, tp)
+
+    @torch.no_grad()
+    def finish(self, layer: VocabParallelEmbedding) -> None:
+        dtype = self.linear.dtype
+        if self.packed is None and self.dense is None:  # else a layer that shares it has done this
+            weight, device = self.linear.stored_weight(layer), next(layer.parameters()).device
+            self.packed = get_ops().prepare_table(weight, dtype)
+            if self.packed is None:
+                dense = weight.dequantize().to(device, dtype)
+                self.dense = nn.Parameter(dense, requires_grad=False)
+        layer.remove_weights()
+        if self.dense is not None:
+            layer.weight = self.dense
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().embed(layer, ids)
+        return self.packed.rows(ids, self.linear.dtype)
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().multiply(layer, hidden_states)
+        return apply_prepared(self.packed, hidden_states, None)
 
 
 class RoundedLinear(UnquantizedLinear):

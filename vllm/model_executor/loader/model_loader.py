@@ -141,7 +141,7 @@ def _read(
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
-    finisher = _LayerFinisher()
+    finisher = _LayerFinisher(model)
     if config.load.load_format == "dummy":
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
@@ -158,9 +158,13 @@ def _read(
             )
         ) as tensors:
             if is_split:
-                load_parameters(model, tensors, prepare=memory.allocate, finish=finisher.finish)
+                load_parameters(
+                    model, tensors, prepare=memory.allocate, finish=finisher.finish_filled
+                )
             else:
-                load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
+                load_weights(
+                    model, tensors, tp, prepare=memory.allocate, finish=finisher.finish_filled
+                )
         materialize_buffers(model, device)
     for module in model.modules():
         finisher.finish(module)  # those without parameters that only they have
@@ -233,13 +237,36 @@ def _use_formats(model: LoadableModel, formats: Sequence[Quantization]) -> None:
 
 
 class _LayerFinisher:
-    """Finishes each layer once."""
+    """Finishes each layer once.
 
-    def __init__(self) -> None:
+    Args:
+        model: of the layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self._finished: set[MethodLayer] = set()
+        self._owners: dict[nn.Module, nn.Module] = {}
+        """Layers that another one takes over, and that one."""
+        self._waiting: dict[nn.Module, set[nn.Module]] = {}
+        """Such a layer -> what has to be filled before it is finished."""
+        for layer in model.modules():
+            parts = [part for part in layer.modules() if isinstance(part, MethodLayer)]
+            held = [part for part in parts if part.is_held and part is not layer]
+            if isinstance(layer, MethodLayer) and held:
+                self._owners |= dict.fromkeys(held, layer)
+                has_own = next(layer.parameters(recurse=False), None) is not None
+                self._waiting[layer] = {*held, layer} if has_own else set(held)
+
+    def finish_filled(self, module: nn.Module) -> None:
+        """The module's own parameters are filled; one that takes over others waits for them."""
+        owner = self._owners.get(module, module)
+        waiting = self._waiting.get(owner, set())
+        waiting.discard(module)
+        if not waiting:
+            self.finish(owner)
 
     def finish(self, module: nn.Module) -> None:
-        """All parameters of the module are filled."""
+        """All parameters of the module, and of those in it, are filled."""
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
             module.finish()

@@ -14,7 +14,7 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer,
 from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
-from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
+from vllm.model_executor.quantization.mxfp4 import check_mxfp4, mxfp4_source
 from vllm.ops.interface import ExpertOptions
 
 
@@ -65,11 +65,11 @@ class GptOssForCausalLM(DecoderForCausalLM):
             return
         second = source.read(())
         blocks, scales = (first, second) if suffix == "scales" else (second, first)
-        if blocks.shape[:-1] != scales.shape:
-            dequantize_mxfp4(blocks, scales)  # says what is wrong
+        check_mxfp4(blocks, scales)
         for expert, parts in enumerate(zip(blocks, scales, strict=True)):
-            dense = dequantize_mxfp4(*parts)
-            yield from _parts_of(parent, weight, expert, dense, "weight")
+            for name, rows in _rows_of(weight):
+                part = mxfp4_source(*(each[rows] for each in parts))
+                yield f"{parent}{expert}.{name}.weight", part
 
     def check(self) -> None:
         """See `LoadableModel.check`."""
@@ -93,9 +93,15 @@ def _parts_of(
     parent: str, weight: str, expert: int, rows: Tensor, kind: str
 ) -> Iterator[tuple[str, Source]]:
     """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
-    pairs = (("gate_proj", rows[::2]), ("up_proj", rows[1::2]))
-    for name, part in pairs if weight == "gate_up_proj" else (("down_proj", rows),):
-        yield (
-            f"{parent}{expert}.{name}.{kind}",
-            Source(part.shape, part.__getitem__, dtype=part.dtype),
+    for name, which in _rows_of(weight):
+        part = rows[which]
+        yield f"{parent}{expert}.{name}.{kind}", Source(
+            part.shape, part.__getitem__, dtype=part.dtype
         )
+
+
+def _rows_of(weight: str) -> tuple[tuple[str, slice], ...]:
+    """The matrices of an expert in one of the checkpoint, and their rows."""
+    if weight == "gate_up_proj":
+        return ("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))
+    return (("down_proj", slice(None)),)

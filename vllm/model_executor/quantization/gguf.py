@@ -1,10 +1,13 @@
 """Blocks of GGUF files that the kernels multiply with as they are.
 
 Types without minimums (Q4_0, Q5_0, Q8_0, Q6_K) are whole numbers times a scale for each group of
-neighbours, which is a `GroupedWeight`. All others are dequantized while they are loaded.
+neighbours, which is a `GroupedWeight`; those with minimums, and Q3_K (in four
+bits) are a `MinimumWeight`. All others are dequantized while they are loaded.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,14 +15,36 @@ from torch import Tensor
 
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source
-from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
-from vllm.model_executor.quantization.gguf_blocks import GROUPS, Blocks
+from vllm.model_executor.layers.stored_experts import EXPERT_PARTS, StoredExperts
+from vllm.model_executor.layers.stored_linear import (
+    StoredLinear,
+    StoredTable,
+    add_parameter,
+    on_host,
+)
+from vllm.model_executor.quantization.gguf_blocks import STORED, Blocks, BlockType
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import part_names
-from vllm.ops.stored_weight import GroupedWeight, pack_nibbles
+from vllm.ops.stored_weight import (
+    GroupedWeight,
+    GroupScales,
+    MinimumWeight,
+    StackedWeight,
+    pack_nibbles,
+)
 
+_EMBEDDING = "model.embed_tokens"
+"""Whose table a tied head has."""
+
+_ScalesOf = Callable[[Blocks], GroupScales]
 _PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], Source]
 
 
@@ -43,10 +68,47 @@ class GGUFBlocks(Quantization):
         self.types = types
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        types = {self.types.get(f"{part}.weight", "") for part in part_names(name, layer)}
-        if layer.keeps_precision or not types <= GROUPS.keys():
+        if layer.keeps_precision:
             return None
-        return BlockLinear(name, types)
+        types = [self._type(part) for part in part_names(name, layer)]
+        method = _method(name, types)
+        if method is not None or not all(types):
+            return method
+        methods = {}
+        for part, type_ in zip(layer.feature_slices, types, strict=True):
+            own = _method(name, [type_], part)
+            assert own is not None
+            methods[part] = own
+        return StackedBlocks(name, methods)
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if isinstance(layer, ParallelLMHead) and layer.is_tied:
+            name = _EMBEDDING
+        method = _method(name, [self._type(name)])
+        return None if method is None else StoredTable(method)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        parts = (f"{name}.0.{part}" for part in EXPERT_PARTS)
+        return StoredExperts(name) if all(self._type(part) for part in parts) else None
+
+    def _type(self, name: str) -> BlockType | None:
+        """Of the weight of a layer; None: it is dequantized."""
+        return STORED.get(self.types.get(f"{name}.weight", ""))
+
+
+def _method(
+    name: str, types: Sequence[BlockType | None], part: str | None = None
+) -> "BlockLinear | None":
+    """None: the types do not go together."""
+    stored = [each for each in types if each is not None]
+    if len(stored) < len(types):
+        return None
+    if not any(each.has_minimums for each in stored):
+        return ScaledBlocks(name, stored, part)
+    # The kernels have no fifth bit for groups of 16.
+    fits = max(each.bits for each in stored) == 4 or min(each.group for each in stored) == 32
+    fits = fits and all(each.factor_group for each in stored)
+    return MinimumBlocks(name, stored, part) if fits else None
 
 
 class BlockLinear(StoredLinear):
@@ -55,14 +117,27 @@ class BlockLinear(StoredLinear):
     Args:
         name: of the module.
         types: of its parts.
+        part: the only one that is stored here; None: all.
     """
 
-    def __init__(self, name: str, types: set[str]) -> None:
+    bits: int
+    """Of a number, once all parts have as many."""
+
+    def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name)
-        self.group = min(GROUPS[each] for each in types)
-        self.bits = 4 if types == {"Q4_0"} else 8
-        self.zero = 1 << (self.bits - 1)
-        """The code of the number 0, the same for all parts."""
+        self.types = types
+        self.part = part
+        self.prefix = "" if part is None else f"{part}_"
+        """Of the names of parameters."""
+        self.group = min(each.group for each in types)
+
+    @abstractmethod
+    def create_scales(self, num_in: int) -> list["_Scales"]:
+        """What is stored besides the numbers of a layer with so many inputs."""
+
+    @abstractmethod
+    def codes(self, blocks: Blocks) -> Tensor:
+        """The numbers of some blocks, [rows, N] uint8."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
@@ -71,13 +146,29 @@ class BlockLinear(StoredLinear):
                 f"{self.name} cannot be split over ranks: a rank would have {num_in} inputs, and "
                 f"{self.group} inputs share a scale. Use fewer ranks (tensor_parallel_size)"
             )
-        add_parameter(layer, "codes", torch.empty(num_out, num_in, dtype=torch.uint8))
-        scales = torch.empty(num_out, num_in // self.group, dtype=torch.float32)
-        add_parameter(layer, "scales", scales)
-        layer.slices["codes"] = {
-            part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
+        slices = {
+            part: replace(slice_, tensor="weight")
+            for part, slice_ in layer.feature_slices.items()
+            if self.part in (None, part)
         }
-        layer.slices["scales"] = {}  # filled together with the codes
+        if self.part is not None:
+            num_out = slices[self.part].size
+            slices[self.part] = replace(slices[self.part], offset=0)
+        self._add(layer, "codes", torch.empty(num_out, num_in, dtype=torch.uint8), slices)
+        self.scales = self.create_scales(num_in)
+        for each in self.scales:
+            values = torch.empty(num_out, num_in // each.group, dtype=each.dtype)
+            self._add(layer, each.name, values, {})  # filled together with the codes
+
+    def _add(
+        self, layer: ParallelLinear, name: str, values: Tensor, slices: dict[str, Slice]
+    ) -> None:
+        add_parameter(layer, self.prefix + name, values)
+        layer.slices[self.prefix + name] = slices
+
+    def read(self, layer: ParallelLinear, name: str) -> Tensor:
+        """A parameter in the memory of the host."""
+        return on_host(layer, self.prefix + name)
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
         slice_ = place.slice
@@ -89,33 +180,131 @@ class BlockLinear(StoredLinear):
                 f"{list(expected)}"
             )
         assert source.part is not None
-        num_in, own_group = expected[1], GROUPS[source.type_name]
-        codes = source.part(self._codes, torch.uint8, num_in)
-        slice_.copy(place.param, codes, tp)
+        num_in = expected[1]
+        slice_.copy(place.param, source.part(self.codes, torch.uint8, num_in), tp)
+        for each in self.scales:
+            values = source.part(each.of(num_in), each.dtype, num_in // each.group)
+            param = place.module.get_parameter(self.prefix + each.name)
+            slice_.in_groups(each.group).copy(param, values, tp)
 
-        def scales_of(blocks: Blocks) -> Tensor:
-            return blocks.scales.repeat_interleave(own_group // self.group, dim=1)
 
-        scales = place.module.get_parameter("scales")
-        source_of_scales = source.part(scales_of, torch.float32, num_in // self.group)
-        self._by_group(slice_).copy(scales, source_of_scales, tp)
+@dataclass(frozen=True)
+class _Scales:
+    """A parameter with a number for each group of inputs."""
 
-    def _codes(self, blocks: Blocks) -> Tensor:
+    name: str
+    group: int
+    dtype: torch.dtype
+    get: Callable[[Blocks], Tensor]
+    """The numbers of some blocks, for as large groups or for larger ones."""
+
+    def of(self, num_in: int) -> Callable[[Blocks], Tensor]:
+        """The numbers of rows of `num_in` inputs, [rows, num_in / group]."""
+
+        def numbers(blocks: Blocks) -> Tensor:
+            own = self.get(blocks)
+            return own.repeat_interleave(num_in // self.group // own.shape[1], dim=1)
+
+        return numbers
+
+
+class ScaledBlocks(BlockLinear):
+    """Types without minimums: whole numbers less a zero point, times a scale."""
+
+    def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
+        super().__init__(name, types, part)
+        self.bits = 4 if all(each.bits == 4 for each in types) else 8
+        self.zero = 1 << (self.bits - 1)
+        """The code of the number 0, the same for all parts."""
+
+    def create_scales(self, num_in: int) -> list[_Scales]:
+        return [_Scales("scales", self.group, torch.float32, lambda blocks: blocks.scales.values())]
+
+    def codes(self, blocks: Blocks) -> Tensor:
         return blocks.codes if self.bits == 4 else blocks.codes + (self.zero - blocks.zero)
 
-    def _by_group(self, slice_: Slice) -> Slice:
-        if slice_.dim == 0:
-            return slice_
-        offset, size, total = (n // self.group for n in (slice_.offset, slice_.size, slice_.total))
-        return replace(slice_, offset=offset, size=size, total=total)
-
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
-        codes, scales = on_host(layer, "codes"), on_host(layer, "scales").T.contiguous()
-        if not bool(scales.isfinite().all()):
-            raise WeightLoadError(
-                f"the scales of {self.name} contain NaN or infinity: the file is damaged"
-            )
+        codes, scales = self.read(layer, "codes"), self.read(layer, "scales").T.contiguous()
+        _check(self.name, scales)
         is_packed = self.bits == 4  # two numbers in a byte
         words = pack_nibbles(codes).T.contiguous() if is_packed else codes.view(torch.int32).T
         zeros = torch.full(scales.shape, self.zero, dtype=torch.int16)
         return GroupedWeight(words=words, bits=self.bits, scales=scales, zeros=zeros)
+
+
+class MinimumBlocks(BlockLinear):
+    """Types with minimums, and those whose zero point times the scale is one."""
+
+    def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
+        super().__init__(name, types, part)
+        self.bits = max(each.bits for each in types)
+
+    def create_scales(self, num_in: int) -> list[_Scales]:
+        # A rank may begin inside of a block; its groups are whole.
+        shared = math.gcd(num_in, *(each.factor_group for each in self.types))
+        kinds: dict[str, _ScalesOf] = {
+            "scale": lambda blocks: blocks.scales,
+            "minimum": lambda blocks: blocks.taken_off(),
+        }
+        found = []
+        for kind, get in kinds.items():
+
+            def factors(blocks: Blocks, get: _ScalesOf = get) -> Tensor:
+                return get(blocks).factors
+
+            def multipliers(blocks: Blocks, get: _ScalesOf = get) -> Tensor:
+                return get(blocks).multipliers
+
+            found += [
+                _Scales(f"{kind}_factors", shared, torch.float32, factors),
+                _Scales(f"{kind}_multipliers", self.group, torch.int8, multipliers),
+            ]
+        return found
+
+    def codes(self, blocks: Blocks) -> Tensor:
+        return blocks.codes
+
+    def stored_weight(self, layer: ParallelLinear) -> MinimumWeight:
+        scales, minimums = (
+            GroupScales(
+                factors=self.read(layer, f"{kind}_factors"),
+                multipliers=self.read(layer, f"{kind}_multipliers"),
+            )
+            for kind in ("scale", "minimum")
+        )
+        _check(self.name, scales.factors, minimums.factors)
+        return MinimumWeight(
+            codes=self.read(layer, "codes"), bits=self.bits, scales=scales, minimums=minimums
+        )
+
+
+class StackedBlocks(StoredLinear):
+    """A layer whose parts have types that do not go together: each has parameters of its own.
+
+    Args:
+        name: of the module.
+        methods: name of a part -> how it is stored.
+    """
+
+    def __init__(self, name: str, methods: Mapping[str, BlockLinear]) -> None:
+        super().__init__(name)
+        self.methods = methods
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        for method in self.methods.values():
+            method.create_parameters(layer)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        for method in self.methods.values():
+            if place.param_name == f"{method.prefix}codes":
+                method.load(place, name, source, tp)
+
+    def stored_weight(self, layer: ParallelLinear) -> StackedWeight:
+        return StackedWeight(
+            parts=tuple(method.stored_weight(layer) for method in self.methods.values())
+        )
+
+
+def _check(name: str, *scales: Tensor) -> None:
+    if not all(bool(each.isfinite().all()) for each in scales):
+        raise WeightLoadError(f"the scales of {name} contain NaN or infinity: the file is damaged")

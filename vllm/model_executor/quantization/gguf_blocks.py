@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import ConfigError
+from vllm.ops.stored_weight import GroupScales
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
@@ -24,28 +25,60 @@ class Blocks:
 
     codes: Tensor
     """[rows, N] uint8."""
-    scales: Tensor
-    """[rows, N / group] float32."""
+    scales: GroupScales
+    """Of N / group groups."""
     zero: int = 0
     """A number is (code - zero) * scale - minimum."""
-    minimums: Tensor | None = None
+    minimums: GroupScales | None = None
     """As many as scales; None: 0."""
 
     def dequantize(self) -> Tensor:
         """[rows, N] float32."""
-        groups = self.scales.shape[1]
-        numbers = self.codes.unflatten(1, (groups, -1)).float()
+        scales = self.scales.values()
+        numbers = self.codes.unflatten(1, (scales.shape[1], -1)).float()
         if self.zero:
             numbers -= self.zero
-        numbers *= self.scales[..., None]
+        numbers *= scales[..., None]
         if self.minimums is not None:
-            numbers -= self.minimums[..., None]
+            numbers -= self.minimums.values()[..., None]
         return numbers.flatten(1)
 
+    def taken_off(self) -> GroupScales:
+        """What is taken off the codes times the scales: minimums, or zero times the scales."""
+        if self.minimums is not None:
+            return self.minimums
+        return GroupScales(
+            factors=self.scales.factors, multipliers=self.scales.multipliers * self.zero
+        )
 
-GROUPS = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "Q6_K": 16}
-"""Types without minimums -> neighbours that share a scale. Whole numbers times a scale are what our
-kernels multiply with, so these stay as they are."""
+
+@dataclass(frozen=True)
+class BlockType:
+    """How our kernels multiply with a type as it is."""
+
+    bits: int
+    """That a number takes in memory."""
+    group: int
+    """Neighbours that share a scale."""
+    factor_group: int = 0
+    """Neighbours that share the factors of scales and minimums; 0: has no part in a weight with
+    minimums, as numbers have more than 5 bits."""
+    has_minimums: bool = False
+
+
+STORED = {
+    "Q4_0": BlockType(4, 32, 32),
+    "Q5_0": BlockType(5, 32, 32),
+    "Q8_0": BlockType(8, 32),
+    "Q6_K": BlockType(6, 16),
+    "Q2_K": BlockType(4, 16, 256, has_minimums=True),
+    "Q3_K": BlockType(4, 16, 256, has_minimums=True),
+    "Q4_1": BlockType(4, 32, 32, has_minimums=True),
+    "Q5_1": BlockType(5, 32, 32, has_minimums=True),
+    "Q4_K": BlockType(4, 32, 256, has_minimums=True),
+    "Q5_K": BlockType(5, 32, 256, has_minimums=True),
+}
+"""Types that stay as they are in memory."""
 
 
 def read_blocks(type_name: str, data: Tensor) -> Blocks:
@@ -57,6 +90,13 @@ def read_blocks(type_name: str, data: Tensor) -> Blocks:
 def _halves(data: Tensor) -> Tensor:
     """Pairs of bytes [..., 2 n] as float16, [..., n] float32."""
     return data.contiguous().view(torch.float16).float()
+
+
+def _single(factors: Tensor, multiplier: int = 1) -> GroupScales:
+    """Factors of one group each, [rows, N]."""
+    return GroupScales(
+        factors=factors, multipliers=torch.full(factors.shape, multiplier, dtype=torch.int8)
+    )
 
 
 def _nibbles(data: Tensor) -> Tensor:
@@ -72,37 +112,77 @@ def _bits(data: Tensor) -> Tensor:
 
 def _q8_0(blocks: Tensor) -> Blocks:
     codes = blocks[..., 2:] ^ 128  # int8 + 128
-    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=128)
+    return Blocks(codes.flatten(1), _single(_halves(blocks[..., :2]).flatten(1)), zero=128)
 
 
 def _q4_0(blocks: Tensor) -> Blocks:
     codes = _nibbles(blocks[..., 2:])
-    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=8)
+    return Blocks(codes.flatten(1), _single(_halves(blocks[..., :2]).flatten(1)), zero=8)
 
 
 def _q4_1(blocks: Tensor) -> Blocks:
     scales, least = _halves(blocks[..., :4]).unbind(-1)
-    return Blocks(_nibbles(blocks[..., 4:]).flatten(1), scales, minimums=-least)
+    return Blocks(
+        _nibbles(blocks[..., 4:]).flatten(1), _single(scales), minimums=_single(least, -1)
+    )
 
 
 def _q5_0(blocks: Tensor) -> Blocks:
     codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=16)
+    return Blocks(codes.flatten(1), _single(_halves(blocks[..., :2]).flatten(1)), zero=16)
 
 
 def _q5_1(blocks: Tensor) -> Blocks:
     scales, least = _halves(blocks[..., :4]).unbind(-1)
     codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return Blocks(codes.flatten(1), scales, minimums=-least)
+    return Blocks(codes.flatten(1), _single(scales), minimums=_single(least, -1))
 
 
-def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
     """Scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
-    scale, least = _halves(blocks[..., :4]).split(1, dim=-1)
+    factors = _halves(blocks[..., :4])
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
     minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
-    return (scale * scales.float()).flatten(1), (least * minimums.float()).flatten(1)
+    found = [
+        GroupScales(factors=factors[..., i], multipliers=multipliers.flatten(1).view(torch.int8))
+        for i, multipliers in enumerate((scales, minimums))
+    ]
+    return found[0], found[1]
+
+
+def _pairs(data: Tensor) -> Tensor:
+    """Four numbers of two bits in each byte, in the order of Q2_K and Q3_K: [rows, B, 64] ->
+    [rows, B, 256]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return (data.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+
+
+def _q2_k(blocks: Tensor) -> Blocks:
+    factors, both = _halves(blocks[..., 80:84]), blocks[..., :16]
+    scales, minimums = (
+        GroupScales(factors=factors[..., i], multipliers=each.flatten(1).view(torch.int8))
+        for i, each in enumerate((both & 15, both >> 4))
+    )
+    return Blocks(_pairs(blocks[..., 16:80]).flatten(1), scales, minimums=minimums)
+
+
+def _q3_k(blocks: Tensor) -> Blocks:
+    high = _bits_of_k(blocks[..., :32]).flatten(-2)
+    low, upper = _nibbles(blocks[..., 96:104]), blocks[..., 104:108]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    multipliers = low | (upper[..., None, :] >> shifts & 3).flatten(-2) << 4
+    scales = GroupScales(
+        factors=_halves(blocks[..., 108:]).flatten(1),
+        multipliers=multipliers.flatten(1).view(torch.int8) - 32,
+    )
+    return Blocks((_pairs(blocks[..., 32:96]) | high << 2).flatten(1), scales, zero=4)
+
+
+def _bits_of_k(data: Tensor) -> Tensor:
+    """32 bytes of each block [rows, B, 32] -> the lowest bit of all, the next one, and so on,
+    [rows, B, 8, 32]."""
+    return data[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
 
 
 def _q4_k(blocks: Tensor) -> Blocks:
@@ -113,7 +193,7 @@ def _q4_k(blocks: Tensor) -> Blocks:
 
 def _q5_k(blocks: Tensor) -> Blocks:
     scales, minimums = _scales_of_k(blocks)
-    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    high = _bits_of_k(blocks[..., 16:48])
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     return Blocks((codes | high << 4).flatten(1), scales, minimums=minimums)
 
@@ -122,8 +202,11 @@ def _q6_k(blocks: Tensor) -> Blocks:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # of two halves with 128 numbers each
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
-    scales = blocks[..., 192:208].view(torch.int8).float() * _halves(blocks[..., 208:])
-    return Blocks((low | high.flatten(-2) << 4).flatten(1), scales.flatten(1), zero=32)
+    scales = GroupScales(
+        factors=_halves(blocks[..., 208:]).flatten(1),
+        multipliers=blocks[..., 192:208].contiguous().view(torch.int8).flatten(1),
+    )
+    return Blocks((low | high.flatten(-2) << 4).flatten(1), scales, zero=32)
 
 
 _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
@@ -132,6 +215,8 @@ _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
     "Q5_0": (_q5_0, 22),
     "Q5_1": (_q5_1, 24),
     "Q8_0": (_q8_0, 34),
+    "Q2_K": (_q2_k, 84),
+    "Q3_K": (_q3_k, 110),
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),

@@ -1,43 +1,106 @@
 """MXFP4, as published checkpoints of GPT-OSS have it: the experts in four bits, all else dense.
 
-OCP Microscaling Formats (MX) Specification 1.0, 2023: a block of 32 numbers has elements of four
-bits (E2M1: a sign, two bits of exponent, one of mantissa) and shares one scale of eight bits (E8M0:
-a power of two). Such weights are dequantized while they are loaded, to the dtype of the model.
+The model brings blocks and scales of an expert together (`Mxfp4Source`). The experts stay in four
+bits where the device multiplies with them; else they are dequantized while they are loaded.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import Index, Place, Source
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.model_executor.quantization.interface import Quantization
+from vllm.ops.stored_weight import Mxfp4Weight
 
-_ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By their last three bits; the first one is the sign."""
-_SCALE_BIAS = 127
+_GROUP = 32
+"""Inputs that share a scale."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Source(Source):
+    """A matrix [out_features, in_features] in MXFP4; read as it is, it is dequantized."""
+
+    weight: Mxfp4Weight | None = None
+
+
+def mxfp4_source(blocks: Tensor, scales: Tensor) -> Mxfp4Source:
+    """The matrix of blocks [out_features, B, 16] and scales [out_features, B]."""
+    weight = Mxfp4Weight(blocks=blocks, scales=scales)
+
+    def read(index: Index) -> Tensor:
+        return weight.dequantize()[index]
+
+    return Mxfp4Source(weight.shape, read, weight=weight)
 
 
 class MXFP4(Quantization):
-    """Leaves every layer dense: the model dequantizes its tensors as it reads them."""
+    """Experts in four bits; every other layer is dense."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         del settings  # they name the modules that are dense, which the names of tensors say too
 
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        """None: a rank would have parts of groups, and the experts are dequantized."""
+        has_groups = layer.intermediate_size % _GROUP == layer.hidden_size % _GROUP == 0
+        return StoredExperts(name) if has_groups else None
 
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers of some blocks.
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        return Mxfp4Linear(name) if ".experts." in name else None
 
-    Args:
-        blocks: [..., B, 16] uint8: two elements each, the first in the lower four bits.
-        scales: [..., B] uint8: powers of two, 127 is 1.
 
-    Returns:
-        [..., B * 32] float32
+class Mxfp4Linear(StoredLinear):
+    """One product of an expert, whose inputs are a multiple of 32."""
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        num_out, num_in = layer.output_size, layer.input_size
+        for name, columns in (("blocks", num_in // 2), ("scales", num_in // _GROUP)):
+            add_parameter(layer, name, torch.empty(num_out, columns, dtype=torch.uint8))
+            layer.slices[name] = {}
+        # The first of them stands for the tensor; the loader asks for its shape.
+        layer.slices["blocks"] = {
+            part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
+        }
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        slice_ = place.slice
+        assert slice_ is not None
+        scales = place.module.get_parameter("scales")
+        expected = list(scales.shape)
+        expected[1] *= _GROUP
+        expected[slice_.dim] = slice_.total
+        weight = source.weight if isinstance(source, Mxfp4Source) else None
+        if weight is None or list(source.shape) != expected:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
+                f"{expected} in MXFP4"
+            )
+        for param, stored, group in (
+            (place.param, weight.blocks.flatten(1), 2),
+            (scales, weight.scales, _GROUP),
+        ):
+            part = Source(stored.shape, stored.__getitem__)
+            slice_.in_groups(group).copy(param, part, tp)
+
+    def stored_weight(self, layer: ParallelLinear) -> Mxfp4Weight:
+        return Mxfp4Weight(
+            blocks=on_host(layer, "blocks").unflatten(1, (-1, 16)), scales=on_host(layer, "scales")
+        )
+
+
+def check_mxfp4(blocks: Tensor, scales: Tensor) -> None:
+    """Check the shapes and dtypes of blocks [..., B, 16] with scales [..., B].
 
     Raises:
-        WeightLoadError: the shapes or dtypes do not fit each other.
+        WeightLoadError: they do not fit each other.
     """
     is_bytes = blocks.dtype == scales.dtype == torch.uint8
     if not is_bytes or blocks.shape != (*scales.shape, 16):
@@ -45,7 +108,3 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
             f"MXFP4 blocks are {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} "
             f"{list(scales.shape)}; they must be uint8, with 16 bytes of blocks for each scale"
         )
-    table = torch.tensor([*_ELEMENTS, *(-x for x in _ELEMENTS)])
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32) - _SCALE_BIAS
-    return torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1)).flatten(-2)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 _BLOCKS = (128, 64, 32)  # inputs that share a scale, csrc/cpu/linear_format.h
-_NO_ZERO = 8  # the zero point where the kernels are given none
+NO_ZERO = 8
+"""The zero point where the kernels are given none."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word, from the lowest bits on
 
 
@@ -148,7 +149,7 @@ def make_groups(
     return Int4Groups(
         shape=shape,
         scales=scales.float().contiguous(),
-        zeros=None if (zeros == _NO_ZERO).all() else zeros.contiguous(),
+        zeros=None if (zeros == NO_ZERO).all() else zeros.contiguous(),
         order=order,
         group_inputs=group_inputs,
         block_inputs=fitting[0],

@@ -6,16 +6,20 @@ number of rows. Knows no layers and no models.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
+from vllm.ops.cpu.int4_minimums import MinimumGroups, minimum_panels
 from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kernels
 from vllm.ops.cpu.symbols import Ids, Rows
+from vllm.ops.stored_weight import MinimumWeight
 
 _ALIGNMENT = 64
 MAX_INT8_INPUTS = 65_000
@@ -40,11 +44,25 @@ class WeightFormat(Enum):
     UINT8 = "kUint8"
     """Whole numbers from 0 to 255 with a zero point and a scale per block of inputs of an output
     feature; the rest as FP8."""
+    MXFP4 = "kMxfp4"
+    """Elements of E2M1 with a power of two per 32 inputs, as float16; inputs as with INT4."""
+    INT4_MINIMUMS = "kInt4Minimums"
+    """Numbers from 0 to 15 times a scale, less a minimum, both for 16 or 32 inputs of an output
+    feature; inputs as with INT4."""
+    INT5_MINIMUMS = "kInt5Minimums"
+    """The same up to 31, for 32 inputs."""
 
     @property
     def inputs_per_word(self) -> int:
         """in_features must be a multiple of this."""
-        return {"kFloat": 1, "kBf16": 2, "kInt4": 8}.get(self.value, 4)
+        if self.has_int4_blocks:
+            return 8
+        return {"kFloat": 1, "kBf16": 2}.get(self.value, 4)
+
+    @property
+    def has_int4_blocks(self) -> bool:
+        """Whether numbers of 4 or 5 bits are stored in blocks with their scales."""
+        return self.value in ("kInt4", "kMxfp4", "kInt4Minimums", "kInt5Minimums")
 
 
 _DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
@@ -92,13 +110,14 @@ class PackedWeight:
         weight_format: WeightFormat,
         shape: torch.Size,
         panels: Tensor | None = None,
-        groups: Int4Groups | ByteGroups | None = None,
+        groups: Int4Groups | ByteGroups | MinimumGroups | None = None,
     ) -> None:
         """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
         self.out_features, self.in_features = shape
         self.weight_format = weight_format
         self.order = groups.order if groups is not None else None
         """[in_features] int32, the order in which inputs are read; None: as they come."""
+        self._behind: tuple[PackedWeight, ...] = ()
         self._scales: Tensor | None = None
         self._sums: Tensor | None = None
         self._zeros: Tensor | None = None
@@ -106,7 +125,7 @@ class PackedWeight:
         if isinstance(groups, ByteGroups):
             self._scales = _padded(groups.scales, padded)
             self._zeros = None if groups.zeros is None else _padded(groups.zeros, padded)
-        elif weight_format in (WeightFormat.INT8, WeightFormat.INT4):
+        elif weight_format in (WeightFormat.INT8, WeightFormat.INT4, WeightFormat.MXFP4):
             self._scales = torch.zeros(padded)
         if weight_format is WeightFormat.INT8:
             self._sums = torch.zeros(padded, dtype=torch.int32)
@@ -121,6 +140,7 @@ class PackedWeight:
             out_features=self.out_features,
             format=kernels.plain.WeightFormat[weight_format.value],
             block_inputs=default_block if groups is None else groups.block_inputs,
+            factor_inputs=groups.factor_inputs if isinstance(groups, MinimumGroups) else 0,
             has_zeros=groups is not None and groups.zeros is not None,
         )
         self._address = ctypes.addressof(self._struct)
@@ -270,9 +290,39 @@ class PackedWeight:
         return cls.from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
 
     @classmethod
-    def from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
-        """Take over int4 numbers in the layout of AWQ, else of GPTQ, whose groups were read."""
-        packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
+    def from_minimums(cls, weight: MinimumWeight) -> "PackedWeight":
+        """Take over numbers of 4 or 5 bits with scales and minimums.
+
+        Args:
+            weight: in_features a multiple of 16 (5 bits: 32), with multipliers for so many, or 32,
+                inputs, and factors for a divisor of 512 of them.
+        """
+        is_int4, num_in = weight.bits == 4, weight.shape[1]
+        groups = MinimumGroups(
+            block_inputs=num_in // weight.scales.multipliers.shape[1],
+            factor_inputs=num_in // weight.scales.factors.shape[1],
+        )
+        weight_format = WeightFormat.INT4_MINIMUMS if is_int4 else WeightFormat.INT5_MINIMUMS
+        panels = minimum_panels(weight, _kernels().plain.kPanel)
+        return cls(weight_format, weight.shape, panels, groups)
+
+    @classmethod
+    def from_groups(
+        cls,
+        words: Tensor,
+        groups: Int4Groups,
+        is_awq: bool,
+        weight_format: WeightFormat = WeightFormat.INT4,
+    ) -> "PackedWeight":
+        """Take over numbers of 4 bits in the layout of AWQ, else of GPTQ, whose groups were read.
+
+        Args:
+            words: the numbers; with MXFP4, elements of E2M1.
+            groups: with MXFP4, scales are halves of those of the format.
+            is_awq: which layout.
+            weight_format: INT4 or MXFP4.
+        """
+        packed = cls(weight_format, groups.shape, groups=groups)
         kernels = _kernels()
         source = kernels.plain.Int4Source(
             words=words.data_ptr(),
@@ -285,16 +335,36 @@ class PackedWeight:
         kernels.plain.convert_int4(packed._address, ctypes.addressof(source), _num_threads())
         return packed
 
+    @classmethod
+    def stack(cls, parts: Sequence["PackedWeight"]) -> "PackedWeight":
+        """The outputs of weights with the same inputs, one after the other.
+
+        Args:
+            parts: of which the first becomes the result; none must be used otherwise.
+        """
+        first = parts[0]
+        first._behind = tuple(parts[1:])
+        first.out_features = sum(part.out_features for part in parts)
+        for part, following in pairwise(parts):
+            part._struct.next = following.address
+        return first
+
     @property
     def address(self) -> int:
         """Of the LinearWeight that kernels take, valid as long as this object lives."""
         return self._address
 
     @property
-    def layout(self) -> tuple[WeightFormat, int, bool]:
-        """(format, inputs that share a scale, whether there are zero points): weights with the
-        same layout and shape differ in their numbers alone."""
-        return self.weight_format, self._struct.block_inputs, bool(self._struct.has_zeros)
+    def layout(self) -> tuple[WeightFormat, int, int, bool]:
+        """(format, inputs that share a scale, and its factor, whether there are zero points):
+        weights with the same layout and shape differ in their numbers alone."""
+        weight = self._struct
+        return (
+            self.weight_format,
+            weight.block_inputs,
+            weight.factor_inputs,
+            bool(weight.has_zeros),
+        )
 
     def has_order_of(self, other: "PackedWeight") -> bool:
         """Whether both read their inputs in the same order."""
@@ -306,7 +376,8 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Memory of the weight with its scales."""
         tensors = (self._panels, self._scales, self._zeros, self._sums, self.order)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return own + sum(part.num_bytes for part in self._behind)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype.

@@ -37,9 +37,12 @@ from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.interface import (
     FP8_DTYPES,
     ONE_GROUP,
+    SILU_EXPERTS,
     ExpertGroups,
+    ExpertOptions,
     PreparedExperts,
     PreparedHeads,
+    PreparedTable,
     PreparedWeight,
     Routing,
 )
@@ -82,6 +85,9 @@ class CPUOps(NativeOps):
             PackedHeads(matrices) if can_pack(matrices[0].mT) else super().prepare_heads(matrices)
         )
 
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        return pack_stored(weight) if dtype in self._kernels else None
+
     def prepare_experts(
         self,
         gate: Sequence[StoredWeight],
@@ -89,10 +95,13 @@ class CPUOps(NativeOps):
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
         first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         if dtype not in self._kernels:
             return None
-        return pack_stored_experts(gate, up, down, first_expert)
+        return pack_stored_experts(gate, up, down, first_expert, gate_up_bias, down_bias, options)
 
     def prepare_adapter(
         self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype

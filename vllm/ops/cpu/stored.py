@@ -5,10 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import make_groups, order_of
+from vllm.ops.cpu.int4_layouts import NO_ZERO, make_groups, order_of
+from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.linear import MAX_INT8_INPUTS, ByteGroups, PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight, StoredWeight, pack_nibbles
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    MinimumWeight,
+    Mxfp4Weight,
+    StackedWeight,
+    StoredWeight,
+    pack_nibbles,
+)
 
 _STRETCH = 128
 """Inputs of bytes that are widened at a time, csrc/cpu/linear_bytes.h."""
@@ -29,6 +40,14 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
         return PackedWeight.from_bytes(WeightFormat.FP8, weight.numbers.view(torch.uint8), groups)
     if isinstance(weight, Int8Weight) and num_in % 4 == 0 and num_in <= MAX_INT8_INPUTS:
         return PackedWeight.from_int8(weight.numbers, weight.scales)
+    if isinstance(weight, StackedWeight):
+        parts = [pack_stored(part) for part in weight.parts]
+        packed = [part for part in parts if part is not None]
+        return PackedWeight.stack(packed) if len(packed) == len(parts) else None
+    if isinstance(weight, Mxfp4Weight):
+        return _pack_mxfp4(weight)
+    if isinstance(weight, MinimumWeight) and _has_factors(weight):
+        return PackedWeight.from_minimums(weight)
     if isinstance(weight, GroupedWeight):
         order = None
         if weight.groups is not None:
@@ -45,6 +64,9 @@ def pack_stored_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     first_expert: int | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
     """Gated experts as the kernels read them; None: no kernel multiplies with them.
 
@@ -63,7 +85,7 @@ def pack_stored_experts(
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
-    return PackedExperts(gates, ups, downs, first_expert=first_expert)
+    return PackedExperts(gates, ups, downs, gate_up_bias, down_bias, options, first_expert)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
@@ -79,10 +101,34 @@ def _is_int4(weight: GroupedWeight) -> bool:
     fits = group % _INT4_BLOCK == 0 or (len(weight.scales) == 1 and num_in % 8 == 0)
     if weight.bits > 4 or num_out % 8 or not fits:
         return False
-    # The kernels divide the scales of an output by a power of two, for more room in float16.
-    exponent = weight.scales.abs().amax(0).frexp().exponent
-    divided = torch.ldexp(weight.scales, 1 - exponent)
+    return _are_halves(weight.scales)
+
+
+def _are_halves(scales: Tensor) -> bool:
+    """Whether the kernels have the scales [G, out_features] as they are. They divide those of an
+    output by a power of two, for more room in float16."""
+    exponent = scales.abs().amax(0).frexp().exponent
+    divided = torch.ldexp(scales, 1 - exponent)
     return torch.equal(divided.half().float(), divided)
+
+
+def _has_factors(weight: MinimumWeight) -> bool:
+    """Whether the kernels have scales and minimums of so many inputs."""
+    num_in = weight.shape[1]
+    num_blocks, num_factors = weight.scales.multipliers.shape[1], weight.scales.factors.shape[1]
+    sizes = (32,) if weight.bits == 5 else (16, 32)
+    return num_in // num_blocks in sizes and FACTOR_INPUTS % (num_in // num_factors) == 0
+
+
+def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
+    """None: exponents of an output are too far apart."""
+    halves = weight.powers().T / 2
+    if weight.shape[0] % 8 or not _are_halves(halves):
+        return None
+    words = weight.blocks.flatten(1).view(torch.int32).T.contiguous()
+    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
+    groups = make_groups(weight.shape, words, halves, zeros, None)
+    return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
 
 
 def _pack_int4(weight: GroupedWeight, order: Tensor | None) -> PackedWeight:

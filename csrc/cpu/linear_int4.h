@@ -1,0 +1,257 @@
+// Weights of 4 or 5 bits in blocks of inputs (linear_format.h): how a number is read, and the
+// innermost loop.
+//
+// A Code has: kZero, what is taken off every number; kHasZeros, when each block has its own instead;
+// kHasMinimums, when a block has a number that is taken off every weight; kHasHighBits, for a fifth bit
+// of each number; and numbers, which makes bytes from 0 to 31 of those in the lower halves of bytes.
+#pragma once
+
+#include "linear_tile.h"
+
+namespace VLLM_ISA {
+
+// Numbers of 16 bits (float16) as floats; finite ones.
+VLLM_INLINE Vec load_halves(const uint16_t* from) {
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
+#else
+  const Bits bits = __builtin_convertvector(half, Bits);
+  const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;  // other exponents
+  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
+#endif
+}
+
+struct Int4Code {
+  static constexpr int32_t kZero = 8;
+  static constexpr bool kHasZeros = false, kHasMinimums = false, kHasHighBits = false;
+  static VLLM_INLINE Bits numbers(Bits q) { return q; }
+};
+
+struct Int4ZerosCode : Int4Code {
+  static constexpr bool kHasZeros = true;
+};
+
+struct Int4MinimumsCode : Int4Code {
+  static constexpr int32_t kZero = 0;
+  static constexpr bool kHasMinimums = true;
+};
+
+struct Int5MinimumsCode : Int4MinimumsCode {
+  static constexpr bool kHasHighBits = true;
+};
+
+// Twice the numbers of E2M1, plus 12: 0, 1, 2, 3, 4, 6, 8 and 12 with both signs, the sign in bit 3.
+struct E2m1Code : Int4Code {
+  static constexpr int32_t kZero = 12;
+
+  static VLLM_INLINE Bits numbers(Bits q) {
+#if defined(__AVX512BW__)
+    return reinterpret_cast<Bits>(_mm512_shuffle_epi8(
+        _mm512_broadcast_i32x4(table()), reinterpret_cast<__m512i>(q)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Bits>(_mm256_shuffle_epi8(
+        _mm256_broadcastsi128_si256(table()), reinterpret_cast<__m256i>(q)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
+    const Bytes number = reinterpret_cast<Bytes>(q), size = number & 7;
+    Bytes twice = size - (size > 4) - (size > 5);
+    twice -= (size > 6) * 3;
+    return reinterpret_cast<Bits>(number > 7 ? 12 - twice : 12 + twice);
+#endif
+  }
+
+ private:
+#ifdef __AVX2__
+  static VLLM_INLINE __m128i table() {
+    return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  }
+#endif
+};
+
+// What comes before the bytes of each block of a row of x.
+struct Int4Header {
+  float scale;  // what a step is worth
+  union {
+    int32_t start;  // minus the sum of the bytes: times kZero, or modulo 2^16 when there are zeros
+    float sum;      // with minimums: of what the bytes are worth
+  };
+};
+
+// One block of a panel, with the float16 factors that it shares with its neighbours.
+template <class Code>
+struct Int4Block {
+  const uint32_t* factors;  // null without minimums
+  const uint32_t* header;
+
+  const uint32_t* words() const {
+    return header + (Code::kHasMinimums ? 2 * vllm_cpu::kByteWords : vllm_cpu::kScaleWords) +
+           (Code::kHasZeros ? vllm_cpu::kByteWords : 0) + (Code::kHasHighBits ? kPanel : 0);
+  }
+  // Of the outputs from `output` on.
+  VLLM_INLINE Vec scales(int64_t output) const {
+    if (!Code::kHasMinimums) return load_halves(halves(header) + output);
+    return load_halves(halves(factors) + output) * multipliers(header, output);
+  }
+  VLLM_INLINE Vec minimums(int64_t output) const {
+    return load_halves(halves(factors) + kPanel + output) *
+           multipliers(header + vllm_cpu::kByteWords, output);
+  }
+  VLLM_INLINE Bits zeros(int64_t output) const {
+    return bytes(header + vllm_cpu::kScaleWords, output);
+  }
+  // Four numbers of each output as bytes: those of inputs 4 * quad and the next ones.
+  VLLM_INLINE Bits quads(int64_t quad, int64_t output) const {
+    const Bits word = load_bits(words() + quad / 2 * kPanel + output);
+    Bits q = Code::numbers((word >> (quad % 2 * 4)) & 0x0f0f0f0fu);
+    if constexpr (Code::kHasHighBits) {
+      const Bits high = load_bits(header + 2 * vllm_cpu::kByteWords + output);
+      q |= ((high >> static_cast<int>(quad)) & 0x01010101u) << 4;
+    }
+    return q;
+  }
+
+ private:
+  static const uint16_t* halves(const uint32_t* at) {
+    return reinterpret_cast<const uint16_t*>(at);
+  }
+  static VLLM_INLINE Bits bytes(const uint32_t* at, int64_t output) {
+    return load_bytes(reinterpret_cast<const uint8_t*>(at) + output);
+  }
+  // Of two's complement.
+  static VLLM_INLINE Vec multipliers(const uint32_t* at, int64_t output) {
+    const Ints upper = reinterpret_cast<Ints>(bytes(at, output) << 24);
+    return __builtin_convertvector(upper >> 24, Vec);
+  }
+};
+
+// Calls body(block, first input, inputs) for each block of a stretch of a panel, in their order.
+template <class Code, class Body>
+VLLM_INLINE void for_each_block(const LinearWeight& weight, const uint32_t* w, int64_t inputs,
+                                Body body) {
+  const int64_t size = weight.block_inputs;
+  int64_t left_of_factors = 0;
+  Int4Block<Code> block = {nullptr, w};
+  for (int64_t k = 0; k < inputs; k += size) {
+    const int64_t left = inputs - k, count = left < size ? left : size;
+    if constexpr (Code::kHasMinimums) {
+      if (left_of_factors == 0) {
+        block.factors = block.header;
+        block.header += vllm_cpu::kFactorWords;
+        left_of_factors = weight.factor_inputs;
+      }
+      left_of_factors -= size;
+    }
+    body(block, k, count);
+    block.header = block.words() + count / 8 * kPanel;
+  }
+}
+
+// Adds the sums of a block to the totals of a row, whose block begins at x.
+template <class Code>
+VLLM_INLINE void add_scaled(Ints sums, Vec scale, Vec minimum, const int8_t* x, Vec& total) {
+  const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x));
+  total = fma(__builtin_convertvector(sums, Vec), scale * x_scale, total);
+  if (Code::kHasMinimums) {
+    total = fma(-minimum, reinterpret_cast<Vec>(splat_bits(x + sizeof(float))), total);
+  }
+}
+
+// Whole numbers are summed up per block, then scaled and added up. Every tile unpacks the numbers
+// anew, which runs beside the products.
+template <class Code>
+struct Int4Tile {
+  using Input = int8_t;
+  using Acc = Vec;
+  static constexpr int64_t kStretchInputs = 512;  // at most 26 KiB of weights
+  static constexpr bool kIsFollowed = false;
+  static constexpr int64_t kRowUnit = 1;
+
+  // One for each word of a row, one for the header of a block, and one for fifth bits.
+  static constexpr int64_t kStepLines = kPanel * 4 / 64;
+  static constexpr int64_t kHeaderSteps = Code::kHasHighBits ? 2 : 1;
+  static int64_t num_steps(const LinearWeight& weight, int64_t inputs) {
+    return inputs / 8 + inputs / weight.block_inputs * kHeaderSteps;
+  }
+  static int64_t x_offset(const LinearWeight& weight, int64_t input) {
+    return input + input / weight.block_inputs * int64_t{sizeof(Int4Header)};
+  }
+
+  template <int kRows>
+  static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, const uint32_t* w,
+                  int64_t inputs, Vec (*total)[kPanel / kLanes], bool is_first,
+                  Prefetch prefetch) {
+    if (is_first) __builtin_memset(total, 0, kRows * kPanel * sizeof(float));
+    for_each_block<Code>(weight, w, inputs, [&](Int4Block<Code> block, int64_t, int64_t count) {
+      add_block<kRows>(x, x_stride, block, count / 8, total, prefetch);
+      __asm__ volatile("" : : : "memory");  // or the compiler keeps a second copy of the totals
+      x += sizeof(Int4Header) + weight.block_inputs;
+    });
+  }
+
+ private:
+  template <int kRows>
+  static VLLM_INLINE void add_block(const Input* x, int64_t x_stride, Int4Block<Code> block,
+                                    int64_t num_words, Vec (*total)[kPanel / kLanes],
+                                    Prefetch& prefetch) {
+    constexpr int kVectors = tile_vectors(kRows);
+    for (int column = 0; column < kPanel; column += kVectors * kLanes) {
+      Ints acc[kRows][kVectors];
+      start_sums<kRows, kVectors>(x, x_stride, block, column, acc);
+      if (column == 0) {
+        for (int64_t i = 0; i < kHeaderSteps; ++i) prefetch.step();
+      }
+      for (int64_t k = 0; k < num_words; ++k) {
+        if (column == 0) prefetch.step();
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          Bits q[kVectors];
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) {
+            q[v] = block.quads(2 * k + half, column + v * kLanes);
+          }
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const auto four = DotInt4::splat_of(x + r * x_stride + sizeof(Int4Header) + k * 8 +
+                                                half * 4);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = DotInt4::dot(acc[r][v], q[v], four);
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const Vec scale = block.scales(column + v * kLanes);
+        const Vec minimum = Code::kHasMinimums ? block.minimums(column + v * kLanes) : Vec{};
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+          add_scaled<Code>(acc[r][v], scale, minimum, x + r * x_stride,
+                           total[r][column / kLanes + v]);
+        }
+      }
+    }
+  }
+
+  // Minus the zero point times the sum of the inputs.
+  template <int kRows, int kVectors>
+  static VLLM_INLINE void start_sums(const Input* x, int64_t x_stride, Int4Block<Code> block,
+                                     int column, Ints (&acc)[kRows][kVectors]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Bits zero = Code::kHasZeros ? block.zeros(column + v * kLanes) : Bits{};
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const Bits start = splat_bits(x + r * x_stride + sizeof(float));
+        acc[r][v] = Code::kHasZeros ? pair_dot(reinterpret_cast<Shorts>(zero),
+                                               reinterpret_cast<Shorts>(start))
+                    : Code::kHasMinimums ? Ints{}
+                                         : reinterpret_cast<Ints>(start);
+      }
+    }
+  }
+};
+
+}  // namespace VLLM_ISA
