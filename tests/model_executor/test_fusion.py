@@ -290,7 +290,7 @@ def test_fp8_caches_and_inputs_have_the_bits_of_the_modules(isa, cache_dtype, dt
     model = make_model("window", "static fp8", dtype, num_hidden_layers=2)
     for layer in attention_layers(model):
         bound = (layer.key_cache, layer.value_cache)
-        layer.key_scale, layer.value_scale = 0.03, 0.3
+        layer.set_cache_scales(torch.tensor([0.03, 0.06]), torch.tensor([0.3, 0.2]))
         layer.bind_kv_cache(*(torch.zeros(c.shape, dtype=cache_dtype) for c in bound))
     assert_same_bits(model, [[9, 1, 23], [1, 1, 0, 70, 5], [1] * 5])
     assert all(layer.key_cache.view(torch.uint8).any() for layer in attention_layers(model))

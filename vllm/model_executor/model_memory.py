@@ -109,4 +109,5 @@ def copy_cache_scales(source: nn.Module, target: nn.Module) -> None:
         [m for m in model.modules() if isinstance(m, Attention)] for model in (source, target)
     ]
     for theirs, ours in zip(*layers, strict=True):
-        ours.key_scale, ours.value_scale = theirs.key_scale, theirs.value_scale
+        if not ours.has_calculated_scales:
+            ours.set_cache_scales(theirs.key_scales, theirs.value_scales)

@@ -110,7 +110,7 @@ def _fill(
     for checkpoint_name, name, source in entries:
         if name in targets.aliases or name.startswith(absent):
             continue
-        if load_kv_scale(model, name, source):
+        if load_kv_scale(model, name, source, tp):
             continue
         target = todo.pop(name, None)
         if target is None:

@@ -148,8 +148,8 @@ class Inc(Quantization):
             names = cache_names(name, layer)
             if not all(self._has(cache) for cache in names):
                 continue
-            layer.key_scale = self._input_scale(names[0])
-            layer.value_scale = self._input_scale(names[-1])
+            scales = (self._input_scale(names[0]), self._input_scale(names[-1]))
+            layer.set_cache_scales(*scales)
         if self._scales is None:
             self._save()
 

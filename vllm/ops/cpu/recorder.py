@@ -240,7 +240,9 @@ class Recorder(CPUOps):
             for n, c in zip(names, caches, strict=True)
         }
         group, of_cache = layer.cache_group, cache_type(self._plain, dtype)
-        scales = (layer.key_scale, layer.value_scale) if of_cache else (1.0, 1.0)
+        if of_cache:
+            for n, scales in (("key_scales", layer.key_scales), ("value_scales", layer.value_scales)):
+                operands[n] = self._dense(scales, shape[2], dtype=torch.float32)
         self.num_groups = max(self.num_groups, group + 1)
         self._in_place(
             "write_cache",
@@ -248,8 +250,6 @@ class Recorder(CPUOps):
             value,
             operands=dict(operands),
             group=group,
-            key_scale=scales[0],
-            value_scale=scales[1],
             cache_type=of_cache,
         )
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
@@ -263,8 +263,7 @@ class Recorder(CPUOps):
             operands=operands,
             group=group,
             num_kv_heads=shape[2],
-            scalar=layer.scale * scales[0],
-            value_scale=scales[1],
+            scalar=layer.scale,
             cache_type=of_cache,
             soft_cap=layer.logits_soft_cap or 0.0,
             sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
