@@ -192,7 +192,9 @@ def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
 def test_scales_of_each_head_reach_the_ranks_that_have_it(llama, size, want):
     name = "model.layers.1.self_attn.k_scale"
     put(llama, tensors_of(llama) | {name: torch.tensor([[0.5], [2.0]])})
-    found = [load(llama, TPGroup(rank, size)).model.layers[1].self_attn.attn for rank in range(size)]
+    found = [
+        load(llama, TPGroup(rank, size)).model.layers[1].self_attn.attn for rank in range(size)
+    ]
     assert [attn.key_scales.tolist() for attn in found] == want
 
 

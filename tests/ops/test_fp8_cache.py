@@ -170,7 +170,16 @@ def test_scales_of_other_heads_are_refused(ops):
     query = launch.query[:1].bfloat16()
     with pytest.raises(ValueError, match=r"scales of a cache are torch.float32 \[3\] on cpu"):
         ops.paged_attention_decode(
-            query, launch.keys, launch.values, launch.tables, lens, 1.0, None, None, None, torch.ones(3)
+            query,
+            launch.keys,
+            launch.values,
+            launch.tables,
+            lens,
+            1.0,
+            None,
+            None,
+            None,
+            torch.ones(3),
         )
 
 

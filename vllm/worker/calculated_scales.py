@@ -1,7 +1,7 @@
 """Scales of an fp8 KV cache from one forward pass at the start (`--calculate-kv-scales`).
 
-The tokens of the pass depend on nothing but the vocabulary: so every start, every number of ranks
-and every replica finds the same scales, and numbers of one cache can be read by another engine.
+The tokens of the pass depend on nothing but the vocabulary: so every start and every replica finds
+the same scales, and another engine of the same kind can read the numbers of a cache.
 """
 
 import torch

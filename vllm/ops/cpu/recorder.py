@@ -241,7 +241,10 @@ class Recorder(CPUOps):
         }
         group, of_cache = layer.cache_group, cache_type(self._plain, dtype)
         if of_cache:
-            for n, scales in (("key_scales", layer.key_scales), ("value_scales", layer.value_scales)):
+            for n, scales in (
+                ("key_scales", layer.key_scales),
+                ("value_scales", layer.value_scales),
+            ):
                 operands[n] = self._dense(scales, shape[2], dtype=torch.float32)
         self.num_groups = max(self.num_groups, group + 1)
         self._in_place(
