@@ -67,7 +67,8 @@ def write(name: str, folder: Path, source: Path | None = None) -> tuple[Path, Pa
     stored, dense = {}, {}
     for key, tensor in tensors.items():
         stored[key] = dense[key] = tensor
-        if "_proj." in key and not any(part in key for part in format_.skipped):
+        is_projection = "_proj" in key and key.endswith(".weight")
+        if is_projection and not any(part in key for part in format_.skipped):
             del stored[key]
             parts, dense[key] = format_.quantize(tensor)
             stem = key.removesuffix("weight")

@@ -32,11 +32,11 @@ class CacheScale:
     @classmethod
     def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":
         """The scales [G] on a device."""
+        inverses = scales.reciprocal()
         if is_one_number(scales):
-            return cls(*(x[:1].to(device) for x in (scales, scales.reciprocal())))
-        ones = (torch.ones(1).to(device) for _ in range(2))
-        scale, inverse = (x[:, None].to(device) for x in (scales, scales.reciprocal()))
-        return cls(*ones, (scale, inverse))
+            return cls(scales[:1].clone().to(device), inverses[:1].to(device))
+        by_head = (scales[:, None].clone().to(device), inverses[:, None].to(device))
+        return cls(torch.ones(1).to(device), torch.ones(1).to(device), by_head)
 
     def put(self, scales: Tensor) -> None:
         """Use these scales [G] from now on.

@@ -122,7 +122,7 @@ class StoredExperts(HandedOverExperts):
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
         device = next(layer.parameters()).device
-        gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
+        gate, up, down = self.read(layer)
         for number in layer.expert_ids:
             delattr(layer, str(number))
         self.hand_over(layer, gate, up, down, self.dtype, device)
@@ -139,6 +139,10 @@ class StoredExperts(HandedOverExperts):
             downs[number].copy_(down[number].dequantize())
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(downs, requires_grad=False)
+
+    def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
+        """The weights of gate, up and down, one of each for every expert of this rank."""
+        return tuple(list(self._weights(layer, part)) for part in _PARTS)
 
     def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
         for number in layer.expert_ids:
