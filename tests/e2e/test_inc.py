@@ -93,12 +93,34 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     assert json.loads((folder / name).read_text()) == json.loads((calibrated / name).read_text())
 
 
+def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, capsys):
+    """With the short flags; the numbers are those of one rank, but for the order of sums."""
+    short = ["-d", str(texts), "-o", str(tmp_path), "-l", "4", "-b", "2", "-t", "2", "-r", "1"]
+    common = ["calibrate", *short, *SMALL[2:6], *ENGINE, "--device-for-scales", "g2"]
+    for step in ("1", "2", "3", "unify", "4"):
+        assert main([*common, "--step", step, "--weights-load-device", "cpu"]) == 0
+    assert capsys.readouterr().out.strip().endswith("fp8_inc --weights-load-device cpu")
+    prefix = "g2/inc_output_hooks_maxabs"
+    for name in ("_0_1", "_MAXABS_HW_0_1"):
+        got, want = (
+            json.loads((folder / f"{prefix}{name}.json").read_text())["Nodes"]
+            for folder in (tmp_path / "stdlib-llama-5m", calibrated)
+        )
+        assert got.keys() == want.keys()
+        for key, node in want.items():
+            if name == "_0_1":
+                assert got[key]["inputs"][0][0] == pytest.approx(node["inputs"][0][0], rel=0.05)
+                assert got[key].get("params") == node.get("params")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--quantization", "fp8"], "--quantization and --quant-config: leave them out"),
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
         (["--step", "unify"], "--step unify needs --unify-ranks"),
+        (["--step", "6"], "--step expand needs --expand-ranks"),
+        (["-r", "1", "-w", "2"], "--unify-ranks and --expand-ranks exclude each other"),
         (["--step", "postprocess"], "0_1.json is not there. Measure the model"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`QUANT_CONFIG` on checkpoints in FP8: they are measured, and rounded again, as their dense twins."""
+"""`QUANT_CONFIG` on checkpoints in FP8: they are measured and rounded as their dense twins."""
 
 import json
 from pathlib import Path

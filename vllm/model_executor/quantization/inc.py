@@ -208,8 +208,9 @@ class Inc(Quantization):
         if node is None or not node.weight:
             return
         measured = max(node.weight)
-        if abs(measured - largest) > _SAME * max(measured, largest):
-            assert self._measured is not None
+        assert self._measured is not None
+        difference = largest - measured if self._measured.is_part else abs(largest - measured)
+        if difference > _SAME * max(measured, largest):
             raise ConfigError(
                 f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, and the "
                 f"largest weight of the checkpoint there is {largest:.6g}: the file is of another "
