@@ -1,7 +1,7 @@
 """Measurements of some ranks as those of fewer, or of more.
 
-Ranks that slice the experts have the same ones, with parts of their features; ranks that share the
-experts out (`--enable-expert-parallel`) number theirs from 0 on each. Knows no files but for errors.
+Ranks that slice experts have the same ones, with parts of their features; ranks that share the
+experts out (`--enable-expert-parallel`) number theirs from 0 on each. Reads no files.
 """
 
 import re
