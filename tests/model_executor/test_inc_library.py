@@ -53,12 +53,12 @@ def test_the_library_runs_on_the_simulated_card_with_the_same_scales(card):
 
 
 def assert_same(got, want: Tensor, exact: Tensor | None = None) -> None:
-    """But for the rounding of the library, which divides in bfloat16: it may be on the other side
-    of a power of two where the exact scale is next to it."""
+    """But for the rounding of the library, which computes in bfloat16, logarithms too: it may be on
+    the other side of a power of two where the exact scale is next to it."""
     ratios = torch.tensor(got).flatten().log2() - want.log2()
     is_apart = ratios.abs() > 2**-6
     if is_apart.any():
         assert exact is not None
         exponents = exact.log2()[is_apart]
-        assert ((exponents - exponents.round()).abs() < 2**-7).all()
+        assert ((exponents - exponents.round()).abs() < 2**-5).all()
         assert (ratios[is_apart].abs() == 1).all()
