@@ -92,6 +92,25 @@ def test_scales_of_a_checkpoint_are_not_calculated(tmp_path, caplog):
     assert "calculate_kv_scales has no effect" in caplog.text
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_scales_stay_while_an_engine_sleeps_and_reads_its_weights_again(prompts, level):
+    settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "enable_sleep_mode": True}
+    llm = LLM(skip_tokenizer_init=True, max_model_len=160, num_gpu_blocks_override=40, **settings)
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+
+    def tokens() -> list[int]:
+        prompt = {"prompt_token_ids": max(prompts, key=len)}
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    scales, before = llm.collective_rpc(scales_of), tokens()
+    llm.sleep(level=level)
+    llm.wake_up()
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    assert llm.collective_rpc(scales_of) == scales
+    assert tokens() == before
+
+
 @pytest.fixture(scope="module")
 def latent_model(tmp_path_factory) -> str:
     return str(make_tiny_model("deepseek_v2", tmp_path_factory.mktemp("latent") / "model"))

@@ -35,6 +35,7 @@ class Attention(CachedLayer, ReadsContext):
     """
 
     cache_names: ClassVar[tuple[str, ...]] = ("key_cache", "value_cache")
+    scale_names: ClassVar[tuple[str, ...]] = ("key_scales", "value_scales", "cache_scales")
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat; bound by the

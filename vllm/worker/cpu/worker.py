@@ -7,6 +7,7 @@ from hashlib import sha256
 import torch
 from torch import nn
 
+from vllm.attention import Attention
 from vllm.config import VllmConfig
 from vllm.config.speculators import SPECULATORS
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
@@ -228,6 +229,10 @@ class CPUWorker(WorkerBase):
         digest = sha256()
         for storage in model_storages(self.model):
             digest.update(fingerprint(storage))
+        for layer in self.model.modules():
+            if isinstance(layer, Attention):
+                scales = layer.key_scales.tolist(), layer.value_scales.tolist()
+                digest.update(repr(scales).encode())
         isa = kernels.isa if kernels is not None and isinstance(self._ops, CPUOps) else "torch"
         layout = (
             *(__version__, isa, config.model.dtype_name, config.cache.kv_cache_dtype),
