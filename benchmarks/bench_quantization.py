@@ -1,19 +1,25 @@
 """Perplexity, memory and speed of the bundled model in each weight and cache format, on the CPU.
 
-Texts are modules of Python's standard library: some are measured for the scales of INC, others are
-for the perplexity. Checkpoints of fp8, AWQ and GPTQ are written as the tests write them, rounded to
-nearest, without the search of the libraries. Engines run in turn, in several rounds. One JSON
-object on stdout, with the table of docs/quantization.md in it.
+Texts are modules of Python's standard library: some are measured for the scales of INC, AWQ and
+GPTQ, others are for the perplexity. Checkpoints are written by `vllm quantize`; those that it does
+not write are rounded to nearest as the tests do. Groups have 16 inputs, as 688 features are no
+multiple of 32; in GGUF files those layers stay in BF16. Engines run in turn, in several rounds. One
+JSON object on stdout, with the table of docs/quantization.md in it.
 
-Run in the root of the repository: python -m benchmarks.bench_quantization
+Run in the root of the repository: python -m benchmarks.bench_quantization --folder FOLDER
+What is in the folder is not made again: checkpoints, and perplexities of an earlier run.
 """
 
 import argparse
 import json
+import shutil
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,54 +44,131 @@ INC = (
     ("act_maxabs_pow2_weights_pcs_opt_pow2", "GAUDI2"),
     ("maxabs_arbitrary", "GAUDI3"),
 )
-CHECKPOINTS = {
-    "fp8-block": "fp8 checkpoint, blocks of 128 x 128",
-    "gptq-4-rows": "GPTQ checkpoint, 4 bits, one group",
-}
 BATCHES = (1, 16)
 SAMPLE_TOKENS = 512
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+
+Maker = Callable[[Path], Path]
+"""Writes a checkpoint into a new folder -> what an engine loads."""
+
+
+def by_command(*flags: str) -> Maker:
+    """A checkpoint that `vllm quantize` writes."""
+
+    def make(folder: Path) -> Path:
+        from vllm.entrypoints.cli.main import main as vllm
+
+        texts = folder.with_suffix(".json")
+        texts.write_text(json.dumps([read(name) for name in MEASURED]))
+        command = ["quantize", "--model", str(MODEL), "--out", str(folder), "--dataset", str(texts)]
+        with redirect_stdout(sys.stderr):
+            if vllm([*command, *flags, "--num-samples", "24", "--sample-tokens", "256"]):
+                raise RuntimeError(f"vllm quantize {' '.join(flags)} has failed")
+        return folder
+
+    return make
+
+
+def by_tests(name: str) -> Maker:
+    """A checkpoint that the tests write, rounded to nearest."""
+
+    def make(folder: Path) -> Path:
+        folder.mkdir()
+        return write(name, folder, MODEL)[0]
+
+    return make
+
+
+def as_gguf(kind: str) -> Maker:
+    """A GGUF file; layers whose inputs do not fit its blocks are BF16."""
+
+    def make(folder: Path) -> Path:
+        from tests.gguf_files import Type, write_gguf
+
+        folder.mkdir()
+        stored = Type[kind]
+        write_gguf(MODEL, folder, lambda name: Type.BF16 if "ffn_down" in name else stored)
+        return folder / "model.gguf"
+
+    return make
+
+
+IN_GROUPS = ("--group-size", "16")
+CHECKPOINTS: dict[str, Maker] = {
+    "fp8 checkpoint, per tensor": by_tests("modelopt"),
+    "fp8 checkpoint, per output feature": by_command("--method", "fp8"),
+    "fp8 checkpoint, blocks of 128 x 128": by_tests("fp8-block"),
+    "compressed-tensors W8A8": by_command("--method", "int8"),
+    "compressed-tensors W4A16": by_tests("ct-w4a16-16"),
+    "GPTQ": by_command("--method", "gptq", *IN_GROUPS),
+    "GPTQ, act-order": by_command("--method", "gptq", "--desc-act", *IN_GROUPS),
+    "AWQ": by_command("--method", "awq", *IN_GROUPS),
+    "GGUF Q8_0": as_gguf("Q8_0"),
+    "GGUF Q4_0": as_gguf("Q4_0"),
+}
+WITH_FP8_CACHE = ("GPTQ, act-order", "AWQ", "compressed-tensors W8A8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: no speed")
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--folder", type=Path, help="for checkpoints and perplexities; kept")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        samples = evaluation_samples()
-        settings = formats(folder)
-        engines = {}
-        rows: dict[str, dict[str, Any]] = {}
-        for format_, changes in settings.items():
-            llm = engines[format_] = LLM(
-                **{
-                    "model": str(MODEL),
-                    "dtype": "bfloat16",
-                    "max_model_len": SAMPLE_TOKENS + 1,
-                    "num_gpu_blocks_override": 2048,
-                    "enable_prefix_caching": False,
-                    "use_tqdm_on_load": False,
-                    **changes,
-                }
-            )
-            weights, cache = llm.collective_rpc(memory_of)[0]
-            rows[format_] = {
-                "perplexity": perplexity(llm, samples),
-                "weights_bytes": weights,
-                "cache_bytes_per_token": cache,
-            }
-        speeds = measure_speed(engines, args.output_len, args.rounds)
-        for format_, row in rows.items():
-            row["change_percent"] = 100 * (row["perplexity"] / rows["bf16"]["perplexity"] - 1)
-            row["tokens_per_s"] = speeds[format_]
-    report = {
+        folder = args.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        print(json.dumps(measure(folder, args.output_len, args.rounds), indent=2))
+
+
+def measure(folder: Path, output_len: int, rounds: int) -> dict[str, Any]:
+    """The report."""
+    samples = evaluation_samples()
+    kept = folder / "perplexities.json"
+    known = json.loads(kept.read_text()) if kept.is_file() else {}
+    engines: dict[str, LLM] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for format_, changes in formats(folder).items():
+        settings = {
+            "model": str(MODEL),
+            "dtype": "bfloat16",
+            "max_model_len": SAMPLE_TOKENS + 1,
+            "max_num_seqs": max(BATCHES),
+            "num_gpu_blocks_override": 640,
+            "enable_prefix_caching": False,
+            "use_tqdm_on_load": False,
+            **changes,
+        }
+        if format_ in known and not rounds:
+            rows[format_] = known[format_]
+            continue
+        llm = engines[format_] = LLM(**settings)
+        weights, cache = llm.collective_rpc(memory_of)[0]
+        rows[format_] = {
+            "perplexity": known.get(format_, {}).get("perplexity") or perplexity(llm, samples),
+            "disk_bytes": bytes_on_disk(Path(settings["model"])),
+            "weights_bytes": weights,
+            "cache_bytes_per_token": cache,
+        }
+        known[format_] = rows[format_]
+        kept.write_text(json.dumps(known))
+    speeds = measure_speed(engines, output_len, rounds) if rounds else {}
+    rows = {name: dict(row) for name, row in rows.items()}
+    for format_, row in rows.items():
+        row["change_percent"] = 100 * (row["perplexity"] / rows["bf16"]["perplexity"] - 1)
+        row["tokens_per_s"] = speeds.get(format_, {})
+    return {
         "tokens": sum(len(sample) - 1 for sample in samples),
-        "rounds": args.rounds,
+        "rounds": rounds,
         "formats": rows,
         "table": table(rows),
     }
-    print(json.dumps(report, indent=2))
+
+
+def bytes_on_disk(model: Path) -> int:
+    """Of the weights in a folder, or of a file."""
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def evaluation_samples() -> list[list[int]]:
@@ -103,23 +186,37 @@ def read(name: str) -> str:
 
 def formats(folder: Path) -> dict[str, dict[str, Any]]:
     """Name -> arguments of the engine."""
-    configs = calibrate(folder)
-    fp8_cache = {"kv_cache_dtype": "fp8_inc"}
     found: dict[str, dict[str, Any]] = {
         "bf16": {},
-        "bf16, fp8 cache": {"kv_cache_dtype": "fp8"},
+        "bf16, fp8 cache": FP8_CACHE,
+        "bf16, fp8 cache with calculated scales": {**FP8_CACHE, "calculate_kv_scales": True},
         "int8": {"quantization": "int8"},
         "int4": {"quantization": "int4"},
+        "int4, fp8 cache": {"quantization": "int4", **FP8_CACHE},
         "fp8 while loading": {"quantization": "fp8"},
-        "fp8 while loading, fp8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        "fp8 while loading, fp8 cache": {"quantization": "fp8", **FP8_CACHE},
     }
-    for name, title in CHECKPOINTS.items():
-        found[title] = {"model": str(write(name, folder, MODEL)[0]), "tokenizer": str(MODEL)}
-    for title, path in configs.items():
-        found[f"INC {title}"] = {"quant_config": path}
+    for title, make in CHECKPOINTS.items():
+        path = once(folder / title.replace(" ", "_").replace(",", ""), make)
+        found[title] = {"model": str(path), "tokenizer": str(MODEL)}
+        if title in WITH_FP8_CACHE:
+            found[f"{title}, fp8 cache"] = {**found[title], **FP8_CACHE}
+    for title, config in calibrate(folder).items():
+        found[f"INC {title}"] = {"quant_config": config}
         if title.startswith("maxabs_hw,"):
-            found[f"INC {title}, fp8 cache"] = {"quant_config": path, **fp8_cache}
+            inc_cache = {"quant_config": config, "kv_cache_dtype": "fp8_inc"}
+            found[f"INC {title}, fp8 cache"] = inc_cache
     return found
+
+
+def once(folder: Path, make: Maker) -> Path:
+    """What `make` has written, now or in an earlier run."""
+    mark = folder.with_suffix(".done")
+    if not mark.is_file():
+        if folder.is_dir():  # of a run that was stopped
+            shutil.rmtree(folder)
+        mark.write_text(str(make(folder)))
+    return Path(mark.read_text())
 
 
 def calibrate(folder: Path) -> dict[str, str]:
@@ -139,8 +236,9 @@ def calibrate(folder: Path) -> dict[str, str]:
     )
     engine = EngineArgs(model=str(MODEL), dtype="bfloat16", use_tqdm_on_load=False)
     calibration = Calibration(engine, place, settings, lambda _: None)
-    for step in ("prepare", "measure"):
-        calibration.run((step,))
+    if "measure" not in place.read_state().get("done", []):
+        for step in ("prepare", "measure"):
+            calibration.run((step,))
     configs = {}
     for method, device in INC:
         config = json.loads(place.quant_config.read_text())
@@ -180,16 +278,17 @@ def measure_speed(
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     """The lines of the table in docs/quantization.md."""
     lines = [
-        "| format | perplexity | change | weights, MiB | cache, bytes per token | "
+        "| format | perplexity | change | on disk, MiB | in memory, MiB | cache, bytes per token | "
         "tokens/s, batch 1 | batch 16 |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        one, many = (row["tokens_per_s"][batch] for batch in BATCHES)
+        speeds = (row["tokens_per_s"].get(batch) for batch in BATCHES)
+        one, many = ("" if speed is None else f"{speed:.0f}" for speed in speeds)
         lines.append(
             f"| {name} | {row['perplexity']:.3f} | {row['change_percent']:+.2f} % | "
-            f"{row['weights_bytes'] / 2**20:.2f} | {row['cache_bytes_per_token']:.0f} | "
-            f"{one:.0f} | {many:.0f} |"
+            f"{row['disk_bytes'] / 2**20:.2f} | {row['weights_bytes'] / 2**20:.2f} | "
+            f"{row['cache_bytes_per_token']:.0f} | {one} | {many} |"
         )
     return lines
 

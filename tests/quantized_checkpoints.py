@@ -318,6 +318,7 @@ FORMATS: dict[str, Format] = {
         is_rounding_inputs=True,
     ),
     "ct-w4a16": _words(4, 32, is_symmetric=True),
+    "ct-w4a16-16": _words(4, 16, is_symmetric=True),
     "ct-w4a16-asym-order": _words(4, 32, is_symmetric=False, is_ordered=True),
     "ct-w8a16-channel": _words(8, -1, is_symmetric=True),
     "ct-w8a8": _compressed(

@@ -11,7 +11,7 @@ its tensors have one entry per row of the batch, which belongs to the request in
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
@@ -42,8 +42,6 @@ class CacheTensor:
     """Name of a torch dtype."""
     itemsize: int
     """Bytes of an element."""
-    scale: float = field(default=1.0, compare=False)
-    """The value is the stored number times this."""
 
     @property
     def entry_bytes(self) -> int:

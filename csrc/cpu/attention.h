@@ -157,7 +157,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   TileWork work = scratch.work;
   work.states = states;
   work.first_head = item.first_g * group;
-  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, {}};
+  ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, {}};
 
   // A ring: the rows of the tile in use, and of those after it up to the one being fetched.
   DecodeRows rows[kStepsAhead + 1];
@@ -189,6 +189,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
     const Fetch next =
         is_mine ? fetch_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g)
                 : fetch_of(rows_after, has_after ? after->first_g + ahead_g : 0);
+    options.scale = call.scale * cache_scale(call.key_scales, item.first_g + g);
     attend_tile<Dot>(work, g * group, group, now, is_mine || has_after ? &next : nullptr, options);
     if (++g == num_kv_heads) g = 0, ++tile;
     if (++ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
@@ -318,8 +319,8 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
       return;
     }
     for (int64_t h = first_head; is_whole && h < item.end_g * call.group(); ++h) {
-      write_out<Dot>(states + (h - first_head) * state_floats, value_size, call.value_scale,
-                     call.sink(h), call.out + (item.b * num_heads + h) * value_size);
+      write_out<Dot>(states + (h - first_head) * state_floats, value_size,
+                     cache_scale(call.value_scales, h / call.group()), call.sink(h), call.out + (item.b * num_heads + h) * value_size);
     }
   };
   // Several items at a time, where there are many, so that the next one is known.
@@ -339,8 +340,8 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
       if (work.num_partitions(b) == 1) continue;  // already written
       float* const states = partials + (work.first_partition(b) * num_heads + h) * state_floats;
       merge(states, work.num_partitions(b), num_heads * state_floats, padded_values);
-      write_out<Dot>(states, value_size, call.value_scale, call.sink(h),
-                     call.out + row * value_size);
+      write_out<Dot>(states, value_size, cache_scale(call.value_scales, h / call.group()),
+                     call.sink(h), call.out + row * value_size);
     }
   });
   return bad_request;

@@ -13,13 +13,14 @@ VLLM_ENUM(CacheType, kSame, kE4m3, kE5m2);
 // Writing new keys and values into a cache of eight-bit floats.
 template <typename T>
 VLLM_STRUCT(CacheFp8Args,
-  const T* key;                 // [num_tokens, row_size], tokens key_stride apart
+  const T* key;                 // [num_tokens, num_heads, head_size], tokens key_stride apart
   const T* value;               // the same, value_stride apart; null: there are keys only
-  uint8_t* key_cache;           // [num_slots, row_size], dense
+  uint8_t* key_cache;           // [num_slots, num_heads, head_size], dense
   uint8_t* value_cache;         // the same
   const int64_t* slot_mapping;  // [num_tokens]; a token with a negative slot is skipped
-  int64_t num_tokens, row_size, key_stride, value_stride, num_slots;
-  float key_scale, value_scale;  // the cache holds number / scale
+  const float* key_scales;      // [num_heads]: the cache holds number / scale
+  const float* value_scales;    // the same
+  int64_t num_tokens, num_heads, head_size, key_stride, value_stride, num_slots;
   CacheType cache_type;          // not kSame
 );
 
@@ -34,13 +35,14 @@ VLLM_STRUCT(AttentionArgs,
   const int32_t* seq_lens;      // [num_requests]
   const float* alibi_slopes;    // [num_heads], or null
   const float* sinks;           // [num_heads]: score of a key without a value, or null
+  const float* key_scales;      // [num_kv_heads], what numbers of the cache are multiplied by;
+  const float* value_scales;    // null: they are as they are
   T* out;                       // [tokens, num_heads, value_size], dense
   int64_t num_requests, num_heads, num_kv_heads, head_size, value_size;
   int64_t num_blocks, block_size, max_blocks;
   int64_t query_stride, table_stride;
   float scale;
   float soft_cap;          // 0: none
-  float value_scale = 1;   // multiplies the result; that of the keys is part of `scale`
   int64_t sliding_window;  // 0: none; below 2^31
   int64_t chunk_size;      // a query sees keys of its own chunk only; 0: of all
   CacheType cache_type = CacheType::kSame;

@@ -262,15 +262,16 @@ template <typename T>
 inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         const RowBlock& block) {
   const int64_t value_size = call.value_size, first_token = call.query_start_loc[item.b];
+  const float scale = cache_scale(call.value_scales, item.g);
   T* out[kQueryRows];
   for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
     out[r] = call.out + ((first_token + token) * call.num_heads + head) * value_size;
   });
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
-    Vec factor = call.value_scale / load(block.total + r);
+    Vec factor = scale / load(block.total + r);
     if (call.sinks != nullptr) {
-      factor = call.value_scale * inverse_with_sink(load(block.largest + r), load(block.total + r),
-                                                    load(block.sinks + r));
+      factor = scale * inverse_with_sink(load(block.largest + r), load(block.total + r),
+                                         load(block.sinks + r));
     }
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
     for_each_vector(value_size, [&](int64_t i, int64_t count) {
@@ -289,7 +290,8 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
 template <class Dot, typename T>
 inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
                         const PrefillScratch<Dot>& scratch) {
-  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, call.sight()};
+  const float scale = call.scale * cache_scale(call.key_scales, item.g);
+  const ScoreOptions options{scale, call.soft_cap, call.alibi_slopes, call.sight()};
   // Keys that no row of the item sees are not touched.
   const int64_t context_len = call.context_len(item.b), group = call.group();
   const int64_t first_seen = options.sight.first_key(context_len + item.begin / group);

@@ -19,9 +19,14 @@ struct Sight {
   }
 };
 
+// What numbers of a kv head in a cache of eight-bit floats are multiplied by.
+VLLM_INLINE float cache_scale(const float* scales, int64_t g) {
+  return scales != nullptr ? scales[g] : 1.0f;
+}
+
 // In this order.
 struct ScoreOptions {
-  float scale;
+  float scale;          // those of the keys in the cache included
   float soft_cap;       // cap * tanh(score / cap); 0: none
   const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
   Sight sight;          // for prefill; for decode the caller leaves the other keys out

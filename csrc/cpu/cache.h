@@ -31,15 +31,19 @@ int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_c
 // The same for a cache of eight-bit floats.
 template <class Format, typename T>
 void narrow_into_cache(const vllm_cpu::CacheFp8Args<T>& args, int num_threads) {
-  const int64_t row_size = args.row_size;
+  const int64_t size = args.head_size, row_size = args.num_heads * size;
+  const auto narrow = [&](const T* from, const float* scales, uint8_t* to) {
+    for (int64_t h = 0; h < args.num_heads; ++h) {
+      narrow_row<Format>(from + h * size, size, scales[h], to + h * size);
+    }
+  };
   parallel_rows(args.num_tokens, 4 * row_size, num_threads, [&](int64_t t) {
     const int64_t slot = args.slot_mapping[t];
     if (slot < 0) return;
-    narrow_row<Format>(args.key + t * args.key_stride, row_size, args.key_scale,
-                       args.key_cache + slot * row_size);
+    narrow(args.key + t * args.key_stride, args.key_scales, args.key_cache + slot * row_size);
     if (args.value == nullptr) return;
-    narrow_row<Format>(args.value + t * args.value_stride, row_size, args.value_scale,
-                       args.value_cache + slot * row_size);
+    narrow(args.value + t * args.value_stride, args.value_scales,
+           args.value_cache + slot * row_size);
   });
 }
 

@@ -232,7 +232,8 @@ class ProgramPass {
     args.table_stride = launch_.table_stride;
     args.scale = op.scalar;
     args.soft_cap = op.soft_cap;
-    args.value_scale = op.value_scale;
+    args.key_scales = op.key_scales;
+    args.value_scales = op.value_scales;
     args.cache_type = op.cache_type;
     args.sliding_window = op.sliding_window;
     args.chunk_size = op.chunk_size;

@@ -31,6 +31,8 @@ VLLM_STRUCT(Operation,
                                // [num_heads] of attend: ALiBi slopes, or null
                                // [head_size] of route: ChoiceOptions::bias, or null
   const float* sinks;          // [num_heads] of attend, or null
+  const float* key_scales;     // of write_cache and attend: [heads of the cache], which holds
+  const float* value_scales;   // number / scale; null where cache_type is kSame
   const Experts* experts;      // of experts
   const Arena* arena;          // of all_reduce and all_gather
   void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
@@ -53,8 +55,6 @@ VLLM_STRUCT(Operation,
   float scalar;            // eps of a norm; the factor of scale and of round_to_fp8; the limit of
                            // clip and soft_cap; of query @ key in attend; of the weights in route
   float soft_cap;          // of the scores in attend; 0: none
-  float key_scale, value_scale;  // of write_cache, and value_scale of attend: the caches hold
-                                 // number / scale; 1 where cache_type is kSame
   CacheType cache_type;
 );
 

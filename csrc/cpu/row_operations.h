@@ -350,20 +350,23 @@ void write_cache(const RowCall<T>& rows) {
   const auto write = [&](auto* keys, auto* values, auto store_row) {
     for (int64_t i = 0; i < rows.count; ++i) {
       if (slots[i] < 0) continue;
-      store_row(rows.x[i], op.key_scale, keys + slots[i] * size);
-      if (values != nullptr) store_row(rows.y[i], op.value_scale, values + slots[i] * size);
+      store_row(rows.x[i], op.key_scales, keys + slots[i] * size);
+      if (values != nullptr) store_row(rows.y[i], op.value_scales, values + slots[i] * size);
     }
   };
   const auto narrow = [&](auto format) {
     write(static_cast<uint8_t*>(op.key_cache), static_cast<uint8_t*>(op.value_cache),
-          [&](const T* from, float scale, uint8_t* to) {
-            narrow_row<decltype(format)>(from, size, scale, to);
+          [&](const T* from, const float* scales, uint8_t* to) {
+            for (int64_t h = 0; h < op.num_heads; ++h) {
+              const int64_t at = h * op.head_size;
+              narrow_row<decltype(format)>(from + at, op.head_size, scales[h], to + at);
+            }
           });
   };
   if (op.cache_type == vllm_cpu::CacheType::kE4m3) return narrow(E4m3{});
   if (op.cache_type == vllm_cpu::CacheType::kE5m2) return narrow(E5m2{});
   write(static_cast<T*>(op.key_cache), static_cast<T*>(op.value_cache),
-        [&](const T* from, float, T* to) { __builtin_memcpy(to, from, size * sizeof(T)); });
+        [&](const T* from, const float*, T* to) { __builtin_memcpy(to, from, size * sizeof(T)); });
 }
 
 // x * scalar as the nearest number of e4m3 that is at most `option`. NaN stays NaN.

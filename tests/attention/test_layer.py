@@ -141,7 +141,7 @@ def test_a_cache_of_fp8_is_near_the_exact_one(ops, dtype, scale):
     want = layer(query, key, value)
     keys, values = torch.zeros(2, 3, BLOCK_SIZE, 2, 16).to(dtype)
     layer.bind_kv_cache(keys, values)
-    layer.key_scale = layer.value_scale = scale
+    layer.set_cache_scales(scale, scale)
     got = attend_in_pieces(layer, query, key, value)
     stored = keys.float().flatten(0, 1)[:LENGTH] * scale
     # Half a step: 3 or 2 bits after the first one.

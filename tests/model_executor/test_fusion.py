@@ -388,7 +388,8 @@ def test_float32_has_the_bits_of_the_modules(isa):
 def test_fp8_caches_and_inputs_have_the_bits_of_the_modules(isa, cache_dtype, name, dtype):
     model = make_model(name, "static fp8", dtype, num_hidden_layers=2)
     for layer in attention_layers(model):
-        layer.key_scale, layer.value_scale = 0.03, 0.3
+        heads = slice(layer.num_kv_heads)
+        layer.set_cache_scales(torch.tensor([0.03, 0.06])[heads], torch.tensor([0.3, 0.2])[heads])
         bind_caches(layer, cache_dtype)
     assert_same_bits(model, [[9, 1, 23], [1, 1, 0, 70, 5], [1] * 5])
     assert all(layer.key_cache.view(torch.uint8).any() for layer in attention_layers(model))

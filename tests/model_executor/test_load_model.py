@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.model_executor.helpers import (
     load,
@@ -17,9 +18,12 @@ from tests.model_executor.helpers import (
     reference_logits,
 )
 from tests.tiny_models import make_tiny_model
+from vllm.attention import Attention
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.transformers_utils.weight_files import find_files, name_some
 
@@ -179,19 +183,39 @@ def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
     }
     put(llama, tensors_of(llama) | scalars)
     first, second, _ = (layer.self_attn.attn for layer in load(llama).model.layers)
-    assert (first.key_scale, first.value_scale) == (1.0, 1.0)
-    assert (second.key_scale, second.value_scale) == scales
+    for layer, (key, value) in ((first, (1.0, 1.0)), (second, scales)):
+        assert (layer.key_scales == key).all()
+        assert (layer.value_scales == value).all()
+
+
+@pytest.mark.parametrize(("size", "want"), [(1, [[0.5, 2.0]]), (2, [[0.5], [2.0]])])
+def test_scales_of_each_head_reach_the_ranks_that_have_it(llama, size, want):
+    name = "model.layers.1.self_attn.k_scale"
+    put(llama, tensors_of(llama) | {name: torch.tensor([[0.5], [2.0]])})
+    found = [
+        load(llama, TPGroup(rank, size)).model.layers[1].self_attn.attn for rank in range(size)
+    ]
+    assert [attn.key_scales.tolist() for attn in found] == want
+
+
+def test_ranks_that_share_a_head_have_its_scale():
+    numbers = torch.tensor([0.5, 2.0])
+    source = Source(numbers.shape, lambda index: numbers[index])
+    model = nn.ModuleDict({"attn": Attention(4, 8, 1)})
+    found = []
+    for rank in range(4):
+        assert load_kv_scale(nn.ModuleDict({"a": model}), "a.k_scale", source, TPGroup(rank, 4))
+        found += model["attn"].key_scales.tolist()
+    assert found == [0.5, 0.5, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        *((x, "must be one number above 0, got") for x in (0.0, -1.0, float("nan"), float("inf"))),
-        (
-            [1.0, 2.0],
-            "has 2 numbers, such as one for each head; supported: one for each layer",
-        ),
-        ([], "must be one number above 0, got"),
+        *((x, "must have numbers above 0") for x in (0.0, -1.0, float("nan"), float("inf"))),
+        ([1.0, 0.0], "must have numbers above 0 alone, got 0.0"),
+        ([1.0, 2.0, 3.0], "has 3 numbers; it must have one for the layer, or one for each of its"),
+        ([], "has 0 numbers; it must"),
     ],
 )
 def test_a_scale_that_cannot_be_one_is_named(llama, scale, message):

@@ -52,8 +52,12 @@ def test_each_of_two_ranks_gets_its_own_part(tiny_model, tmp_path):
 def test_scales_of_a_cache_are_kept(tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5, 0.25])
     save_file(tensors, folder / "model.safetensors")
     save(str(folder), tmp_path / "out", 1, "float32")
     attn = load(tmp_path / "out", load_format="sharded_state").model.layers[0].self_attn.attn
-    assert (attn.key_scale, attn.value_scale) == (0.5, 1.0)
+    assert (attn.key_scales.tolist(), attn.value_scales.tolist()) == ([0.5, 0.25], [1.0, 1.0])
+    save(str(folder), tmp_path / "split", 2, "float32")
+    parts = [load(tmp_path / "split", TPGroup(r, 2), load_format="sharded_state") for r in (0, 1)]
+    found = [part.model.layers[0].self_attn.attn.key_scales.tolist() for part in parts]
+    assert found == [[0.5], [0.25]]

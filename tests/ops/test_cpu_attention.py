@@ -367,11 +367,11 @@ def test_keys_alone_are_stored(ops, cache_dtype):
     prompts = Prompts([100], heads)
     keys = prompts.keys.flatten(0, 1)[prompts.slots(0)]
     cache = torch.zeros(prompts.keys.shape, dtype=torch.bfloat16).to(cache_dtype)
-    ops.reshape_and_cache(keys, None, cache, None, prompts.slots(0), 0.5)
+    ops.reshape_and_cache(keys, None, cache, None, prompts.slots(0), torch.tensor([0.5]))
     both = []
     for values in (cache.clone(), cache[..., :24]):
         prompts.keys, prompts.values = cache, values
-        scales = {"key_scale": 0.5, "value_scale": 0.5}
+        scales = {"key_scales": torch.tensor([0.5]), "value_scales": torch.tensor([0.5])}
         out = prompts.decode(ops, NO_OPTIONS | scales)
         (chunk,) = prompts.prefill(ops, [(0, 40, 100)], NO_OPTIONS | scales)
         both.append((out[..., :24], chunk[..., :24]))

@@ -18,6 +18,12 @@ TOLERANCES = {
 SCALES = (0.5, 1.7)  # of keys and of values
 
 
+def scales_of(num_kv_heads: int) -> dict[str, Tensor]:
+    """Of keys and of values, another one for each head."""
+    by_head = 1 + torch.arange(num_kv_heads) / 4
+    return {f"{of}_scales": s * by_head for of, s in zip(("key", "value"), SCALES, strict=True)}
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
@@ -38,7 +44,8 @@ def store(ops: Ops, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> 
     new = numbers[:, None]  # one kv head
     cache = torch.zeros(len(numbers), 1, 1, numbers.shape[1], dtype=torch.uint8).view(dtype)
     other = cache.clone()
-    ops.reshape_and_cache(new, new, cache, other, torch.arange(len(numbers)), scale, 2 * scale)
+    scales = torch.tensor([scale]), torch.tensor([2 * scale])
+    ops.reshape_and_cache(new, new, cache, other, torch.arange(len(numbers)), *scales)
     assert torch.equal(bits(other), bits(store_once(numbers, dtype, 2 * scale)))
     return cache[:, 0, 0]
 
@@ -105,8 +112,7 @@ class Launch:
         lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         return ops.paged_attention_decode(
             *(self.query[ends].to(dtype), self.keys, self.values, self.tables, lens, 0.2, None),
-            key_scale=SCALES[0],
-            value_scale=SCALES[1],
+            **scales_of(self.keys.shape[2]),
         )
 
     def prefill(self, ops: Ops, dtype: torch.dtype) -> Tensor:
@@ -114,8 +120,7 @@ class Launch:
         return ops.paged_attention_prefill(
             *(self.query.to(dtype), self.keys, self.values, self.tables, starts, self.seq_lens),
             *(0.2, None),
-            key_scale=SCALES[0],
-            value_scale=SCALES[1],
+            **scales_of(self.keys.shape[2]),
         )
 
 
@@ -137,10 +142,44 @@ def test_the_reference_reads_numbers_times_their_scales(fp8):
     launch = Launch([1, 70, 33], 4, (2, 64), fp8)
     wide = Launch([1, 70, 33], 4, (2, 64), fp8)
     wide.tables, wide.query = launch.tables, launch.query
-    wide.keys, wide.values = launch.keys.float() * SCALES[0], launch.values.float() * SCALES[1]
+    keys, values = (scales[:, None] for scales in scales_of(2).values())
+    wide.keys, wide.values = launch.keys.float() * keys, launch.values.float() * values
     for phase in (Launch.decode, Launch.prefill):
         torch.testing.assert_close(
             phase(launch, NATIVE, torch.float32), phase(wide, NATIVE, torch.float32)
+        )
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES)
+def test_each_head_is_stored_with_its_scale(ops, fp8):
+    new = torch.randn(5, 3, 20)
+    scales = torch.tensor([0.1, 1.0, 3.0])
+    for implementation in (NATIVE, ops):
+        caches = torch.zeros(2, 1, 8, 3, 20, dtype=torch.uint8).view(fp8)
+        slots = torch.arange(5)
+        implementation.reshape_and_cache(new, new, *caches, slots, scales, scales.flip(0))
+        for cache, by_head in zip(caches, (scales, scales.flip(0)), strict=True):
+            largest = torch.finfo(fp8).max
+            want = (new / by_head[:, None]).clamp(-largest, largest).to(fp8)
+            assert torch.equal(bits(cache[0, :5]), bits(want))
+
+
+def test_scales_of_other_heads_are_refused(ops):
+    launch = Launch([40], 4, (2, 32), torch.float8_e4m3fn)
+    lens = torch.tensor([40], dtype=torch.int32)
+    query = launch.query[:1].bfloat16()
+    with pytest.raises(ValueError, match=r"scales of a cache are torch.float32 \[3\] on cpu"):
+        ops.paged_attention_decode(
+            query,
+            launch.keys,
+            launch.values,
+            launch.tables,
+            lens,
+            1.0,
+            None,
+            None,
+            None,
+            torch.ones(3),
         )
 
 

@@ -16,6 +16,9 @@ class CachedLayer(nn.Module, ABC):
     """Attributes for the tensors of the cache, in the order of `KVCacheSpec.tensors`; None while
     no cache is bound."""
 
+    scale_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes with the scales of an fp8 cache: no weights, but they decide what it holds."""
+
     cache_group: int = 0
     """Index of the group of layers whose block tables this one reads."""
 

@@ -32,8 +32,8 @@ class EncoderAttention(CachedLayer, ReadsContext):
     logits_soft_cap: float | None = None
     sinks: Tensor | None = None
     chunk_size: int | None = None
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    key_scales: Tensor = torch.ones(1)
+    value_scales: Tensor = key_scales
     cache_scales: CacheScales | None = None
 
     def __init__(self, num_heads: int, head_size: int) -> None:

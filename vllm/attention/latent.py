@@ -39,5 +39,5 @@ class LatentAttention(Attention):
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """One vector of V + R numbers for each token."""
         shape, name = (1, self.head_size), str(dtype).removeprefix("torch.")
-        tensor = CacheTensor(shape, name, dtype.itemsize, self.key_scale)
+        tensor = CacheTensor(shape, name, dtype.itemsize)
         return KVCacheSpec(CacheKind.LATENT, (tensor,))

@@ -35,6 +35,7 @@ class Attention(CachedLayer, ReadsContext):
     """
 
     cache_names: ClassVar[tuple[str, ...]] = ("key_cache", "value_cache")
+    scale_names: ClassVar[tuple[str, ...]] = ("key_scales", "value_scales", "cache_scales")
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat; bound by the
@@ -42,9 +43,12 @@ class Attention(CachedLayer, ReadsContext):
     value_cache: Tensor | int | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    key_scale: float
-    """Of what an fp8 key cache holds: key / key_scale. 1 unless a checkpoint says otherwise."""
-    value_scale: float
+    key_scales: Tensor
+    """[G] float32 on the host: an fp8 key cache holds key / scale of the head. 1 unless a
+    checkpoint or measurements say otherwise; see `set_cache_scales`."""
+    value_scales: Tensor
+    has_calculated_scales: bool = False
+    """They were measured when the engine started, and stay when other weights are read."""
 
     def __init__(
         self,
@@ -72,7 +76,10 @@ class Attention(CachedLayer, ReadsContext):
         self.logits_soft_cap = logits_soft_cap
         self.register_parameter("sinks", sinks)
         self.chunk_size = chunk_size
-        self.key_scale = self.value_scale = 1.0
+        # Plain attributes on the host, whatever the device of the model.
+        self.key_scales, self.value_scales = torch.ones(
+            2, num_kv_heads, dtype=torch.float32, device="cpu"
+        ).unbind()
         self.cache_scales: CacheScales | None = None
         self.key_cache = None
         self.value_cache = None
@@ -81,19 +88,33 @@ class Attention(CachedLayer, ReadsContext):
         """Keys and values of all tokens, or of those in the window."""
         shape, name = (self.num_kv_heads, self.head_size), str(dtype).removeprefix("torch.")
         kind = CacheKind.FULL if self.sliding_window is None else CacheKind.SLIDING_WINDOW
-        tensors = tuple(
-            CacheTensor(shape, name, dtype.itemsize, scale)
-            for scale in (self.key_scale, self.value_scale)
-        )
-        return KVCacheSpec(kind, tensors, self.sliding_window)
+        tensor = CacheTensor(shape, name, dtype.itemsize)
+        return KVCacheSpec(kind, (tensor, tensor), self.sliding_window)
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
         """See `CachedLayer.bind_kv_cache`."""
         super().bind_kv_cache(*tensors)
         self.cache_scales = None
         if tensors[0].dtype in FP8_DTYPES:
-            scales = (self.key_scale, self.value_scale)
+            scales = (self.key_scales, self.value_scales)
             self.cache_scales = CacheScales(*(CacheScale.on(tensors[0].device, s) for s in scales))
+
+    def set_cache_scales(
+        self, key: float | Tensor | None = None, value: float | Tensor | None = None
+    ) -> None:
+        """Set the scales of an fp8 cache, in place: what has recorded where they are reads these.
+
+        Args:
+            key: of keys, above 0: [G] float32, or one number for all heads; None: they stay.
+            value: the same of values.
+        """
+        if key is not None:
+            self.key_scales.copy_(torch.as_tensor(key))
+        if value is not None:
+            self.value_scales.copy_(torch.as_tensor(value))
+        if self.cache_scales is not None:
+            self.cache_scales.key.put(self.key_scales)
+            self.cache_scales.value.put(self.value_scales)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
         context = self.launch.context

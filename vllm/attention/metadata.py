@@ -33,9 +33,9 @@ class AttentionLayer(Protocol):
     """[H] float32: the score of one more key of each head, whose value is zero; None without."""
     chunk_size: int | None
     """C: a query at position p sees keys from p // C * C on; None: all."""
-    key_scale: float
-    """Of what an fp8 key cache holds: key / key_scale."""
-    value_scale: float
+    key_scales: Tensor
+    """[G] float32 on the host: an fp8 key cache holds key / scale of the head."""
+    value_scales: Tensor
     cache_scales: CacheScales | None
     """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
 

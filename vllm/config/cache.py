@@ -30,7 +30,13 @@ class CacheConfig:
 
     kv_cache_dtype: CacheDType = "auto"
     """Data type of the KV cache. auto: the model's. fp8 and fp8_inc are fp8_e4m3: half the memory
-    of bfloat16. Scales are those of the checkpoint, or those measured for QUANT_CONFIG, or 1."""
+    of bfloat16. Scales are those of the checkpoint, or those measured for QUANT_CONFIG, or 1; see
+    calculate_kv_scales."""
+
+    calculate_kv_scales: bool = False
+    """Calculate the scales of an fp8 cache when the engine starts, in one forward pass over random
+    tokens, which are the same at every start; a scale for each key/value head. Layers whose scales
+    are in the checkpoint or in QUANT_CONFIG keep those."""
 
     enable_prefix_caching: bool = True
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""

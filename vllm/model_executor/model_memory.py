@@ -16,7 +16,8 @@ _FINGERPRINT_COLUMNS = 1024
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
-    """Everything that a model reads but its KV caches: each storage once, as its bytes.
+    """Everything that a model reads but its KV caches and their scales: each storage once, as its
+    bytes.
 
     Besides parameters and buffers there are tensors in objects that modules hold, such as packed
     weights. The order depends on how the model was built alone, so that two models of one config
@@ -50,8 +51,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         below = list(value)
     elif isinstance(value, nn.Module) or type(value).__module__.startswith("vllm."):
         names: dict[str, Any] = getattr(value, "__dict__", {})
-        caches = value.cache_names if isinstance(value, CachedLayer) else ()
-        below = [v for name, v in names.items() if name not in caches]
+        is_cached = isinstance(value, CachedLayer)
+        others = (*value.cache_names, *value.scale_names) if is_cached else ()
+        below = [v for name, v in names.items() if name not in others]
     else:
         return
     if id(value) in seen:
@@ -115,4 +117,5 @@ def copy_cache_scales(source: nn.Module, target: nn.Module) -> None:
         [m for m in model.modules() if isinstance(m, Attention)] for model in (source, target)
     ]
     for theirs, ours in zip(*layers, strict=True):
-        ours.key_scale, ours.value_scale = theirs.key_scale, theirs.value_scale
+        if not ours.has_calculated_scales:
+            ours.set_cache_scales(theirs.key_scales, theirs.value_scales)

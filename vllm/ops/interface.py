@@ -549,8 +549,8 @@ class Ops(ABC):
         key_cache: Tensor,
         value_cache: Tensor | None,
         slot_mapping: Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
     ) -> None:
         """Store the keys and values of new tokens in the cache, in place.
 
@@ -558,13 +558,14 @@ class Ops(ABC):
             key: [T, G, D].
             value: [T, G, D]; None, and no value_cache, where values are a part of the keys.
             key_cache: [N, S, G, D], dense. Written. Of the dtype of key, or of a dtype in
-                FP8_DTYPES: then it holds key / key_scale, rounded to nearest; what is too large
+                FP8_DTYPES: then it holds key / key_scales, rounded to nearest; what is too large
                 becomes the largest number, and NaN stays NaN.
             value_cache: [N, S, G, D], dense, as key_cache. Written.
             slot_mapping: [T], int64: block id * S + offset. A negative slot is not written
                 (padding). No slot may occur twice.
-            key_scale: above 0. Has no effect on a cache of the dtype of key.
-            value_scale: the same.
+            key_scales: [G] float32 on the host, dense, one above 0 for each head; None: 1. Has no
+                effect on a cache of the dtype of key.
+            value_scales: the same.
 
         Raises:
             ValueError: the shapes or dtypes do not fit each other.
@@ -582,8 +583,8 @@ class Ops(ABC):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
@@ -606,8 +607,9 @@ class Ops(ABC):
             alibi_slopes: [H] float32, dense: each score gets minus the slope of its head times
                 the distance of the key (after the soft cap); None without ALiBi.
             logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
-            key_scale: multiplies what an fp8 cache holds; no effect on another.
-            value_scale: the same.
+            key_scales: [G] float32 on the host, dense: multiplies what an fp8 cache holds of each
+                head; None: 1. No effect on another cache.
+            value_scales: the same.
             sinks: [H] float32, dense: the score of one more key of each head, whose value is zero
                 (after soft cap and ALiBi); None without sinks (Xiao et al. 2023, arXiv
                 2309.17453).
@@ -635,8 +637,8 @@ class Ops(ABC):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
@@ -658,8 +660,8 @@ class Ops(ABC):
                 query token, itself included.
             alibi_slopes: as for decode.
             logits_soft_cap: as for decode.
-            key_scale: as for decode.
-            value_scale: as for decode.
+            key_scales: as for decode.
+            value_scales: as for decode.
             sinks: as for decode.
             chunk_size: as for decode.
 

@@ -262,12 +262,12 @@ class NativeOps(NativeAdapters, NativeScans):
         key_cache: Tensor,
         value_cache: Tensor | None,
         slot_mapping: Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
     ) -> None:
-        pairs = [(key, key_cache, key_scale)]
+        pairs = [(key, key_cache, key_scales)]
         if value is not None and value_cache is not None:
-            pairs.append((value, value_cache, value_scale))
+            pairs.append((value, value_cache, value_scales))
         for new, cache, _ in pairs:
             if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
                 raise ValueError(
@@ -299,22 +299,19 @@ class NativeOps(NativeAdapters, NativeScans):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
         check_scores(query, alibi_slopes, logits_soft_cap, sinks)
-        if key_cache.dtype in FP8_DTYPES:
-            scale = scale * key_scale
         num_kv_heads = key_cache.shape[2]
         grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
         # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
-        keys = _read_blocks(key_cache, block_tables).flatten(1, 2).float()
-        values = _read_blocks(value_cache, block_tables).flatten(1, 2).float()
-        if value_cache.dtype in FP8_DTYPES:
-            values *= value_scale
+        keys = _as_read(_read_blocks(key_cache, block_tables), key_scales).flatten(1, 2).float()
+        values = _as_read(_read_blocks(value_cache, block_tables), value_scales)
+        values = values.flatten(1, 2).float()
         position = torch.arange(keys.shape[1], device=query.device)
         is_hidden = position >= seq_lens[:, None]  # [B, K]
         if sliding_window is not None:
@@ -349,16 +346,15 @@ class NativeOps(NativeAdapters, NativeScans):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
         check_scores(query, alibi_slopes, logits_soft_cap, sinks)
-        is_fp8 = key_cache.dtype in FP8_DTYPES
-        if is_fp8:
-            scale = scale * key_scale
+        # Numbers of an fp8 cache times their scales would be rounded in bfloat16.
+        dtype = torch.float32 if key_cache.dtype in FP8_DTYPES else query.dtype
         block_size = key_cache.shape[1]
         shape = (*query.shape[:2], value_cache.shape[3])
         out = torch.zeros(shape, dtype=query.dtype, device=query.device)
@@ -374,18 +370,15 @@ class NativeOps(NativeAdapters, NativeScans):
                 continue
             block_ids = block_tables[b, :num_blocks]
             # [1, heads, tokens, D], as scaled_dot_product_attention wants them
-            q = query[start:end].transpose(0, 1)[None]
+            q = query[start:end].transpose(0, 1)[None].to(dtype)
             k, v = (
-                _read_blocks(cache, block_ids)
-                .flatten(0, 1)[:seq_len]
+                _as_read(_read_blocks(cache, block_ids).flatten(0, 1)[:seq_len], scales)
                 .transpose(0, 1)[None]
-                .to(query.dtype)
-                for cache in (key_cache, value_cache)
+                .to(dtype)
+                for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
             )
             options = (alibi_slopes, logits_soft_cap, sinks, chunk_size)
             attended = attend_prompt(q, k, v, scale, sliding_window, *options)
-            if is_fp8:
-                attended = attended * value_scale
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
@@ -498,17 +491,25 @@ def check_scores(
             )
 
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale in one of FP8_DTYPES: the nearest number, at most the largest; NaN stays NaN."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
-def _as_stored(new: Tensor, cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """New tokens and their cache with one dtype, in which torch can index."""
+def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """New tokens [T, G, D] and their cache with one dtype, in which torch can index."""
     if cache.dtype not in FP8_DTYPES:
         return new, cache
+    scale = 1.0 if scales is None else scales.to(new.device)[:, None]
     return to_fp8(new, scale, cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+
+
+def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
+    """Numbers of a cache [..., G, D] as attention reads them: of an fp8 cache times the scales."""
+    if stored.dtype not in FP8_DTYPES:
+        return stored
+    return stored.float() if scales is None else stored.float() * scales.to(stored.device)[:, None]
 
 
 def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:

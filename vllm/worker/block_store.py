@@ -39,7 +39,12 @@ def states_are_not_copied() -> ConfigError:
 
 
 def hash_contents(
-    config: VllmConfig, rank: int, blocks: BlockStore, weights: Iterable[Tensor], kernels: str
+    config: VllmConfig,
+    rank: int,
+    blocks: BlockStore,
+    weights: Iterable[Tensor],
+    scales: Sequence[tuple[list[float], list[float]]],
+    kernels: str,
 ) -> bytes:
     """What decides the content of KV blocks besides tokens: the weights, the layout of the
     blocks, and the kernels.
@@ -49,6 +54,7 @@ def hash_contents(
         rank: of the worker.
         blocks: of this rank.
         weights: [num_bytes] uint8 each, on the CPU.
+        scales: of the keys and the values of each layer, one for each head.
         kernels: the name of the code that computes.
     """
     digest = sha256()
@@ -56,7 +62,7 @@ def hash_contents(
         digest.update(fingerprint(weight))
     layout = (
         *(__version__, kernels, config.model.dtype_name, config.cache.kv_cache_dtype),
-        *(config.cache.block_size, rank, blocks.layout, config.model.resolved_arch),
+        *(config.cache.block_size, rank, blocks.layout, scales, config.model.resolved_arch),
         *(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size),
     )
     digest.update(repr(layout).encode())

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from vllm.attention import Attention
 from vllm.config import VllmConfig
 from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
 from vllm.errors import RequestError
@@ -204,7 +205,12 @@ class WorkerBase(ABC):
     def cache_fingerprint(self) -> bytes:
         """What decides the content of KV blocks besides tokens; see `hash_contents`."""
         weights, kernels = self._weights_and_kernels()
-        return hash_contents(self.config, self.rank, self._blocks, weights, kernels)
+        scales = [
+            (layer.key_scales.tolist(), layer.value_scales.tolist())
+            for layer in self.model.modules()
+            if isinstance(layer, Attention)
+        ]
+        return hash_contents(self.config, self.rank, self._blocks, weights, scales, kernels)
 
     @abstractmethod
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:

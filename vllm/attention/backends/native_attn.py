@@ -43,10 +43,10 @@ class RaggedMetadata:
         assert layer.key_cache is not None and layer.value_cache is not None
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache
-        scales = (layer.key_scale, layer.value_scale)
+        scales = (layer.key_scales, layer.value_scales)
         value_target = None if isinstance(value_cache, int) else value_cache
         if isinstance(value_cache, int):
-            value_cache, scales = key_cache[..., :value_cache], (layer.key_scale, layer.key_scale)
+            value_cache, scales = key_cache[..., :value_cache], (layer.key_scales, layer.key_scales)
         more = (*scales, layer.sinks, layer.chunk_size)
         # All writes come before all reads, so a request may read blocks that another request of
         # the same launch fills.

@@ -126,12 +126,6 @@ _ARGUMENTS = (
     _ignored("mm_processor_kwargs", None, _TEXT_ALONE),
     _ignored("enable_multimodal_encoder_data_parallel", False, _TEXT_ALONE),
     _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
-    _missing(
-        "calculate_kv_scales",
-        False,
-        "scales of an fp8 KV cache are those of the checkpoint, or else 1; `vllm calibrate` "
-        "measures them, and writes the QUANT_CONFIG with which they are used",
-    ),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
     _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),

@@ -24,6 +24,9 @@ _OTHER_NAMES = {
 }
 """Values of `--quantization` that name a format together with kernels for it."""
 
+_FP8_CHECKPOINTS = ("fp8", "fbgemm_fp8", "modelopt")
+"""Formats of checkpoints whose layers can be measured, and rounded again with other scales."""
+
 
 def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
     """The model with the content of its file of Intel Neural Compressor, if there is one.
@@ -39,7 +42,9 @@ def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
             "to the JSON file that `vllm calibrate` writes"
         )
     if path is not None:
-        if model.quantization not in (None, "inc"):
+        own = quant_method(model.resolved_arch)
+        is_fp8 = own in _FP8_CHECKPOINTS and model.quantization == own
+        if model.quantization not in (None, "inc") and not is_fp8:
             raise ConfigError(
                 f"QUANT_CONFIG={path} is for quantization='inc', not {model.quantization!r}. Leave "
                 f"one of them out"
@@ -66,6 +71,8 @@ def _check_quantization(model: ModelConfig, platform: Platform) -> None:
         return
     own = quant_method(model.resolved_arch)
     if own is not None:
+        if asked == "inc" and own in _FP8_CHECKPOINTS:
+            return
         if own != _OTHER_NAMES.get(asked, asked):
             raise ConfigError(
                 f"quantization={asked!r}: the checkpoint is quantized already, with {own!r}; "

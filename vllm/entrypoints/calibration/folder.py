@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.inc import read_json_object
+from vllm.entrypoints.calibration.ranks import expand, unify
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization.inc_files import (
     Measurements,
     Node,
     file_path,
     find_file,
-    merged,
     missing_file,
     read_file,
     write_file,
@@ -59,7 +59,9 @@ class CalibrationFolder:
         """Samples of tokens for the perplexity."""
         return self.path / "evaluation_samples.jsonl"
 
-    def write_configs(self, scale_method: str, blocked: list[str]) -> None:
+    def write_configs(
+        self, scale_method: str, blocked: list[str], scale_format: str | None = None
+    ) -> None:
         """Write both files of QUANT_CONFIG."""
         common = {
             "method": "HOOKS",
@@ -75,6 +77,8 @@ class CalibrationFolder:
             "allowlist": {"types": [], "names": []},
             "device_for_scales": DEVICES[self.device],
         }
+        if scale_format is not None:
+            quant["scale_format"] = scale_format
         self._write(self.measure_config, measure)
         self._write(self.quant_config, quant)
 
@@ -141,8 +145,13 @@ class CalibrationFolder:
             if link_attention(measured.nodes):
                 self._write_ranks(measured.path, measured.nodes, rank, world_size)
 
-    def unify(self, world_size: int, target: int) -> None:
+    def unify(self, world_size: int, target: int, *, shares_experts: bool = False) -> None:
         """Make measurements for `target` ranks of those of `world_size`.
+
+        Args:
+            world_size: ranks that were measured.
+            target: fewer ranks, of which each gets the numbers of neighbours.
+            shares_experts: each rank has measured other experts.
 
         Raises:
             ConfigError: that is not possible, or measurements are missing or damaged.
@@ -155,14 +164,38 @@ class CalibrationFolder:
         size = world_size // target
         for rank in range(target):
             parts = [self.read_measurements(rank * size + i, world_size) for i in range(size)]
-            nodes = parts[0].nodes
-            for part in parts[1:]:
-                nodes = merged(nodes, part)
+            nodes = unify(parts, shares_experts=shares_experts)
             self._write_ranks(file_path(self.prefix, rank, target), nodes, rank, target)
 
-    def _write_ranks(self, path: Path, nodes: dict[str, Node], rank: int, world_size: int) -> None:
+    def expand(self, world_size: int, target: int) -> None:
+        """Make measurements for `target` ranks of those of `world_size`, which are fewer.
+
+        Raises:
+            ConfigError: that is not possible, or measurements are missing or damaged.
+        """
+        if target <= world_size or target % world_size:
+            raise ConfigError(
+                f"--expand-ranks {target}: it must be a multiple of the {world_size} measured "
+                f"ranks (--tensor-parallel-size), and more than those"
+            )
+        size = target // world_size
+        for rank in range(world_size):
+            for place, nodes in enumerate(expand(self.read_measurements(rank, world_size), size)):
+                new = rank * size + place
+                path = file_path(self.prefix, new, target)
+                self._write_ranks(path, nodes, new, target, is_part=True)
+
+    def _write_ranks(
+        self,
+        path: Path,
+        nodes: dict[str, Node],
+        rank: int,
+        world_size: int,
+        *,
+        is_part: bool = False,
+    ) -> None:
         local_rank = rank if world_size > 1 else -1
-        write_file(path, nodes, "DynamicRange", local_rank=local_rank)
+        write_file(path, nodes, "DynamicRange", local_rank=local_rank, is_part=is_part)
 
 
 def link_attention(nodes: dict[str, Node]) -> bool:

@@ -4,6 +4,7 @@ prepare      texts -> samples of tokens, and the files of QUANT_CONFIG
 measure      run the model on the samples, and write the largest absolute values
 postprocess  values of attention follow from those of the caches
 unify        measurements for fewer ranks (only with --unify-ranks)
+expand       measurements for more ranks (only with --expand-ranks)
 quantize     load the model in FP8, which writes its scales
 evaluate     perplexity of held-out samples, before and after
 """
@@ -30,7 +31,7 @@ from vllm.inputs import TokensPrompt
 if TYPE_CHECKING:
     from vllm import LLM
 
-STEPS = ("prepare", "measure", "postprocess", "unify", "quantize", "evaluate")
+STEPS = ("prepare", "measure", "postprocess", "unify", "expand", "quantize", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,31 @@ class CalibrationSettings:
     batch_size: int
     scale_method: str
     blocked: tuple[str, ...]
-    unify_ranks: int | None
+    """Names of modules that stay as they are; none: those of the model's family."""
+    unify_ranks: int | None = None
+    unify_experts: bool = False
+    """Each rank has measured other experts."""
+    expand_ranks: int | None = None
+
+    @property
+    def other_ranks(self) -> int | None:
+        """For how many ranks scales are made, if not for those that ran."""
+        return self.unify_ranks or self.expand_ranks
+
+
+@dataclass(frozen=True)
+class FamilyDefaults:
+    """What the files of QUANT_CONFIG say for a family of models."""
+
+    blocked: tuple[str, ...] = ()
+    scale_format: str | None = None
+
+
+FAMILIES = {
+    "mixtral": FamilyDefaults(("self_attn", "lm_head")),
+    "deepseek": FamilyDefaults(("lm_head", r"mlp\.gate\b"), "scalar"),
+}
+"""Beginning of the model_type -> defaults."""
 
 
 class Calibration:
@@ -107,7 +132,8 @@ class Calibration:
             state["done"] = [s for s in state["done"] if s not in ("quantize", "evaluate")]
         state["scale_method"] = self.settings.scale_method
         for number, step in enumerate(steps, start=1):
-            if step == "unify" and self.settings.unify_ranks is None and len(steps) > 1:
+            ranks = {"unify": self.settings.unify_ranks, "expand": self.settings.expand_ranks}
+            if len(steps) > 1 and ranks.get(step, 0) is None:
                 continue  # not asked for
             if len(steps) > 1 and step in state["done"]:
                 self.say(f"step {number} of {len(steps)}, {step}: done before")
@@ -138,7 +164,7 @@ class Calibration:
             self.settings.sample_tokens,
             self.settings.num_samples,
         )
-        self.folder.write_configs(self.settings.scale_method, list(self.settings.blocked))
+        self._write_configs()
         write_samples(self.folder.samples, measured)
         write_samples(self.folder.held_out, held_out)
         state["num_measured"] = 0
@@ -177,10 +203,16 @@ class Calibration:
     def _unify(self, state: dict[str, Any]) -> None:
         if self.settings.unify_ranks is None:
             raise ConfigError("--step unify needs --unify-ranks: for how many devices")
-        self.folder.unify(self.world_size, self.settings.unify_ranks)
+        shares_experts = self.settings.unify_experts or bool(self.engine.enable_expert_parallel)
+        self.folder.unify(self.world_size, self.settings.unify_ranks, shares_experts=shares_experts)
+
+    def _expand(self, state: dict[str, Any]) -> None:
+        if self.settings.expand_ranks is None:
+            raise ConfigError("--step expand needs --expand-ranks: for how many devices")
+        self.folder.expand(self.world_size, self.settings.expand_ranks)
 
     def _quantize(self, state: dict[str, Any]) -> None:
-        self.folder.write_configs(self.settings.scale_method, list(self.settings.blocked))
+        self._write_configs()
         self.folder.delete_scales()
         with self._engine(**self._quantized()):
             self.say(f"scales are in {self.folder.prefix}*")
@@ -193,10 +225,19 @@ class Calibration:
             after = perplexity(llm, samples, use_tqdm=True)
         state["perplexity"] = {"before": before, "after": after}
 
+    def _write_configs(self) -> None:
+        """With what the family of the model leaves out, unless the user has said what."""
+        arch = self.engine.create_engine_config().model.resolved_arch
+        model_type = str(arch.hf_config.get("model_type", ""))
+        found = (d for name, d in FAMILIES.items() if model_type.startswith(name))
+        family = next(found, FamilyDefaults())
+        blocked = list(self.settings.blocked or family.blocked)
+        self.folder.write_configs(self.settings.scale_method, blocked, family.scale_format)
+
     # ---- engines --------------------------------------------------------------------------
 
     def _quantized(self) -> dict[str, Any]:
-        ranks = self.settings.unify_ranks or self.world_size
+        ranks = self.settings.other_ranks or self.world_size
         return {
             "quant_config": str(self.folder.quant_config),
             "kv_cache_dtype": "fp8_inc",

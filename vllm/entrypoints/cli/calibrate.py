@@ -8,7 +8,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
-_STEPS = ("prepare", "measure", "postprocess", "unify", "quantize", "evaluate")
+_STEPS = ("prepare", "measure", "postprocess", "unify", "expand", "quantize", "evaluate")
+_STEP_NUMBERS = {
+    "1": "prepare",
+    "2": "measure",
+    "3": "postprocess",
+    "4": "quantize",
+    "5": "unify",
+    "6": "expand",
+}
+"""Numbers that the steps have in the calibration scripts for Gaudi."""
 _DEVICES = ("g2", "g3")
 
 
@@ -24,13 +33,19 @@ def add_parser(
     )
     group = parser.add_argument_group("calibration")
     group.add_argument(
+        "-d",
         "--dataset",
         metavar="FILE",
         help="texts: .jsonl or .json with texts or objects that have a text, prompt or question; "
         "else plain text",
     )
-    group.add_argument("--out", metavar="FOLDER", required=True, help="folder for the files")
-    group.add_argument("--step", choices=_STEPS, help="do one step again (default: all in order)")
+    group.add_argument("-o", "--out", metavar="FOLDER", required=True, help="folder for the files")
+    group.add_argument(
+        "--step",
+        choices=(*_STEPS, *_STEP_NUMBERS),
+        help="do one step again, by its name or by its number in the scripts for Gaudi (default: "
+        "all in order)",
+    )
     group.add_argument(
         "--device-for-scales",
         choices=_DEVICES,
@@ -48,21 +63,46 @@ def add_parser(
         default=[],
         metavar="NAME",
         help="regular expression for a part of the name of modules that stay as they are; may be "
-        "repeated",
+        "repeated (default: lm_head and self_attn for mixtral, lm_head and routers for deepseek, "
+        "else none)",
     )
-    for name, default, text in (
-        ("--num-samples", 512, "samples to measure"),
-        ("--sample-tokens", 1024, "tokens of a sample"),
-        ("--output-tokens", 32, "tokens to generate after each sample"),
-        ("--batch-size", 32, "samples at a time"),
+    for names, default, text in (
+        (("-l", "--num-samples"), 512, "samples to measure"),
+        (("--sample-tokens",), 1024, "tokens of a sample"),
+        (("--output-tokens",), 32, "tokens to generate after each sample"),
+        (("-b", "--batch-size"), 32, "samples at a time"),
     ):
         group.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+            *names, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
     group.add_argument(
-        "--unify-ranks", type=int, metavar="N", help="make the scales for N devices, fewer than ran"
+        *("-r", "--unify-ranks"),
+        type=int,
+        metavar="N",
+        help="make the scales for N devices, fewer than ran",
     )
-    return EngineArgs.add_cli_args(parser)
+    group.add_argument(
+        *("-u", "--unify-experts"),
+        action="store_true",
+        help="each device had other experts when they were measured (default: with "
+        "--enable-expert-parallel)",
+    )
+    group.add_argument(
+        *("-w", "--expand-ranks"),
+        type=int,
+        metavar="N",
+        help="make the scales for N devices, more than ran, which share the experts",
+    )
+    EngineArgs.add_cli_args(parser)
+    # Short names of the scripts for Gaudi, for flags of the engine.
+    for name, flag, options in (
+        ("-m", "model", {"metavar": "MODEL"}),
+        ("-t", "tensor_parallel_size", {"type": int, "metavar": "N"}),
+        ("-e", "enforce_eager", {"action": "store_true"}),
+    ):
+        help_text = f"--{flag.replace('_', '-')}"
+        group.add_argument(name, dest=flag, default=argparse.SUPPRESS, help=help_text, **options)
+    return parser
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,6 +116,8 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
             )
+    if args.unify_ranks is not None and args.expand_ranks is not None:
+        raise ConfigError("--unify-ranks and --expand-ranks exclude each other; leave one out")
     engine = EngineArgs.from_cli_args(args)
     model = engine.model or engine.create_engine_config().model.resolved_path
     folder = CalibrationFolder(args.out, model, _device(args, engine))
@@ -88,12 +130,14 @@ def run(args: argparse.Namespace) -> None:
         scale_method=args.scale_method,
         blocked=tuple(args.block),
         unify_ranks=args.unify_ranks,
+        unify_experts=args.unify_experts,
+        expand_ranks=args.expand_ranks,
     )
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
-    steps = STEPS if args.step is None else (args.step,)
+    steps = STEPS if args.step is None else (_STEP_NUMBERS.get(args.step, args.step),)
     state = Calibration(engine, folder, settings, say).run(steps)
     if "evaluate" in state["done"]:
         found = state["perplexity"]
@@ -103,10 +147,13 @@ def run(args: argparse.Namespace) -> None:
             f"({change:+.2f} %)\n"
         )
     if "quantize" in state["done"]:
-        ranks = args.unify_ranks or engine.tensor_parallel_size
+        ranks = settings.other_ranks or engine.tensor_parallel_size
+        more = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
+        if getattr(args, "weights_load_device", None) is not None:
+            more += f" --weights-load-device {args.weights_load_device}"
         sys.stdout.write(
             f"QUANT_CONFIG={folder.quant_config} vllm serve {model} --quantization inc "
-            f"--kv-cache-dtype fp8_inc{f' --tensor-parallel-size {ranks}' if ranks > 1 else ''}\n"
+            f"--kv-cache-dtype fp8_inc{more}\n"
         )
 
 

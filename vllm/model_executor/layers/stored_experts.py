@@ -125,7 +125,7 @@ class StoredExperts(HandedOverExperts):
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
         device = next(layer.parameters()).device
-        gate, up, down = (list(self._weights(layer, part)) for part in EXPERT_PARTS)
+        gate, up, down = self.read(layer)
         for number in layer.expert_ids:
             for linear in layer.get_submodule(str(number)).children():
                 assert isinstance(linear, ParallelLinear)
@@ -145,6 +145,10 @@ class StoredExperts(HandedOverExperts):
             downs[number].copy_(down[number].dequantize())
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(downs, requires_grad=False)
+
+    def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
+        """The weights of gate, up and down, one of each for every expert of this rank."""
+        return tuple(list(self._weights(layer, part)) for part in EXPERT_PARTS)
 
     def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
         for number in layer.expert_ids:

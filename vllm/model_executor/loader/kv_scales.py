@@ -1,16 +1,17 @@
 """Scales of an fp8 KV cache that a checkpoint brings along, in the names that tools give them.
 
 A checkpoint may say `layers.0.self_attn.k_scale`, `...self_attn.k_proj.k_scale`,
-`...self_attn.attn.k_scale`, the same for v, or `...self_attn.kv_scale` for both.
+`...self_attn.attn.k_scale`, the same for v, or `...self_attn.kv_scale` for both: one number for the
+layer, or one for each key/value head.
 """
 
-import math
 import re
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.attention import Attention
+from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
 from vllm.ops import get_ops
@@ -22,19 +23,20 @@ _NAME = re.compile(
 )
 
 
-def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
+def load_kv_scale(model: nn.Module, name: str, source: Source, tp: TPGroup) -> bool:
     """Set the scales of the attention layer that a checkpoint tensor is for.
 
     Args:
         model: has an `Attention` named attn in each attention block.
         name: of the tensor, renamed as the model's are.
-        source: one number.
+        source: one number, or one for each key/value head of the model.
+        tp: the ranks that share the layer.
 
     Returns:
         False, and nothing done, when the tensor is something else.
 
     Raises:
-        WeightLoadError: it is not one number above 0.
+        WeightLoadError: there are too many or too few numbers, or one is not above 0.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -42,19 +44,34 @@ def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
     layer = dict(model.named_modules()).get(f"{match['block']}.attn")
     if not isinstance(layer, Attention):
         return False
-    numbers = source.read(()).flatten().tolist()
-    if len(numbers) > 1:
-        raise WeightLoadError(
-            f"tensor {name} has {len(numbers)} numbers, such as one for each head; supported: one "
-            f"for each layer. Use a checkpoint whose kv_cache_scheme has the strategy 'tensor', or "
-            f"one without scales of the KV cache, and measure them with `vllm calibrate`"
-        )
-    if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
-        raise WeightLoadError(f"tensor {name} must be one number above 0, got {numbers}")
-    # Scales of checkpoints are for numbers up to 448. Where fp8 ends at 240, all are halved.
-    scale = numbers[0] * (2 if get_ops().fp8_max < _LARGEST else 1)
+    numbers = source.read(()).flatten().float()
+    scales = numbers if len(numbers) == 1 else _of_rank(name, numbers, layer.num_kv_heads, tp)
+    wrong = numbers[~(numbers.isfinite() & (numbers > 0))].tolist()
+    if wrong:
+        raise WeightLoadError(f"tensor {name} must have numbers above 0 alone, got {wrong[0]}")
+    scales = scales * cache_scale_factor()
     if "k" in match["of"]:
-        layer.key_scale = scale
+        layer.set_cache_scales(key=scales)
     if "v" in match["of"]:
-        layer.value_scale = scale
+        layer.set_cache_scales(value=scales)
     return True
+
+
+def cache_scale_factor() -> int:
+    """What scales for the range of checkpoints, which is 448, are multiplied by: numbers are halved
+    where e4m3 ends at 240."""
+    return 2 if get_ops().fp8_max < _LARGEST else 1
+
+
+def _of_rank(name: str, numbers: Tensor, num_kv_heads: int, tp: TPGroup) -> Tensor:
+    """The scales of the heads that this rank has, of one for each head of the model. With fewer
+    heads than ranks, several ranks have the same."""
+    total = num_kv_heads * tp.size
+    num_replicas = total // len(numbers) if len(numbers) else 0
+    if num_replicas * len(numbers) != total or (num_replicas > 1 and num_kv_heads > 1):
+        raise WeightLoadError(
+            f"tensor {name} has {len(numbers)} numbers; it must have one for the layer, or one for "
+            f"each of its key/value heads, of which this rank has {num_kv_heads}"
+        )
+    start = tp.rank // num_replicas * num_kv_heads
+    return numbers[start : start + num_kv_heads]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm.attention import Attention
+from vllm.attention.cache_scales import is_one_number
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.loader.checkpoint import iterate_tensors
@@ -68,9 +69,9 @@ def save_shard(
     }
     for path, module in model.named_modules():
         if isinstance(module, Attention):
-            for of, scale in (("k", module.key_scale), ("v", module.value_scale)):
-                if scale != 1:
-                    state[f"{path}.{of}_scale"] = torch.tensor([scale])
+            for of, scales in (("k", module.key_scales), ("v", module.value_scales)):
+                if not (scales == 1).all():
+                    state[f"{path}.{of}_scale"] = scales[:1] if is_one_number(scales) else scales
     file = target / shard_name(tp.rank)
     save_file(state, file)
     return file

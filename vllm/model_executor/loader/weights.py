@@ -114,7 +114,7 @@ def _fill(
     for checkpoint_name, name, source in entries:
         if name in targets.aliases or name.startswith(absent):
             continue
-        if load_kv_scale(model, name, source) or _SCALE_OF_ATTENTION.search(name):
+        if load_kv_scale(model, name, source, tp) or _SCALE_OF_ATTENTION.search(name):
             continue
         target = todo.pop(name, None)
         if target is None:

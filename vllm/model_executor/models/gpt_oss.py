@@ -95,8 +95,9 @@ def _parts_of(
     """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
     for name, which in _rows_of(weight):
         part = rows[which]
-        yield f"{parent}{expert}.{name}.{kind}", Source(
-            part.shape, part.__getitem__, dtype=part.dtype
+        yield (
+            f"{parent}{expert}.{name}.{kind}",
+            Source(part.shape, part.__getitem__, dtype=part.dtype),
         )
 
 

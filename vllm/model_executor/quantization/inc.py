@@ -148,8 +148,8 @@ class Inc(Quantization):
             names = cache_names(name, layer)
             if not all(self._has(cache) for cache in names):
                 continue
-            layer.key_scale = self._input_scale(names[0])
-            layer.value_scale = self._input_scale(names[-1])
+            scales = (self._input_scale(names[0]), self._input_scale(names[-1]))
+            layer.set_cache_scales(*scales)
         if self._scales is None:
             self._save()
 
@@ -208,8 +208,9 @@ class Inc(Quantization):
         if node is None or not node.weight:
             return
         measured = max(node.weight)
-        if abs(measured - largest) > _SAME * max(measured, largest):
-            assert self._measured is not None
+        assert self._measured is not None
+        difference = largest - measured if self._measured.is_part else abs(largest - measured)
+        if difference > _SAME * max(measured, largest):
             raise ConfigError(
                 f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, and the "
                 f"largest weight of the checkpoint there is {largest:.6g}: the file is of another "

@@ -26,6 +26,9 @@ FileMode = Literal["DynamicRange", "Scale"]
 _PREFIX = "model."
 """Programs that wrap a model in modules of their own have it once more."""
 
+_IS_PART = "IsPart"
+"""A key beside those of the library, which it does not read."""
+
 
 @dataclass
 class Node:
@@ -42,6 +45,8 @@ class Measurements:
 
     path: Path
     nodes: dict[str, Node]
+    is_part: bool = False
+    """They were made for a rank with a part of what was measured: weights may be smaller."""
 
     def __post_init__(self) -> None:
         self._by_short_name = {_short(name): node for name, node in self.nodes.items()}
@@ -109,7 +114,7 @@ def read_file(path: Path, mode: FileMode) -> Measurements:
         if not isinstance(node, Mapping):
             raise ConfigError(f"{path}: Nodes.{name} must be an object")
         found[str(name)] = _read_node(path, f"Nodes.{name}", node, mode == "Scale")
-    return Measurements(path, found)
+    return Measurements(path, found, bool(content.get(_IS_PART, False)))
 
 
 def _read_node(path: Path, key: str, node: Mapping[str, Any], is_scale: bool) -> Node:
@@ -161,6 +166,7 @@ def write_file(
     *,
     global_rank: int | None = None,
     local_rank: int | None = None,
+    is_part: bool = False,
 ) -> None:
     """Write a file of measurements or scales, its twin, and the list of modules.
 
@@ -175,7 +181,9 @@ def write_file(
         return [[number] for number in numbers]
 
     plain = {name: _plain(node, shaped) for name, node in nodes.items()}
-    head = {"GlobalRank": global_rank, "LocalRank": local_rank, "Mode": mode}
+    head: dict[str, Any] = {"GlobalRank": global_rank, "LocalRank": local_rank, "Mode": mode}
+    if is_part:
+        head[_IS_PART] = True
     arrays = {name: _plain(node, lambda x: np.array(shaped(x))) for name, node in nodes.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored_experts import has_stored_kernel
 from vllm.model_executor.layers.stored_linear import StoredHead
-from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.quantization.inc_files import (
     Node,
     file_path,
@@ -38,8 +37,11 @@ from vllm.model_executor.quantization.inc_files import (
 )
 from vllm.model_executor.quantization.interface import Quantization
 
-_INPUT, _OUTPUT, _WEIGHT = "measured_input", "measured_output", "measured_weight"
-_KEY, _VALUE = "measured_key", "measured_value"
+_PREFIX = "measured_"
+"""Beginning of the names of the buffers of a layer that measures."""
+
+_NOTED = ("input", "output", "key", "value")
+"""What launches note; the largest weights are known from the start."""
 
 
 def type_name(layer: ParallelLinear) -> str:
@@ -105,16 +107,13 @@ class MeasuredLinear(UnquantizedLinear):
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
-        largest = layer.weight.abs().amax().float()
-        layer.register_buffer(_WEIGHT, largest, persistent=False)
-        for name in (_INPUT, _OUTPUT) if self.measures_outputs else (_INPUT,):
-            layer.register_buffer(name, torch.zeros_like(largest), persistent=False)
+        start_measuring(layer, layer.weight.abs().amax().float(), self.measures_outputs)
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        _note(layer, _INPUT, x)
+        note(layer, "input", x)
         out = super().apply(layer, x, bias)
         if self.measures_outputs:
-            _note(layer, _OUTPUT, out)
+            note(layer, "output", out)
         return out
 
 
@@ -124,11 +123,10 @@ class MeasuredExperts(DenseExperts):
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
         weights = [w.abs().amax((1, 2)).float() for w in (layer.gate_up, layer.down)]
-        layer.register_buffer(_WEIGHT, torch.stack(weights, dim=1), persistent=False)
-        layer.register_buffer(_INPUT, torch.zeros_like(weights[0][0]), persistent=False)
+        start_measuring(layer, torch.stack(weights, dim=1))
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        _note(layer, _INPUT, x)
+        note(layer, "input", x)
         return super().apply(layer, x, ids, weights)
 
 
@@ -158,27 +156,47 @@ class IncMeasure(Quantization):
     def finish_model(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
         for name, layer in measured_layers(model, self.config):
-            for buffer in (_KEY, _VALUE)[: len(cache_names(name, layer))]:
-                layer.register_buffer(buffer, torch.zeros((), device=device), persistent=False)
+            for part in ("key", "value")[: len(cache_names(name, layer))]:
+                _register(layer, part, torch.zeros((), device=device))
             layer.register_forward_pre_hook(_measure_cache)
 
 
 def _measure_cache(layer: nn.Module, args: tuple[Any, ...]) -> None:
     _, key, *rest = args
-    _note(layer, _KEY, key)
+    note(layer, "key", key)
     if rest and rest[0] is not None:
-        _note(layer, _VALUE, rest[0])
+        note(layer, "value", rest[0])
 
 
-def _note(layer: nn.Module, name: str, x: Tensor) -> None:
-    kept: Tensor = layer.get_buffer(name)
+def start_measuring(layer: nn.Module, largest: Tensor, measures_outputs: bool = False) -> None:
+    """Give a layer what it needs to `note` its inputs.
+
+    Args:
+        layer: a linear layer, or the experts of a layer.
+        largest: absolute weight, float32 on the device: one number, or [experts, 2], of gate and up
+            and of down.
+        measures_outputs: it notes outputs too.
+    """
+    _register(layer, "weight", largest)
+    for part in ("input", "output") if measures_outputs else ("input",):
+        _register(layer, part, torch.zeros((), device=largest.device))
+
+
+def _register(layer: nn.Module, part: str, value: Tensor) -> None:
+    layer.register_buffer(_PREFIX + part, value, persistent=False)
+
+
+def note(layer: nn.Module, part: str, x: Tensor) -> None:
+    """Keep the largest absolute value of x, the input or output of a layer that measures."""
+    kept: Tensor = layer.get_buffer(_PREFIX + part)
     kept.copy_(torch.maximum(kept, x.abs().amax().float()))
 
 
 def reset(model: nn.Module) -> None:
     """Forget what was measured so far, such as launches without requests."""
+    names = {_PREFIX + part for part in _NOTED}
     for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in (_INPUT, _OUTPUT, _KEY, _VALUE):
+        if name.rpartition(".")[2] in names:
             buffer.zero_()
 
 
@@ -186,25 +204,24 @@ def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
     """What was measured, by the names of modules."""
     nodes: dict[str, Node] = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, MethodLayer):
+        if not hasattr(layer, f"{_PREFIX}weight"):
             continue
-        method = layer.method.linear if isinstance(layer.method, StoredHead) else layer.method
-        if isinstance(method, MeasuredLinear):
-            outputs = [_read(layer, _OUTPUT)] if method.measures_outputs else []
-            nodes[name] = Node([_read(layer, _INPUT)], outputs, _read(layer, _WEIGHT))
-        elif isinstance(method, MeasuredExperts):
-            nodes[experts_name(name)] = Node([_read(layer, _INPUT)])
-            for number, weights in enumerate(layer.get_buffer(_WEIGHT).tolist()):
+        if isinstance(layer, Experts):
+            nodes[experts_name(name)] = Node([_read(layer, "input")])
+            for number, weights in enumerate(layer.get_buffer(f"{_PREFIX}weight").tolist()):
                 for part, weight in zip(expert_names(name, number), weights, strict=True):
                     nodes[part] = Node(weight=[weight])
+        else:
+            outputs = [_read(layer, "output")] if hasattr(layer, f"{_PREFIX}output") else []
+            nodes[name] = Node([_read(layer, "input")], outputs, _read(layer, "weight"))
     for name, layer in measured_layers(model, config):
-        for cache, buffer in zip(cache_names(name, layer), (_KEY, _VALUE), strict=False):
-            nodes[cache] = Node([_read(layer, buffer)])
+        for cache, part in zip(cache_names(name, layer), ("key", "value"), strict=False):
+            nodes[cache] = Node([_read(layer, part)])
     return nodes
 
 
-def _read(layer: nn.Module, name: str) -> list[float]:
-    return [float(layer.get_buffer(name))]
+def _read(layer: nn.Module, part: str) -> list[float]:
+    return [float(layer.get_buffer(_PREFIX + part))]
 
 
 def save(model: nn.Module, config: IncConfig, tp: TPGroup, adds: bool) -> str:

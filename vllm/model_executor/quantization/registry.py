@@ -78,6 +78,16 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
             f"the checkpoint is quantized with {name!r}, which is not supported; "
             f"{_INSTEAD.get(name, supported)}"
         )
-    create = load_class(found.create) if isinstance(found.create, str) else found.create
-    quantization: Quantization = create(settings or model.inc)
+    if settings and model.inc is not None:
+        on_stored = load_class(f"{_PACKAGE}.inc_stored:IncOnStored")
+        combined: Quantization = on_stored(_create("inc", model.inc), _create(name, settings))
+        return combined
+    return _create(name, settings or model.inc)
+
+
+def _create(name: str, settings: Any) -> Quantization:
+    create = _formats[name].create
+    if isinstance(create, str):
+        create = load_class(create)
+    quantization: Quantization = create(settings)
     return quantization

@@ -36,8 +36,8 @@ class AttentionOptions(NamedTuple):
     sliding_window: int | None
     alibi_slopes: Tensor | None
     logits_soft_cap: float | None
-    key_scale: float
-    value_scale: float
+    key_scales: Tensor | None
+    value_scales: Tensor | None
     sinks: Tensor | None
     chunk_size: int | None
 
@@ -49,11 +49,15 @@ def fp8_arguments(
     key_cache: Tensor,
     value_cache: Tensor | None,
     slot_mapping: Tensor,
-    key_scale: float,
-    value_scale: float,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> Any:
     """The struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
     num_tokens, num_kv_heads, head_size = key.shape
+    if key_scales is None or value_scales is None:
+        ones = torch.ones(num_kv_heads)
+        key_scales = ones if key_scales is None else key_scales
+        value_scales = ones if value_scales is None else value_scales
     return kernels.CacheFp8Args(
         key=key.data_ptr(),
         value=None if value is None else value.data_ptr(),
@@ -61,12 +65,13 @@ def fp8_arguments(
         value_cache=None if value_cache is None else value_cache.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
         num_tokens=num_tokens,
-        row_size=num_kv_heads * head_size,
+        num_heads=num_kv_heads,
+        head_size=head_size,
         key_stride=key.stride(0),
         value_stride=0 if value is None else value.stride(0),
         num_slots=key_cache.shape[0] * key_cache.shape[1],
-        key_scale=key_scale,
-        value_scale=value_scale,
+        key_scales=_scales_address(key_scales, num_kv_heads),
+        value_scales=_scales_address(value_scales, num_kv_heads),
         cache_type=cache_type(kernels, key_cache.dtype),
     )
 
@@ -154,7 +159,7 @@ def _arguments(
     options: AttentionOptions,
 ) -> Any:
     """The struct for both kernels, but for what prefill alone has."""
-    scale, window, slopes, cap, key_scale, value_scale, sinks, chunk_size = options
+    scale, window, slopes, cap, key_scales, value_scales, sinks, chunk_size = options
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
     of_cache = cache_type(kernels, key_cache.dtype)
@@ -166,6 +171,8 @@ def _arguments(
         seq_lens=seq_lens_address,
         alibi_slopes=None if slopes is None else slopes.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
+        key_scales=_scales_address(key_scales, num_kv_heads) if of_cache else None,
+        value_scales=_scales_address(value_scales, num_kv_heads) if of_cache else None,
         out=out.data_ptr(),
         num_requests=num_requests,
         num_heads=query.shape[1],
@@ -177,9 +184,8 @@ def _arguments(
         max_blocks=max_blocks,
         query_stride=query.stride(0),
         table_stride=block_tables.stride(0),
-        scale=scale * key_scale if of_cache else scale,
+        scale=scale,
         soft_cap=cap or 0.0,
-        value_scale=value_scale if of_cache else 1.0,
         sliding_window=min(window or 0, _MAX_WINDOW),
         chunk_size=chunk_size or 0,
         cache_type=of_cache,
@@ -208,6 +214,19 @@ def _check(
     stride = query.stride()
     if stride[2] != 1 or (stride[1] != query.shape[2] and query.shape[1] != 1):
         _refuse_strides("query", query)
+
+
+def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
+    """Where the scales of a cache are, one for each of its heads; None stays None."""
+    if scales is None:
+        return None
+    is_known = scales.shape == (num_kv_heads,) and scales.dtype == torch.float32
+    if not is_known or not scales.is_cpu or not scales.is_contiguous():
+        raise ValueError(
+            f"scales of a cache are {scales.dtype} {list(scales.shape)} on {scales.device}, they "
+            f"must be dense torch.float32 [{num_kv_heads}] on cpu"
+        )
+    return scales.data_ptr()
 
 
 def _refuse_strides(name: str, x: Tensor) -> NoReturn:

@@ -275,13 +275,13 @@ class CPUOps(NativeOps):
         key_cache: Tensor,
         value_cache: Tensor | None,
         slot_mapping: Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
     ) -> None:
         kernels = self._kernels.get(key.dtype)
         if kernels is None:
             return super().reshape_and_cache(
-                key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale
+                key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales
             )
         num_tokens, num_kv_heads, head_size = key.shape
         if value is not None and value_cache is not None:
@@ -305,7 +305,7 @@ class CPUOps(NativeOps):
         num_slots = key_cache.shape[0] * key_cache.shape[1]
         if is_fp8:
             tensors = (key, value, key_cache, value_cache, slot_mapping)
-            args = fp8_arguments(kernels, *tensors, key_scale, value_scale)
+            args = fp8_arguments(kernels, *tensors, key_scales, value_scales)
             bad = kernels.reshape_and_cache_fp8(byref(args), _num_threads())
         else:
             bad = kernels.reshape_and_cache(
@@ -335,15 +335,15 @@ class CPUOps(NativeOps):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
         options = AttentionOptions(
             *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scale, value_scale, sinks, chunk_size),
+            *(key_scales, value_scales, sinks, chunk_size),
         )
         if kernels is None:
             return super().paged_attention_decode(
@@ -364,15 +364,15 @@ class CPUOps(NativeOps):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
         options = AttentionOptions(
             *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scale, value_scale, sinks, chunk_size),
+            *(key_scales, value_scales, sinks, chunk_size),
         )
         if kernels is None:
             return super().paged_attention_prefill(

@@ -322,9 +322,10 @@ class Recorder(CPUOps):
             for n, c in zip(names, caches, strict=False)
         }
         group, of_cache = layer.cache_group, cache_type(self._plain, dtype)
-        scales = (1.0, 1.0)
         if of_cache:
-            scales = layer.key_scale, layer.key_scale if value is None else layer.value_scale
+            of_values = layer.key_scales if value is None else layer.value_scales
+            for n, scales in (("key_scales", layer.key_scales), ("value_scales", of_values)):
+                operands[n] = self._dense(scales, shape[2], dtype=torch.float32)
         self.num_groups = max(self.num_groups, group + 1)
         self._in_place(
             "write_cache",
@@ -332,8 +333,6 @@ class Recorder(CPUOps):
             value,
             operands=dict(operands),
             group=group,
-            key_scale=scales[0],
-            value_scale=scales[1],
             cache_type=of_cache,
         )
         operands.setdefault("value_cache", operands["key_cache"])
@@ -350,8 +349,7 @@ class Recorder(CPUOps):
             value_size=value_size,
             group=group,
             num_kv_heads=shape[2],
-            scalar=layer.scale * scales[0],
-            value_scale=scales[1],
+            scalar=layer.scale,
             cache_type=of_cache,
             soft_cap=layer.logits_soft_cap or 0.0,
             sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),

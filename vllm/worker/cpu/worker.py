@@ -27,6 +27,7 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
+from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.model_runner import CPUModelRunner
@@ -201,6 +202,7 @@ class CPUWorker(WorkerBase):
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
+        calculate_scales(self.config, self.model, self.device)
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
         log_cache(self.config, num_blocks, self._layout)
         dtype, num_rows = cache_dtype(self.config), self.config.scheduler.max_num_seqs

@@ -34,6 +34,7 @@ from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
+from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
@@ -189,6 +190,9 @@ class HPUWorker(WorkerBase):
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
         bridge = self.bridge
+        with self._within_memory("the scales of the KV cache"):
+            calculate_scales(self.config, self.model, self.device)
+            bridge.mark_step()
         logger.info(num_blocks_line(num_blocks, 0))
         log_states(self.runner.cache_layout, self._num_rows)
         total_bytes = bridge.memory_info().total_bytes

@@ -1,0 +1,96 @@
+"""Measurements of some ranks as those of fewer, or of more."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.model_executor.helpers import load
+from tests.model_executor.inc_models import measure, quantize
+from vllm.entrypoints.calibration.folder import CalibrationFolder
+from vllm.entrypoints.calibration.ranks import expand, unify
+from vllm.entrypoints.calibration.run import FAMILIES
+from vllm.errors import ConfigError
+from vllm.model_executor.quantization.inc_files import Measurements, Node, read_file, write_file
+
+OP = "model.layers.1.mlp.experts.moe_op"
+PATH = Path("some_file.json")
+
+
+def rank_of_experts(rank: int, num_experts: int) -> Measurements:
+    """Expert e of all has the weights e and e + 0.5, and the input e + 0.25."""
+    numbers = [float(rank * num_experts + i) for i in range(num_experts)]
+    nodes = {"model.x": Node([[1.0 + rank]], [], [2.0 - rank])}
+    nodes[OP] = Node([[7.0 - rank], *([n + 0.25] for n in numbers)])
+    for i, number in enumerate(numbers):
+        nodes[f"{OP}.w13_list.{i}"] = Node(weight=[number])
+        nodes[f"{OP}.w2_list.{i}"] = Node(weight=[number + 0.5])
+    return Measurements(PATH, nodes)
+
+
+def test_ranks_with_other_experts_are_unified_one_after_the_other():
+    """Expert 11 of the second of two ranks with 16 each is expert 27."""
+    nodes = unify([rank_of_experts(rank, 16) for rank in (0, 1)], shares_experts=True)
+    assert len(nodes) == 2 + 2 * 32
+    assert nodes["model.x"] == Node([[2.0]], [], [2.0])
+    assert nodes[f"{OP}.w13_list.27"].weight == [27.0]
+    assert nodes[f"{OP}.w2_list.27"].weight == [27.5]
+    assert nodes[OP].inputs == [[7.0], *([n + 0.25] for n in range(32))]
+    four = unify([rank_of_experts(rank, 2) for rank in range(4)], shares_experts=True)
+    assert four[OP].inputs == [[7.0], *([n + 0.25] for n in range(8))]
+    assert four["model.x"] == Node([[4.0]], [], [2.0])
+
+
+def test_expanding_shares_the_experts_out():
+    (first, second) = expand(rank_of_experts(0, 4), 2)
+    assert first["model.x"] == second["model.x"] == Node([[1.0]], [], [2.0])
+    assert second[f"{OP}.w2_list.1"].weight == [3.5]
+    assert second[OP].inputs == [[7.0], [2.25], [3.25]]
+    assert f"{OP}.w13_list.2" not in second
+    again = unify([Measurements(PATH, part) for part in (first, second)], shares_experts=True)
+    assert again == rank_of_experts(0, 4).nodes
+    with pytest.raises(ConfigError, match=r"has 4 experts, which 3 ranks cannot share evenly"):
+        expand(rank_of_experts(0, 4), 3)
+
+
+def test_a_rank_that_was_expanded_may_have_smaller_weights(tiny_model, tmp_path):
+    """Slices of a layer have a part of its weights; larger ones are those of another model."""
+    folder = CalibrationFolder(str(tmp_path), "some/model", "g3")
+    place = Path(folder.prefix).parent
+    place.mkdir(parents=True)
+    model = tiny_model("llama")
+    measure(model, place)
+    folder.expand(1, 2)
+    path = place / "inc_output_hooks_maxabs_0_2.json"
+    target = place / "inc_output_hooks_maxabs_0_1.json"
+    measured = read_file(path, "DynamicRange")
+    assert measured.is_part
+    assert measured.nodes == read_file(target, "DynamicRange").nodes
+    for node in measured.nodes.values():
+        if node.weight:
+            node.weight = [2 * node.weight[0]]
+    write_file(target, measured.nodes, "DynamicRange", is_part=True)
+    assert quantize(model, place)
+    for node in measured.nodes.values():
+        if node.weight:
+            node.weight = [node.weight[0] / 4]
+    write_file(target, measured.nodes, "DynamicRange", is_part=True)
+    with pytest.raises(ConfigError, match="the file is of another model"):
+        quantize(model, place, recalculates=True)
+    with pytest.raises(ConfigError, match=r"--expand-ranks 3: it must be a multiple of the 2"):
+        folder.expand(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "blocked"),
+    [
+        ("mixtral", "mixtral", ["model.layers.0.self_attn.qkv_proj", "lm_head"]),
+        ("deepseek_v3", "deepseek", ["lm_head", "model.layers.1.mlp.gate"]),
+    ],
+)
+def test_families_have_lists_of_their_own(tiny_model, family, kind, blocked):
+    model = load(tiny_model(family))
+    names = [name for name, _ in model.named_modules()]
+    found = [n for n in names if any(re.search(p, n) for p in FAMILIES[kind].blocked)]
+    assert set(blocked) <= set(found)
+    assert not any("experts" in name for name in found)

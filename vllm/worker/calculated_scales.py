@@ -1,0 +1,94 @@
+"""Scales of an fp8 KV cache from one forward pass at the start (`--calculate-kv-scales`).
+
+The tokens of the pass depend on nothing but the vocabulary: so every start and every replica finds
+the same scales, and another engine of the same kind can read the numbers of a cache.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention, share_context
+from vllm.config import VllmConfig
+from vllm.distributed import Stage
+from vllm.logger import init_logger
+from vllm.model_executor.loader.kv_scales import cache_scale_factor
+from vllm.model_executor.models.interface import CausalLM
+from vllm.ops.interface import FP8_DTYPES
+from vllm.worker.kv_cache import cache_dtype, layers_with_cache
+
+logger = init_logger(__name__)
+
+_NUM_TOKENS = 256
+_SEED = 0
+
+_KEY_RANGE, _VALUE_RANGE = 200, 100
+"""The largest key and value of the pass become these numbers, of the 448 of e4m3: what is larger in
+other texts has room."""
+
+
+@torch.no_grad()
+def calculate_scales(config: VllmConfig, model: nn.Module, device: torch.device) -> None:
+    """Set the scales of the layers that have none yet, one for each key/value head.
+
+    All ranks call this at the same time, before caches are bound. Nothing is done unless the config
+    asks for it, and the cache is of fp8.
+
+    Args:
+        config: of the engine.
+        model: of this rank, complete; its layers may exchange tensors.
+        device: where it is.
+    """
+    if not config.cache.calculate_kv_scales:
+        return
+    if cache_dtype(config) not in FP8_DTYPES:
+        logger.warning("calculate_kv_scales has no effect: the KV cache is not of fp8")
+        return
+    largest: dict[Attention, list[Tensor]] = {}
+
+    def note(layer: nn.Module, args: tuple[Tensor | None, ...]) -> None:
+        assert isinstance(layer, Attention)
+        # [T, G, D] -> [G]
+        largest[layer] = [x.abs().amax((0, 2)).float() for x in args[1:] if x is not None]
+
+    layers = [layer for layer in layers_with_cache(model) if isinstance(layer, Attention)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        _run(config, model, device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_set = 0
+    for layer in layers:
+        if not ((layer.key_scales == 1) & (layer.value_scales == 1)).all():
+            continue  # those of the checkpoint, or of QUANT_CONFIG
+        ranges = (_KEY_RANGE, _VALUE_RANGE)
+        found = [_scales(x.cpu(), y) for x, y in zip(largest[layer], ranges, strict=False)]
+        layer.set_cache_scales(*found)
+        layer.has_calculated_scales = True
+        num_set += 1
+    logger.info("Scales of the KV cache were calculated in %d of %d layers", num_set, len(layers))
+
+
+def _run(config: VllmConfig, model: nn.Module, device: torch.device) -> None:
+    """One prompt without a cache, through all stages of the pipeline."""
+    arch, scheduler = config.model.resolved_arch, config.scheduler
+    size = min(_NUM_TOKENS, scheduler.max_model_len, scheduler.max_num_batched_tokens)
+    generator = torch.Generator().manual_seed(_SEED)
+    inputs = torch.randint(arch.vocab_size, (size,), generator=generator).to(device)
+    stage = model.stage if isinstance(model, CausalLM) else Stage(0, arch.num_layers)
+    if not stage.is_first:
+        dtype = getattr(torch, config.model.dtype_name)
+        inputs = torch.empty(size, arch.hidden_size, dtype=dtype, device=device)
+        stage.connected.receive(inputs)
+    positions = torch.arange(size).to(device)
+    # Not worth compiling: it runs once.
+    with torch.compiler.set_stance("force_eager"), share_context(model).running(None):
+        out = model(inputs, positions)
+    if not stage.is_last:
+        stage.connected.send(out)
+
+
+def _scales(largest: Tensor, wanted: int) -> Tensor:
+    """[G] of the largest numbers [G]. A head without numbers keeps the scale 1."""
+    scales = largest / wanted * cache_scale_factor()
+    return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
