@@ -1,5 +1,5 @@
 // A whole step of decodes in one call: inputs, decoder, output head, sampling, and the new tokens
-// noted in their rows.
+// noted in their rows; and that several times, until a row ends.
 //
 // It serves the steady state, in which every row runs its newest token and samples the next. What
 // it cannot serve (prompts, penalties, masks, log-probabilities) it refuses before it has touched
@@ -90,12 +90,18 @@ class DecodeStep {
 
   int64_t run() {
     if (!is_plain()) return vllm_cpu::kNotPlain;
-    gather();
-    int64_t status = 0;
-    const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
-    team(team_size, [&] { status = compute(); });
-    if (status == 0) note();
-    return status;
+    launch_.num_done = 0;
+    bool goes_on = true;
+    while (goes_on && launch_.num_done < launch_.num_decodes) {
+      gather();
+      int64_t status = 0;
+      const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
+      team(team_size, [&] { status = compute(); });
+      if (status != 0) return status;
+      goes_on = note();
+      ++launch_.num_done;
+    }
+    return 0;
   }
 
  private:
@@ -105,24 +111,30 @@ class DecodeStep {
       if (row < 0 || row >= rows_.num_rows || launch_.num_scheduled[i] != 1) return false;
       // The newest token, and one of the output.
       if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt_tokens[row]) return false;
-      if (position + 1 >= rows_.max_tokens) return false;
-      if (position / decoder_.block_size >= rows_.max_blocks) return false;
+      const int64_t last = position + launch_.num_decodes - 1;
+      if (last + 1 >= rows_.max_tokens) return false;
+      if (last / decoder_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
       is_random_ |= (rows_.features[row] & rows_.random_feature) != 0;
     }
     return true;
   }
 
+  // Where the newest token of the i-th row is.
+  int64_t position_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
+
+  int32_t* new_tokens() const { return launch_.token_ids + launch_.num_done * launch_.n; }
+
   // Fills in forward_ and what the sampler needs.
   void gather() {
     const int64_t n = launch_.n, size = decoder_.block_size;
     int64_t longest = 0;
     for (int64_t i = 0; i < n; ++i) {
-      longest = launch_.num_computed[i] > longest ? launch_.num_computed[i] : longest;
+      longest = position_of(i) > longest ? position_of(i) : longest;
     }
     const int64_t max_blocks = longest / size + 1;
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
+      const int64_t row = launch_.rows[i], position = position_of(i);
       buffers_.input_ids[i] = rows_.token_ids[row * rows_.max_tokens + position];
       buffers_.positions[i] = position;
       buffers_.seq_lens[i] = static_cast<int32_t>(position + 1);
@@ -180,7 +192,7 @@ class DecodeStep {
       args.positions = buffers_.draws;
     }
     args.token_ids = buffers_.token_ids;
-    args.host_ids = launch_.token_ids;
+    args.host_ids = new_tokens();
     args.n = args.num_rows = n;
     args.vocab_size = head_.out_width;
     args.row_stride = stride_of_result(head_);
@@ -189,14 +201,22 @@ class DecodeStep {
     return sample(args, num_threads_) != 0 ? no_memory : 0;
   }
 
-  void note() {
+  // Whether all rows go on.
+  bool note() {
+    const int32_t* const tokens = new_tokens();
     launch_.num_invalid = 0;
+    bool goes_on = true;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i];
-      rows_.token_ids[row * rows_.max_tokens + launch_.num_computed[i] + 1] = buffers_.token_ids[i];
+      launch_.num_invalid += tokens[i] < 0;
+      // Behind its first token a row that fails ends before it, and fails when it is run again.
+      if (tokens[i] < 0 && launch_.num_done > 0) continue;
+      rows_.token_ids[row * rows_.max_tokens + position_of(i) + 1] = buffers_.token_ids[i];
       ++rows_.num_tokens[row];
-      launch_.num_invalid += launch_.token_ids[i] < 0;
+      const int32_t* const ends = rows_.end_tokens + row * rows_.num_ends;
+      for (int64_t e = 0; e < rows_.num_ends; ++e) goes_on &= ends[e] < 0 || ends[e] != tokens[i];
     }
+    return goes_on && launch_.num_invalid == 0;
   }
 
   const Program& decoder_;

@@ -67,7 +67,6 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
-_ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
 _NO_DRAFTS = "speculative_config has the settings of a draft model, which is divided as the model"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
@@ -110,8 +109,6 @@ _ARGUMENTS = (
         "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
-    _ignored("num_scheduler_steps", 1, _ONE_STEP),
-    _ignored("num_scheduler_seqs", 1, _ONE_STEP),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
     _ignored("num_lookahead_slots", 0, _V0_ONLY),
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),

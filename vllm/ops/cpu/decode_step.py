@@ -32,6 +32,8 @@ class RowArrays:
     """[R] how many of them are known."""
     num_prompt_tokens: IntArray
     """[R] how many of them are the prompt."""
+    end_tokens: IntArray
+    """[R, E] tokens that end a row; -1: none."""
     block_tables: IntArray
     """[G, R, max_blocks], for G groups of layers."""
     features: IntArray
@@ -96,6 +98,7 @@ class FusedDecodeStep:
             max_tokens=max_tokens,
             max_blocks=arrays.block_tables.shape[2],
             num_params=arrays.params.shape[1],
+            num_ends=arrays.end_tokens.shape[1],
             known_features=known_features,
             random_feature=random_feature,
         )
@@ -106,9 +109,11 @@ class FusedDecodeStep:
             ctypes.addressof(self._rows),
             ctypes.addressof(self._launch),
         )
-        self._vectors: IntArray = np.empty((4, 0), np.int32)
+        self._vectors: IntArray = np.empty((3, 0), np.int32)
+        self._token_ids: IntArray = np.empty(0, np.int32)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # rows, threads
+        self._num_decodes = 1  # that there is room for
 
     def run(
         self,
@@ -116,6 +121,7 @@ class FusedDecodeStep:
         num_computed: IntArray,
         num_scheduled: IntArray,
         adapted: AdaptedRows | None = None,
+        num_decodes: int = 1,
     ) -> IntArray | None:
         """One step, if every row of it is a plain decode: runs the newest token, which is one of
         the output, samples, and wants nothing of the sampler but the known features.
@@ -125,11 +131,13 @@ class FusedDecodeStep:
             num_computed: [n] tokens of each whose keys and values are in the cache.
             num_scheduled: [n] tokens to run.
             adapted: the adapters of the n rows; None: no row has one.
+            num_decodes: how many to run one after the other. The first that ends a row is the last.
 
         Returns:
-            [n] int32, the next token of each row, -1 where its logits hold NaN or +inf. They are
-            noted in `token_ids` (0 for -1) and counted in `num_tokens`. None: a row is no plain
-            decode, and nothing was done.
+            [d, n] int32, the next tokens of each row in the d decodes that have run, -1 where its
+            logits hold NaN or +inf. They are noted in `token_ids` (0 for -1) and counted in
+            `num_tokens`; a -1 behind the first decode is not, and is the last. None: a row is no
+            plain decode, and nothing was done.
 
         Raises:
             ValueError: the arguments are not of one length.
@@ -140,13 +148,14 @@ class FusedDecodeStep:
         n, num_threads = len(rows), _num_threads()
         if not n == len(num_computed) == len(num_scheduled):
             raise ValueError(f"{n} rows, {len(num_computed)} and {len(num_scheduled)} numbers")
-        if n > self._scratch_for[0] or num_threads != self._scratch_for[1]:
-            self._grow(n, num_threads)
+        has_room = n <= self._scratch_for[0] and num_decodes <= self._num_decodes
+        if not has_room or num_threads != self._scratch_for[1]:
+            self._grow(n, num_threads, num_decodes)
         vectors = self._vectors
         vectors[0, :n] = rows
         vectors[1, :n] = num_computed
         vectors[2, :n] = num_scheduled
-        self._launch.n = n
+        self._launch.n, self._launch.num_decodes = n, num_decodes
         packed = self._decoder.pack_rows(adapted, n)
         self._launch.adapted = None if packed is None else packed.address
         taps = None
@@ -157,14 +166,15 @@ class FusedDecodeStep:
             self.hidden = hidden[:, : self._decoder.width]
         status = self._step(*self._addresses, num_threads)
         if status == 0:
-            return vectors[3, :n].copy()
+            num_done: int = self._launch.num_done
+            return self._token_ids[: num_done * n].reshape(num_done, n).copy()
         if status != self._not_plain:
             self._refuse(self._status(status), rows)
         return None
 
     @property
     def num_invalid(self) -> int:
-        """Rows of the last step that have no token."""
+        """Rows that have no token in the last decode of the last step."""
         num_invalid: int = self._launch.num_invalid
         return num_invalid
 
@@ -182,14 +192,17 @@ class FusedDecodeStep:
             f"position {position} and the blocks {tables}"
         )
 
-    def _grow(self, n: int, num_threads: int) -> None:
+    def _grow(self, n: int, num_threads: int, num_decodes: int) -> None:
         """Make room for steps of n rows."""
         launch = self._launch
         # Arguments are copied here, where their addresses are known: to ask for that of an array
         # takes longer.
-        self._vectors = np.empty((4, n), np.int32)
+        self._vectors = np.empty((3, n), np.int32)
         addresses = [vector.ctypes.data for vector in self._vectors]
-        launch.rows, launch.num_computed, launch.num_scheduled, launch.token_ids = addresses
+        launch.rows, launch.num_computed, launch.num_scheduled = addresses
+        self._num_decodes = max(num_decodes, self._num_decodes)
+        self._token_ids = np.empty(self._num_decodes * n, np.int32)
+        launch.token_ids = self._token_ids.ctypes.data
         num_bytes = self._scratch_bytes(*self._addresses[:3], n, num_threads)
         self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
         address = self._scratch.data_ptr()
@@ -201,6 +214,7 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "num_tokens": np.int32,
     "num_prompt_tokens": np.int32,
+    "end_tokens": np.int32,
     "block_tables": np.int32,
     "features": np.int32,
     "params": np.float32,
@@ -217,7 +231,7 @@ def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
         )
     for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(arrays, name)
-        dims = {"token_ids": 2, "params": 2, "block_tables": 3}.get(name, 1)
+        dims = {"token_ids": 2, "end_tokens": 2, "params": 2, "block_tables": 3}.get(name, 1)
         axis = {"params": 1, "block_tables": 1}.get(name, 0)
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")

@@ -12,7 +12,7 @@ from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.launches import RaggedAdapters
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
@@ -60,11 +60,15 @@ class CPUModelRunner(ModelRunner):
         rows, adapted = step.rows, None
         if isinstance(self.adapters, RaggedRows):
             adapted = self.adapters.of_rows(rows)
-        host_ids = self._decode_step.run(
-            rows, step.num_computed_tokens, step.num_scheduled_tokens, adapted
+        found = self._decode_step.run(
+            rows, step.num_computed_tokens, step.num_scheduled_tokens, adapted, step.num_decodes
         )
-        if host_ids is None:
+        if found is None:
             return super()._start(step)
+        if step.num_decodes > 1:
+            output = self._several(step, found)
+            return lambda: output
+        host_ids = found[0]
         if self.reader is not None and self._fused is not None:
             launch = Launch(rows, step.num_computed_tokens, step.num_scheduled_tokens)
             self.reader.read(launch, self._decode_step.hidden, self._fused.tapped)
@@ -75,6 +79,27 @@ class CPUModelRunner(ModelRunner):
             step_id=step.step_id, rows=rows, token_ids=host_ids, errors=errors
         )
         return lambda: output
+
+    def _several(self, step: SchedulerOutput, host_ids: IntArray) -> ModelRunnerOutput:
+        """The result of several decodes in one call.
+
+        Args:
+            step: that has run.
+            host_ids: [d, n] tokens of its n rows, -1 for none.
+        """
+        num_done = len(host_ids)
+        self._skip_decodes(step, num_done)
+        is_output, errors = host_ids >= 0, {}
+        if num_done == 1 and not is_output.all():
+            errors = invalid_rows(step.rows, host_ids[0])
+            host_ids, is_output = np.maximum(host_ids, 0), np.ones_like(is_output)
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            rows=step.rows,
+            token_ids=host_ids.T[is_output.T],
+            num_tokens=is_output.sum(0, dtype=np.int32),
+            errors=errors,
+        )
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
@@ -129,6 +154,7 @@ class CPUModelRunner(ModelRunner):
                 token_ids=batch.token_ids,
                 num_tokens=batch.num_tokens,
                 num_prompt_tokens=batch.num_prompt_tokens,
+                end_tokens=batch.end_tokens,
                 block_tables=batch.block_tables,
                 features=self._row_features(),
                 params=params,
