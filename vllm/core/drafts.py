@@ -78,32 +78,36 @@ class DraftPlanner:
             num_reserved: free blocks to leave alone.
         """
         running, rows = self._running, plan.rows
-        if self.control.pauses(len(rows)):
+        if plan.budget <= 0 or self.control.pauses(len(rows)):
             return
-        num_tokens = running.num_tokens[rows]
+        num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
         # The last token that a request may have is not run, so it is no draft either.
-        room = np.minimum(running.limit[rows] - num_tokens - 1, self._source.max_drafts)
-        num_computed = running.num_computed[rows]
+        room = running.limit[rows] - num_tokens - 1
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
-        places = np.flatnonzero(
+        places = (
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
-        )
-        if plan.budget <= 0:
+        ).nonzero()[0]
+        known, rooms = num_tokens[places].tolist(), room[places].tolist()
+        # Those of which no token is in flight.
+        free = [
+            (request, most)
+            for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
+            if len(request.token_ids) == count
+        ]
+        if not free:
             return
-        known = [len(request.token_ids) for request in running.at(rows[places])]
-        places = places[num_tokens[places] == known]  # no token of them is in flight
-        if not len(places):
+        limits = self.control.limits([request for request, _ in free], len(rows))
+        most_of = [
+            (request, min(most, limit))
+            for (request, most), limit in zip(free, limits, strict=True)
+            if limit
+        ]
+        if not most_of:
             return
-        limits = self.control.limits(running.at(rows[places]), len(rows))
-        room = np.minimum(room[places], limits)
-        places, room = places[room > 0], room[room > 0]
-        if not len(places):
-            return
-        requests = running.at(rows[places])
-        proposed = self._source.propose(requests)
+        proposed = self._source.propose([request for request, _ in most_of])
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
-        for request, guess, most in zip(requests, proposed, room.tolist(), strict=True):
+        for (request, most), guess in zip(most_of, proposed, strict=True):
             count = min(len(guess), most, budget)
             count = self._take_blocks(request, count, plan, num_reserved)
             if count > 0:

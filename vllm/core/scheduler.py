@@ -192,7 +192,7 @@ class Scheduler:
             self._drafts.add(plan, self._preemption.num_reserved)
         if self._may_admit:
             self._admit(plan)
-        rows, num_scheduled = plan.decodes_first()
+        rows, num_scheduled, num_drafts = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
@@ -201,7 +201,7 @@ class Scheduler:
         if len(rows):
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
-            self._launch(step_id, rows, num_computed, num_scheduled, plan)
+            self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
                 shortened, self._shortened = list(self._shortened.items()), {}
@@ -215,7 +215,7 @@ class Scheduler:
             block_rows=plan.block_rows,
             block_ids=np.array(plan.block_ids, np.int32) if plan.block_ids else _NO_ROWS,
             passed_blocks=plan.passed_blocks,
-            num_draft_tokens=plan.num_drafts_of(rows),
+            num_draft_tokens=num_drafts,
             draft_token_ids=plan.drafts_of(rows),
             shortened_tables=shortened,
             block_moves=moves,
@@ -426,6 +426,7 @@ class Scheduler:
         rows: IntArray,
         num_computed: IntArray,
         num_scheduled: IntArray,
+        num_drafts: IntArray | None,
         plan: Plan,
     ) -> None:
         """Book a step: count its tokens as computed, and the tokens that it will sample as
@@ -440,6 +441,7 @@ class Scheduler:
             samples = after >= running.num_tokens[rows]
             if not samples.all():
                 rows, after = rows[samples], after[samples]
+                num_drafts = None if num_drafts is None else num_drafts[samples]
         num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
@@ -451,7 +453,7 @@ class Scheduler:
             requests=requests,
             request_ids=request_ids,
             num_tokens=num_tokens,
-            num_drafts=plan.num_drafts_of(rows),
+            num_drafts=num_drafts,
             num_decodes=plan.num_decodes,
             admitted=plan.first_admitted,
             started_at=time.time() if plan.first_admitted else 0.0,
