@@ -16,7 +16,7 @@ DraftMethod = Literal[
 _KEYS_WITHOUT_EFFECT = frozenset({"draft_tensor_parallel_size"})
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
 _DEFAULT_DRAFTS = {
-    "ngram": 5,
+    "ngram": 10,
     "suffix": 16,
     "draft_model": 4,
     **{name: row.num_drafts for name, row in SPECULATORS.items()},
@@ -35,7 +35,7 @@ class DraftOptions:
     others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix, 2 for mtp,
+    """Maximum number of drafts of a request in one step. 0: 10 for ngram, 16 for suffix, 2 for mtp,
     as many as there are heads for mlp_speculator and medusa, 4 for the others."""
 
     prompt_lookup_min: int = 0

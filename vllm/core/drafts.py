@@ -21,6 +21,10 @@ from vllm.request import Request
 
 BoolArray = npt.NDArray[np.bool_]
 
+_FEW, _PERIOD = 8, 8
+"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where texts
+repeat nothing, to look for those of a large batch takes a few per cent of a step."""
+
 
 class DraftSource(Protocol):
     """Guesses the next tokens of requests: from their own text, with a smaller model, ..."""
@@ -33,7 +37,7 @@ class DraftSource(Protocol):
         ids are inside the vocabulary.
 
         Args:
-            requests: all their tokens are known; only read.
+            requests: all their tokens are known. Only read, but for `draft_evidence`.
         """
         ...
 
@@ -65,6 +69,8 @@ class DraftPlanner:
         self._cache = cache
         self._clock = time.perf_counter
         self._last_result = 0.0
+        self._num_fruitless = 0
+        """Steps in a row for which nobody had drafts, or nobody was asked."""
         self._started: dict[int, tuple[int, int, float]] = {}
         """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
         started."""
@@ -78,7 +84,7 @@ class DraftPlanner:
             num_reserved: free blocks to leave alone.
         """
         running, rows = self._running, plan.rows
-        if plan.budget <= 0 or self.control.pauses(len(rows)):
+        if plan.budget <= 0 or self.control.pauses(len(rows)) or not self._asks():
             return
         num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
         # The last token that a request may have is not run, so it is no draft either.
@@ -92,28 +98,37 @@ class DraftPlanner:
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
-            if len(request.token_ids) == count
+            if len(request.token_ids) == count and _is_asked(request)
         ]
         if not free:
             return
-        limits = self.control.limits([request for request, _ in free], len(rows))
+        requests = [request for request, _ in free]
+        proposed = self._source.propose(requests)
         most_of = [
-            (request, min(most, limit))
-            for (request, most), limit in zip(free, limits, strict=True)
-            if limit
+            min(len(guess), most, self._source.max_drafts)
+            for guess, (_, most) in zip(proposed, free, strict=True)
         ]
-        if not most_of:
+        if not any(most_of):
             return
-        proposed = self._source.propose([request for request, _ in most_of])
+        limits = self.control.limits(requests, len(rows), most_of)
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
-        for (request, most), guess in zip(most_of, proposed, strict=True):
-            count = min(len(guess), most, budget)
+        for request, guess, limit in zip(requests, proposed, limits, strict=True):
+            count = min(limit, budget)
             count = self._take_blocks(request, count, plan, num_reserved)
             if count > 0:
+                request.num_undrafted = 0
                 drafts[request.row] = list(guess[:count])
                 budget -= count
+        if drafts:
+            self._num_fruitless = 0
         plan.add_drafts(drafts)
+
+    def _asks(self) -> bool:
+        """Whether drafts are looked for in this step, which counts as one without until there are
+        some."""
+        self._num_fruitless += 1
+        return _is_due(self._num_fruitless)
 
     def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
         """Whether each row of a step runs again only when the step has its result: its drafts may
@@ -174,3 +189,13 @@ class DraftPlanner:
             plan.add_blocks(row, num_new, cache.extend([request] * num_new))
             self._running.capacity[row] += num_new * cache.block_size
         return count
+
+
+def _is_asked(request: Request) -> bool:
+    """The same for a request."""
+    request.num_undrafted += 1
+    return _is_due(request.num_undrafted)
+
+
+def _is_due(count: int) -> bool:
+    return count <= _FEW or count % _PERIOD == 0
