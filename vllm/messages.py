@@ -350,6 +350,8 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts in all."""
     accepted: tuple[int, ...] = ()
     """Right drafts, by place: the first drafts of all requests, the second ones, and so on."""
+    num_declined_steps: int = 0
+    """Steps of decodes without drafts because drafts would have cost more time than they save."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

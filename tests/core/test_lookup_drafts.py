@@ -174,7 +174,9 @@ def test_few_poor_drafts_in_a_row_are_no_reason_to_pause_and_many_are():
     assert limit == 10 and not control.pauses(1)
     for _ in range(20):
         request.draft_evidence = 1
-        assert control.limits([request], 1, [1]) == [0], "one of two is right, for 2.5 times the time"
+        assert control.limits([request], 1, [1]) == [0], (
+            "one of two is right, for 2.5 times the time"
+        )
         control.record_time(1, 1, 1.0)
         request.draft_evidence = 8
         paused, found = control.pauses(1), control.limits([request], 1, [10])

@@ -13,7 +13,16 @@ DraftMethod = Literal[
     "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "mlp_speculator", "medusa"
 ]
 
-_KEYS_WITHOUT_EFFECT = frozenset({"draft_tensor_parallel_size"})
+_EXACT = "a draft is right where it is the token that is sampled, so outputs are the same"
+KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
+    "draft_tensor_parallel_size": "a draft model is divided as the model",
+    "acceptance_method": _EXACT,
+    "posterior_threshold": _EXACT,
+    "posterior_alpha": _EXACT,
+    "disable_logprobs": "log-probabilities are those without drafts, for requests that ask for them",
+    "disable_mqa_scorer": "there is one way to verify drafts",
+}
+"""Keys of `speculative_config` that are accepted and change nothing, and why."""
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
 _DEFAULT_DRAFTS = {
     "ngram": 10,
@@ -158,7 +167,7 @@ class SpeculativeConfig:
         if method is None:
             return None
         names = [f.name for f in fields(DraftOptions)]
-        if unknown := [name for name in given if name not in {*names, *_KEYS_WITHOUT_EFFECT}]:
+        if unknown := [name for name in given if name not in {*names, *KEYS_WITHOUT_EFFECT}]:
             raise ConfigError(
                 f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"

@@ -160,9 +160,12 @@ class DraftControl:
         adaptive: False: always the limit.
         max_requests: no drafts while more requests than this run; 0: no limit.
 
+    Attributes:
+        num_declined_steps: see `DraftStats`; the caller counts.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool = True, max_requests: int = 0) -> None:
+        self.num_declined_steps = 0
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted = [0] * max_drafts
@@ -248,6 +251,7 @@ class DraftControl:
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
             accepted=tuple(self._accepted),
+            num_declined_steps=self.num_declined_steps,
         )
 
     def record_time(self, num_tokens: int, num_rows: int, seconds: float) -> None:

@@ -71,6 +71,8 @@ class DraftPlanner:
         self._last_result = 0.0
         self._num_fruitless = 0
         """Steps in a row for which nobody had drafts, or nobody was asked."""
+        self._is_declined = False
+        """The step that is planned has no drafts because they would not pay."""
         self._started: dict[int, tuple[int, int, float]] = {}
         """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
         started."""
@@ -84,7 +86,8 @@ class DraftPlanner:
             num_reserved: free blocks to leave alone.
         """
         running, rows = self._running, plan.rows
-        if plan.budget <= 0 or self.control.pauses(len(rows)) or not self._asks():
+        self._is_declined = self.control.pauses(len(rows))
+        if plan.budget <= 0 or self._is_declined or not self._asks():
             return
         num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
         # The last token that a request may have is not run, so it is no draft either.
@@ -111,6 +114,7 @@ class DraftPlanner:
         if not any(most_of):
             return
         limits = self.control.limits(requests, len(rows), most_of)
+        self._is_declined = not any(limits)
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
         for request, guess, limit in zip(requests, proposed, limits, strict=True):
@@ -153,6 +157,7 @@ class DraftPlanner:
         total = int(num_tokens.sum())
         if total == len(num_tokens) + sum(map(len, plan.drafts.values())):
             self._started[step_id] = total, len(num_tokens), self._clock()
+            self.control.num_declined_steps += self._is_declined
 
     def record(self, step: Step, counts: IntArray | None) -> None:
         """Count the result of a step.

@@ -214,9 +214,7 @@ class FusedDecodeStep:
         launch.rows, launch.num_computed, launch.num_scheduled, launch.counts = addresses
         self._token_ids = np.empty(num_tokens * num_decodes, np.int32)
         launch.token_ids = self._token_ids.ctypes.data
-        num_bytes = self._scratch_bytes(
-            *self._addresses[:3], num_tokens, num_decodes, num_threads
-        )
+        num_bytes = self._scratch_bytes(*self._addresses[:3], num_tokens, num_decodes, num_threads)
         self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
         address = self._scratch.data_ptr()
         launch.scratch = address + -address % 64
