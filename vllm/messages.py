@@ -246,8 +246,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_moves: BlockMoves | None = None
     """All other block numbers of this message are those after the moves."""
     num_decodes: int = 1
-    """How many decodes to run of all rows at most. If it is above 1, each row runs its newest token,
-    which is of its output, and has blocks for this many tokens."""
+    """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
+    token, which is of its output, and has blocks for this many tokens."""
 
     @property
     def num_tokens(self) -> int:

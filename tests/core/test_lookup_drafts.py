@@ -165,7 +165,7 @@ def test_a_new_request_is_expected_to_be_like_those_before_it():
 
 def test_few_poor_drafts_in_a_row_are_no_reason_to_pause_and_many_are():
     control, request = DraftControl(10), request_of([1])
-    for number in range(40):
+    for _ in range(40):
         request.draft_evidence = 8
         limit = control.limits([request], 1, [10])[0]
         if limit:

@@ -1,4 +1,4 @@
-"""Several decodes in a step: the same outputs, in fewer steps, and none where the host is needed."""
+"""Several decodes in a step: the same outputs in fewer steps, and one where the host is needed."""
 
 import random
 

@@ -1,5 +1,5 @@
-"""A step of decodes in one call gives the tokens of its parts, with drafts and several times, too, and
-refuses what it cannot do."""
+"""A step of decodes in one call gives the tokens of its parts, with drafts and several times, too,
+and refuses what it cannot do."""
 
 import dataclasses
 from dataclasses import dataclass

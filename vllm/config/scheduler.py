@@ -46,8 +46,8 @@ class SchedulerConfig:
     same."""
 
     num_scheduler_steps: int = field(default=1, metadata={"aliases": ("--num-scheduler-seqs",)})
-    """How many decodes of a steady batch run at most before the host is needed; above 1 it saves time
-    where steps are short. Outputs are the same. Tokens come in groups, and a new request waits
+    """How many decodes of a steady batch run at most before the host is needed; above 1 it saves
+    time where steps are short. Outputs are the same. Tokens come in groups, and a new request waits
     for the group to end. With drafts or stages of a pipeline it has no effect."""
 
     max_draft_tokens: int = field(default=0, metadata={"cli": False})

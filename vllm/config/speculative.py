@@ -19,7 +19,7 @@ KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "acceptance_method": _EXACT,
     "posterior_threshold": _EXACT,
     "posterior_alpha": _EXACT,
-    "disable_logprobs": "log-probabilities are those without drafts, for requests that ask for them",
+    "disable_logprobs": "requests that ask for log-probabilities get them",
     "disable_mqa_scorer": "there is one way to verify drafts",
 }
 """Keys of `speculative_config` that are accepted and change nothing, and why."""

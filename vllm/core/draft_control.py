@@ -151,9 +151,9 @@ class DraftControl:
     """Limits the drafts of each request, and counts what became of them.
 
     The i-th draft of a request gives a token with the probability p ** i, where p is the share of
-    its drafts with the same evidence that were right. It is worthwhile while that is more than what a token costs where it
-    is computed without a guess. And a step has drafts only where it then gives more tokens in a
-    second than one without.
+    its drafts with the same evidence that were right. It is worthwhile while that is more than what
+    a token costs where it is computed without a guess. And a step has drafts only where it then
+    gives more tokens in a second than one without.
 
     Args:
         max_drafts: limit per request.
@@ -240,7 +240,7 @@ class DraftControl:
             request.draft_accuracy[evidence], self._usual_accuracy[evidence] = share, usual
 
     def _accuracy(self, request: Request) -> tuple[int, float]:
-        """The evidence for the drafts of a request, and the share of right ones that is expected."""
+        """The evidence for the drafts of a request, and the share of right ones to expect."""
         evidence = min(request.draft_evidence, _MOST_EVIDENCE)
         share = request.draft_accuracy.get(evidence)
         return evidence, self._usual_accuracy[evidence] if share is None else share

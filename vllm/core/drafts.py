@@ -22,8 +22,8 @@ from vllm.request import Request
 BoolArray = npt.NDArray[np.bool_]
 
 _FEW, _PERIOD = 8, 8
-"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where texts
-repeat nothing, to look for those of a large batch takes a few per cent of a step."""
+"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where
+texts repeat nothing, to look for those of a large batch takes a few per cent of a step."""
 
 
 class DraftSource(Protocol):

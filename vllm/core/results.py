@@ -24,8 +24,8 @@ class StepResult:
     finished: dict[str, Finished]
     """Requests that have ended, by id; they still have rows and blocks."""
     shortened: dict[int, int] = field(default_factory=dict)
-    """row -> number of blocks that are left, for rows whose blocks for tokens that have not come were
-    freed."""
+    """row -> number of blocks that are left, for rows whose blocks for tokens that have not come
+    were freed."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Log-probabilities of the tokens, by request id."""

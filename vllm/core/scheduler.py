@@ -278,8 +278,8 @@ class Scheduler:
     # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
-        """Plan tokens for the running requests. Preempts requests until the blocks fit; no request is
-        preempted for further decodes."""
+        """Plan tokens for the running requests. Preempts requests until the blocks fit, none of
+        them for further decodes."""
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
         most_decodes = 1 if self._may_admit else self._max_decodes

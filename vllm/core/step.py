@@ -38,7 +38,8 @@ class Step:
         """Tokens of each request that scheduling has counted as sampled by this step; None: one
         each."""
         if self.num_drafts is not None:
-            return self.num_drafts + np.int32(1)
+            found: IntArray = self.num_drafts + np.int32(1)
+            return found
         if self.num_decodes > 1:
             return np.full(len(self.rows), self.num_decodes, np.int32)
         return None

@@ -279,8 +279,8 @@ class ModelRunner:
                 failed = np.isin(first.rows, list(outputs[index].errors))
                 counts[failed] = index
                 for _, expected in decodes[index][0]:
-                    places = np.flatnonzero(np.isin(expected.rows, first.rows[failed]))
-                    self._retract(expected, places)
+                    is_failed = np.isin(expected.rows, first.rows[failed])
+                    self._retract(expected, np.flatnonzero(is_failed).astype(np.int32))
         token_ids = np.stack([output.token_ids for output in outputs], 1)
         is_output = np.arange(len(outputs)) < counts[:, None]
         return ModelRunnerOutput(

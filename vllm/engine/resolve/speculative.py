@@ -1,4 +1,4 @@
-"""The model that makes drafts, whether drafts can be made, and what they leave of other settings."""
+"""The model that makes drafts, whether drafts can be made, and what else they decide."""
 
 import json
 from dataclasses import replace
