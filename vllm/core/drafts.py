@@ -87,7 +87,7 @@ class DraftPlanner:
         """
         running, rows = self._running, plan.rows
         self._is_declined = self.control.pauses(len(rows))
-        if plan.budget <= 0 or self._is_declined or not self._asks():
+        if plan.budget <= 0 or self._is_declined:
             return
         num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
         # The last token that a request may have is not run, so it is no draft either.
@@ -96,6 +96,8 @@ class DraftPlanner:
         places = (
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         ).nonzero()[0]
+        if not len(places) or not self._asks():
+            return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
         # Those of which no token is in flight.
         free = [
