@@ -28,6 +28,12 @@ FloatArray = npt.NDArray[np.float32]
 NULL_BLOCK_ID = 0
 """The block that padding reads and writes; never given to a request."""
 
+MAX_END_TOKENS = 8
+"""A request that more tokens than this end runs one decode per step."""
+
+NO_TOKEN = -1
+"""Stands for a token where there is none."""
+
 DRAFT_OF_WORKER = -1
 """Stands for a draft that the worker makes, with a draft model."""
 
@@ -142,6 +148,23 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooling_params is None and not self.sampling_params.logits_processors
 
     @property
+    def end_token_ids(self) -> list[int]:
+        """All tokens that end the output."""
+        eos = [] if self.eos_token_id is None else [self.eos_token_id]
+        return [*eos, *sorted(self.stop_token_ids)]
+
+    @property
+    def allows_several_decodes(self) -> bool:
+        """Whether a step may run several decodes of it. Where its log-probabilities or sampling
+        need the host after each token, it may not."""
+        return (
+            self.pooling_params is None
+            and self.sampling_params.logprobs is None
+            and not self.follows_output
+            and len(self.end_token_ids) <= MAX_END_TOKENS
+        )
+
+    @property
     def follows_output(self) -> bool:
         """Whether sampling depends on which tokens were generated, and not only on their number:
         penalties, a grammar, bad words of several tokens, logits processors."""
@@ -187,6 +210,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     A row may have drafts: guesses of its next tokens, that run behind its newest token. The
     runner samples after each of them and gives back the sampled tokens up to the first that is
     not the draft in its place. Such a row is scheduled again only when its result is known.
+
+    Or it has several decodes: all of its rows run their newest token, sample the next, run that,
+    and so on. The runner may run fewer than asked for, and where it knows the tokens it stops after
+    the first decode that ends a row. Such rows, too, are scheduled again when the result is known.
     """
 
     step_id: int
@@ -218,11 +245,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     drafts."""
     block_moves: BlockMoves | None = None
     """All other block numbers of this message are those after the moves."""
+    num_decodes: int = 1
+    """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
+    token, which is of its output, and has blocks for this many tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole step."""
-        return int(self.num_scheduled_tokens.sum())
+        """Tokens of the whole step, at most."""
+        return int(self.num_scheduled_tokens.sum()) * self.num_decodes
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,7 +290,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[sum of `num_tokens`] their next tokens, row by row."""
     num_tokens: IntArray | None = None
     """[m] tokens of each row; None: one each. A row without drafts has one. A row with d drafts
-    has 0 to 1 + d; with 0 it runs its newest token again."""
+    has 0 to 1 + d; with 0 it runs its newest token again. With several decodes a row has at least
+    1, and what it has after a token that ends it is dropped."""
     logprobs: dict[int, LogprobRows] = {}
     """row -> one position per token, for rows that asked."""
     prompt_logprobs: dict[int, LogprobRows] = {}
@@ -319,6 +350,8 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts in all."""
     accepted: tuple[int, ...] = ()
     """Right drafts, by place: the first drafts of all requests, the second ones, and so on."""
+    num_declined_steps: int = 0
+    """Steps of decodes without drafts because drafts would have cost more time than they save."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

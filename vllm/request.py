@@ -30,8 +30,12 @@ class Request:
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: how often it was preempted.
         takes_drafts: it may have drafts.
-        draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight;
-            -1: it had none.
+        draft_evidence: what speaks for the drafts that were proposed last: so many tokens before
+            them agree with the place that they were copied from; 0: they are not copied.
+        num_undrafted: decodes in a row that had no drafts although drafts were looked for, or were
+            not looked for after many such.
+        draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight,
+            by evidence.
         sort_key: requests with smaller keys go first.
     """
 
@@ -39,12 +43,14 @@ class Request:
         "block_hashes",
         "block_ids",
         "draft_accuracy",
+        "draft_evidence",
         "more_block_ids",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_undrafted",
         "request_id",
         "row",
         "sort_key",
@@ -69,7 +75,9 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.takes_drafts = False
-        self.draft_accuracy = -1.0
+        self.draft_accuracy: dict[int, float] = {}
+        self.draft_evidence = 0
+        self.num_undrafted = 0
         self.sort_key = sort_key
 
     @property

@@ -1,10 +1,12 @@
-// A whole step of decodes in one call: inputs, decoder, output head, sampling, and the new tokens
-// noted in their rows.
+// A whole step of decodes in one call: inputs, decoder, output head, sampling, verification of drafts,
+// and the new tokens noted in their rows; and where there are no drafts that several times, until a
+// row ends.
 //
-// It serves the steady state, in which every row runs its newest token and samples the next. What
-// it cannot serve (prompts, penalties, masks, log-probabilities) it refuses before it has touched
-// anything. Between two forward passes of a small model the caches of a core hold nothing of the
-// interpreter, and each of its calls waits for memory: one call instead of some fifty.
+// It serves the steady state, in which every row runs its newest token, with drafts of the next ones
+// or without, and samples behind each. What it cannot serve (prompts, penalties, masks,
+// log-probabilities) it refuses before it has touched anything. Between two forward passes of a small
+// model the caches of a core hold nothing of the interpreter, and each of its calls waits for memory:
+// one call instead of some fifty.
 //
 // The parts are the kernels that also serve single calls, so the tokens are the same.
 #pragma once
@@ -27,52 +29,57 @@ inline int64_t stride_of_result(const Program& program) {
   return program.buffers[program.out].width;
 }
 
-// Where the parts of a step of n rows are in its scratch memory.
+// Where the parts of a step of n rows with T tokens are in its scratch memory; n <= T.
 template <typename T>
 struct DecodeStepBuffers {
   char* program;       // of program_scratch_bytes, for one program after the other
-  int64_t* input_ids;  // [n]
-  int64_t* positions;  // [n]
-  int64_t* slots;      // [groups, n]
+  int64_t* input_ids;  // [T]
+  int64_t* positions;  // [T]
+  int64_t* slots;      // [groups, T]
   int32_t* seq_lens;   // [n]
+  int32_t* query_starts;  // [n + 1] tokens before each row
   int32_t* tables;     // [groups, n, blocks of the longest request]
-  T* hidden;           // [n, hidden]
-  T* logits;           // [n, outputs of the head], with what pads a row
-  float* params;       // [8, n]
-  uint64_t* keys;      // [n]
-  int64_t* draws;      // [n]
-  int32_t* token_ids;  // [n]
+  T* hidden;           // [T, hidden]
+  T* logits;           // [T, outputs of the head], with what pads a row
+  float* params;       // [8, T]
+  uint64_t* keys;      // [T]
+  int64_t* draws;      // [T]
+  int32_t* valid_ids;  // [T] of the newest decode, 0 where there is no token
+  int32_t* sampled;    // [decodes, T] -1 where there is no token
   int64_t bytes;
 
   DecodeStepBuffers(const Program& decoder, const Program& head, const DecodeStepRows& rows,
-                    int64_t n, int num_threads, uintptr_t scratch)
+                    int64_t num_tokens, int64_t num_decodes, int num_threads, uintptr_t scratch)
       : bytes(0) {
     const auto take = [&](auto*& at, int64_t count) {
       at = reinterpret_cast<std::remove_reference_t<decltype(at)>>(scratch + bytes);
       bytes += aligned(count * int64_t{sizeof(*at)});
     };
-    const int64_t decoder_bytes = program_scratch_bytes<T>(decoder, n, num_threads);
-    const int64_t head_bytes = program_scratch_bytes<T>(head, n, num_threads);
+    const int64_t decoder_bytes = program_scratch_bytes<T>(decoder, num_tokens, num_threads);
+    const int64_t head_bytes = program_scratch_bytes<T>(head, num_tokens, num_threads);
     take(program, decoder_bytes > head_bytes ? decoder_bytes : head_bytes);
-    take(input_ids, n);
-    take(positions, n);
-    take(slots, decoder.num_groups * n);
-    take(seq_lens, n);
-    take(tables, decoder.num_groups * n * rows.max_blocks);
-    take(hidden, n * stride_of_result(decoder));
-    take(logits, n * stride_of_result(head));
-    take(params, kNumParams * n);
-    take(keys, n);
-    take(draws, n);
-    take(token_ids, n);
+    take(input_ids, num_tokens);
+    take(positions, num_tokens);
+    take(slots, decoder.num_groups * num_tokens);
+    take(seq_lens, num_tokens);
+    take(query_starts, num_tokens + 1);
+    take(tables, decoder.num_groups * num_tokens * rows.max_blocks);
+    take(hidden, num_tokens * stride_of_result(decoder));
+    take(logits, num_tokens * stride_of_result(head));
+    take(params, kNumParams * num_tokens);
+    take(keys, num_tokens);
+    take(draws, num_tokens);
+    take(valid_ids, num_tokens);
+    take(sampled, num_decodes * num_tokens);
   }
 };
 
-// Bytes for any step of at most n rows.
+// Bytes for any step of at most so many tokens and decodes.
 template <typename T>
 int64_t decode_step_scratch_bytes(const Program& decoder, const Program& head,
-                                  const DecodeStepRows& rows, int64_t n, int num_threads) {
-  return DecodeStepBuffers<T>(decoder, head, rows, n, num_threads, 0).bytes;
+                                  const DecodeStepRows& rows, int64_t num_tokens,
+                                  int64_t num_decodes, int num_threads) {
+  return DecodeStepBuffers<T>(decoder, head, rows, num_tokens, num_decodes, num_threads, 0).bytes;
 }
 
 template <typename T>
@@ -85,93 +92,125 @@ class DecodeStep {
         rows_(rows),
         launch_(launch),
         num_threads_(num_threads),
-        buffers_(decoder, head, rows, launch.n, num_threads,
+        buffers_(decoder, head, rows, launch.num_tokens, launch.num_decodes, num_threads,
                  reinterpret_cast<uintptr_t>(launch.scratch)) {}
 
   int64_t run() {
     if (!is_plain()) return vllm_cpu::kNotPlain;
-    gather();
-    int64_t status = 0;
-    const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
-    team(team_size, [&] { status = compute(); });
-    if (status == 0) note();
-    return status;
+    launch_.num_done = launch_.num_invalid = 0;
+    for (int64_t i = 0; i < launch_.n; ++i) launch_.counts[i] = 0;
+    bool goes_on = true;
+    while (goes_on && launch_.num_done < launch_.num_decodes) {
+      gather();
+      int64_t status = 0;
+      const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
+      team(team_size, [&] { status = compute(); });
+      if (status != 0) return status;
+      goes_on = note();
+      ++launch_.num_done;
+    }
+    give();
+    return 0;
   }
 
  private:
   bool is_plain() {
+    int64_t num_tokens = 0;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
-      if (row < 0 || row >= rows_.num_rows || launch_.num_scheduled[i] != 1) return false;
+      const int64_t count = launch_.num_scheduled[i];
+      if (row < 0 || row >= rows_.num_rows || count < 1) return false;
       // The newest token, and one of the output.
       if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt_tokens[row]) return false;
-      if (position + 1 >= rows_.max_tokens) return false;
-      if (position / decoder_.block_size >= rows_.max_blocks) return false;
+      const int64_t last = position + count + launch_.num_decodes - 2;
+      if (last + 1 >= rows_.max_tokens) return false;
+      if (last / decoder_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
       is_random_ |= (rows_.features[row] & rows_.random_feature) != 0;
+      num_tokens += count;
     }
-    return true;
+    return num_tokens == launch_.num_tokens && (num_tokens == launch_.n || launch_.num_decodes == 1);
   }
+
+  // Where the newest token of the i-th row is.
+  int64_t position_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
+
+  int32_t* sampled() const { return buffers_.sampled + launch_.num_done * launch_.num_tokens; }
 
   // Fills in forward_ and what the sampler needs.
   void gather() {
-    const int64_t n = launch_.n, size = decoder_.block_size;
+    const int64_t n = launch_.n, num_tokens = launch_.num_tokens, size = decoder_.block_size;
     int64_t longest = 0;
     for (int64_t i = 0; i < n; ++i) {
-      longest = launch_.num_computed[i] > longest ? launch_.num_computed[i] : longest;
+      const int64_t last = position_of(i) + launch_.num_scheduled[i] - 1;
+      longest = last > longest ? last : longest;
     }
     const int64_t max_blocks = longest / size + 1;
+    int64_t t = 0, num_single = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
-      buffers_.input_ids[i] = rows_.token_ids[row * rows_.max_tokens + position];
-      buffers_.positions[i] = position;
-      buffers_.seq_lens[i] = static_cast<int32_t>(position + 1);
+      const int64_t row = launch_.rows[i], count = launch_.num_scheduled[i];
+      const int64_t end = position_of(i) + count;
+      buffers_.query_starts[i] = static_cast<int32_t>(t);
+      buffers_.seq_lens[i] = static_cast<int32_t>(end);
+      if (count == 1 && num_single == i) ++num_single;
       for (int64_t g = 0; g < decoder_.num_groups; ++g) {
-        const int32_t* const blocks =
-            rows_.block_tables + (g * rows_.num_rows + row) * rows_.max_blocks;
-        buffers_.slots[g * n + i] = blocks[position / size] * size + position % size;
-        __builtin_memcpy(buffers_.tables + (g * n + i) * max_blocks, blocks,
+        __builtin_memcpy(buffers_.tables + (g * n + i) * max_blocks, table_of(g, row),
                          max_blocks * sizeof(int32_t));
       }
-      if (!is_random_) continue;
-      for (int64_t p = 0; p < kNumParams; ++p) {
-        buffers_.params[p * n + i] = rows_.params[p * rows_.num_params + row];
-      }
-      buffers_.keys[i] = rows_.keys[row];
-      buffers_.draws[i] = position + 1 - rows_.num_prompt_tokens[row];
+      for (int64_t position = end - count; position < end; ++position, ++t) gather_token(t, row, position);
     }
+    buffers_.query_starts[n] = static_cast<int32_t>(t);
     forward_.input_ids = buffers_.input_ids;
     forward_.positions = buffers_.positions;
     forward_.slot_mapping = buffers_.slots;
     forward_.block_tables = buffers_.tables;
     forward_.seq_lens = buffers_.seq_lens;
+    forward_.query_start_loc = buffers_.query_starts;
     forward_.out = hidden();
     forward_.taps = launch_.taps;
     forward_.adapted = launch_.adapted;
     forward_.scratch = buffers_.program;
-    forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
+    forward_.num_tokens = num_tokens;
+    forward_.num_requests = n;
+    forward_.num_decodes = num_single;
     forward_.max_blocks = forward_.table_stride = max_blocks;
     forward_.group_stride = n * max_blocks;
+  }
+
+  void gather_token(int64_t t, int64_t row, int64_t position) {
+    const int64_t size = decoder_.block_size, num_tokens = launch_.num_tokens;
+    buffers_.input_ids[t] = rows_.token_ids[row * rows_.max_tokens + position];
+    buffers_.positions[t] = position;
+    for (int64_t g = 0; g < decoder_.num_groups; ++g) {
+      buffers_.slots[g * num_tokens + t] = table_of(g, row)[position / size] * size + position % size;
+    }
+    if (!is_random_) return;
+    for (int64_t p = 0; p < kNumParams; ++p) {
+      buffers_.params[p * num_tokens + t] = rows_.params[p * rows_.num_params + row];
+    }
+    buffers_.keys[t] = rows_.keys[row];
+    buffers_.draws[t] = position + 1 - rows_.num_prompt_tokens[row];
+  }
+
+  const int32_t* table_of(int64_t group, int64_t row) const {
+    return rows_.block_tables + (group * rows_.num_rows + row) * rows_.max_blocks;
   }
 
   // What the decoder returns: in the memory of the caller, if it asks for it.
   void* hidden() const { return launch_.hidden != nullptr ? launch_.hidden : buffers_.hidden; }
 
   int64_t compute() {
-    const int64_t n = launch_.n;
     const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
     int64_t status = run_program<T>(decoder_, forward_, team_size);
-    launch_.bad_index = forward_.bad_index;
-    if (status != 0) return status;
+    if (status != 0) return blame(status, forward_.bad_index);
     ProgramLaunch head_launch = {};
     head_launch.given = hidden();
     head_launch.out = buffers_.logits;
     head_launch.adapted = launch_.adapted;
     head_launch.scratch = buffers_.program;
-    head_launch.num_tokens = n;
+    head_launch.num_tokens = launch_.num_tokens;
     status = run_program<T>(head_, head_launch, num_threads_);
-    launch_.bad_index = head_launch.bad_index;
-    if (status != 0) return status;
+    if (status != 0) return blame(status, head_launch.bad_index);
     SampleArgs<T> args = {};
     args.logits = buffers_.logits;
     if (is_random_) {
@@ -179,9 +218,9 @@ class DecodeStep {
       args.keys = buffers_.keys;
       args.positions = buffers_.draws;
     }
-    args.token_ids = buffers_.token_ids;
-    args.host_ids = launch_.token_ids;
-    args.n = args.num_rows = n;
+    args.token_ids = buffers_.valid_ids;
+    args.host_ids = sampled();
+    args.n = args.num_rows = launch_.num_tokens;
     args.vocab_size = head_.out_width;
     args.row_stride = stride_of_result(head_);
     args.num_draws = args.vocab_size / kVocabBlock + 1 + kVocabBlock;
@@ -189,14 +228,58 @@ class DecodeStep {
     return sample(args, num_threads_) != 0 ? no_memory : 0;
   }
 
-  void note() {
-    launch_.num_invalid = 0;
+  // Notes what a status is about, and returns it.
+  int64_t blame(int64_t status, int64_t index) {
+    launch_.bad_index = index;
+    int64_t i = index < 0 || index >= launch_.n ? 0 : index;
+    launch_.bad_position = position_of(i);
+    if (status != static_cast<int64_t>(ProgramStatus::kBadRequest) && index >= 0 &&
+        index < launch_.num_tokens) {  // it may be about a token
+      i = 0;
+      while (buffers_.query_starts[i + 1] <= index) ++i;
+      launch_.bad_position = buffers_.positions[index];
+    }
+    launch_.bad_row = i;
+    return status;
+  }
+
+  // Appends the tokens of the newest decode to their rows. Whether all rows go on.
+  bool note() {
+    bool goes_on = true;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i];
-      rows_.token_ids[row * rows_.max_tokens + launch_.num_computed[i] + 1] = buffers_.token_ids[i];
-      ++rows_.num_tokens[row];
-      launch_.num_invalid += launch_.token_ids[i] < 0;
+      int32_t* const drafts = rows_.token_ids + row * rows_.max_tokens + position_of(i) + 1;
+      const int32_t* const tokens = sampled() + buffers_.query_starts[i];
+      int64_t right = 0;
+      while (right < launch_.num_scheduled[i] - 1 && tokens[right] == drafts[right]) ++right;
+      int64_t count = right + 1;
+      if (tokens[right] < 0) {
+        goes_on = false;
+        // Behind its first token a row ends before the one that fails, and fails when it is run again.
+        if (launch_.counts[i] + right > 0) {
+          --count;
+        } else {
+          ++launch_.num_invalid;
+        }
+      }
+      if (count > right) drafts[right] = buffers_.valid_ids[buffers_.query_starts[i] + right];
+      rows_.num_tokens[row] += static_cast<int32_t>(count);
+      launch_.counts[i] += static_cast<int32_t>(count);
+      const int32_t* const ends = rows_.end_tokens + row * rows_.num_ends;
+      for (int64_t e = 0; e < rows_.num_ends; ++e) goes_on &= ends[e] < 0 || ends[e] != tokens[right];
     }
+    return goes_on;
+  }
+
+  // Copies the new tokens, row by row.
+  void give() {
+    int32_t* out = launch_.token_ids;
+    const int64_t stride = launch_.num_decodes > 1 ? launch_.num_tokens : 1;
+    for (int64_t i = 0; i < launch_.n; ++i) {
+      const int32_t* const tokens = buffers_.sampled + buffers_.query_starts[i];
+      for (int64_t k = 0; k < launch_.counts[i]; ++k) *out++ = tokens[k * stride];
+    }
+    launch_.num_new = out - launch_.token_ids;
   }
 
   const Program& decoder_;

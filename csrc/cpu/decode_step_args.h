@@ -13,28 +13,38 @@ VLLM_STRUCT(DecodeStepRows,
   int32_t* token_ids;         // [num_rows, max_tokens]
   int32_t* num_tokens;        // [num_rows] how many of them are known
   const int32_t* num_prompt_tokens;  // [num_rows] how many of them are the prompt
+  const int32_t* end_tokens;  // [num_rows, num_ends] tokens that end a row; -1: none
   const int32_t* block_tables;  // [groups of the decoder, num_rows, max_blocks]
   const int32_t* features;     // [num_rows] bits: what a row wants of the sampler
   const float* params;         // [8, num_params] in the order of Param; num_params >= num_rows
   const uint64_t* keys;        // [num_rows] of the random numbers
-  int64_t num_rows, max_tokens, max_blocks, num_params;
+  int64_t num_rows, max_tokens, max_blocks, num_params, num_ends;
   int64_t known_features;  // bits that this step can serve
   int64_t random_feature;  // the bit of a row that is not greedy
 );
 
-// One step of n rows.
+// A step of n rows. Each runs its newest token and its drafts, which are behind it in `token_ids`, and
+// gets the tokens that are sampled behind them, up to the first that is not the draft in its place.
+// Without drafts there may be several decodes; the last is the first that ends a row or has no token
+// for one.
 VLLM_STRUCT(DecodeStepLaunch,
   const int32_t* rows;           // [n]
   const int32_t* num_computed;   // [n] tokens whose keys and values are in the cache
   const int32_t* num_scheduled;  // [n] tokens to run
-  int32_t* token_ids;            // [n] out: the next tokens, -1 where the logits allow none
-  const AdaptedRows* adapted;    // adapters of the n rows; null: none has one
-  void* hidden;                  // [n, width of the decoder's result] out; null: not asked for
+  int32_t* token_ids;  // [num_tokens * num_decodes] out: new tokens of the rows one after the other;
+                       // -1 where the logits allow none for the first token of a row
+  int32_t* counts;     // [n] out: new tokens of each row, at least 1
+  const AdaptedRows* adapted;    // adapters of the tokens; null: none has one
+  void* hidden;                  // [num_tokens, width of the decoder's result] out; null: not asked for
   void* const* taps;             // of the decoder, as in ProgramLaunch
   char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
-  int64_t n;
-  int64_t num_invalid;  // set: rows whose logits allow no token
-  int64_t bad_index;    // set with the status of a program
+  int64_t n, num_tokens;  // rows, and what they run in all; num_tokens == n: there are no drafts
+  int64_t num_decodes;    // 1 where there are drafts
+  int64_t num_done;       // set: decodes that have run
+  int64_t num_new;        // set: entries of token_ids
+  int64_t num_invalid;    // set: rows whose first token is -1
+  int64_t bad_row, bad_position;  // set with the status of a program: index in `rows`
+  int64_t bad_index;      // of a status that is about no row: as in ProgramLaunch
 );
 
 // Besides those of ProgramStatus.

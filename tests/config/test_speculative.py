@@ -16,7 +16,7 @@ def test_defaults_and_the_names_of_the_fork():
     assert SpeculativeConfig().drafts is None
     ngram = drafts_of(method="ngram")
     assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (
-        5,
+        10,
         2,
         8,
     )
@@ -73,7 +73,7 @@ def test_a_model_without_a_method_makes_drafts():
         speculative_model_quantization="int8",
         speculative_max_model_len=512,
     )
-    found = drafts_of(**args.speculative_config, draft_tensor_parallel_size=1)
+    found = drafts_of(**args.speculative_config)
     assert (found.quantization, found.max_model_len) == ("int8", 512)
     assert (found.method, found.model, found.num_speculative_tokens) == (
         "draft_model",

@@ -85,6 +85,8 @@ class FakeRunner:
         fails_at: request id -> number of output tokens after which its sampling fails.
         windows: of the groups of layers.
         stalls_every: of so many rows with drafts one gets no token; 0: none.
+        reads_tokens: of several decodes the first that ends a row is the last; False: all run, as
+            on a card whose tokens stay there.
     """
 
     def __init__(
@@ -94,8 +96,11 @@ class FakeRunner:
         fails_at: dict[str, int] | None = None,
         windows: Sequence[int | None] = (None,),
         stalls_every: int = 0,
+        reads_tokens: bool = True,
     ) -> None:
         self.stalls_every = stalls_every
+        self.reads_tokens = reads_tokens
+        self.num_further_decodes = 0
         self.num_verified = 0
         self.num_moved = 0
         self.num_shortened_behind_windows = 0
@@ -134,21 +139,49 @@ class FakeRunner:
         for row, index, count in step.passed_blocks:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
-        rows = step.rows.tolist()
-        work = list(
-            zip(
-                rows,
-                step.num_computed_tokens.tolist(),
-                step.num_scheduled_tokens.tolist(),
-                strict=True,
-            )
-        )
         drafts = drafts_of(step)
         for row, guess in drafts.items():
             self.rows[row].token_ids += guess
-        for launch in self._launches(work):
-            self._run(launch)
-        return self._sample(step, work, drafts)
+        outputs: list[ModelRunnerOutput] = []
+        for index in range(step.num_decodes):
+            starts = (step.num_computed_tokens + index).tolist()
+            counts = step.num_scheduled_tokens.tolist()
+            work = list(zip(step.rows.tolist(), starts, counts, strict=True))
+            for launch in self._launches(work):
+                self._run(launch)
+            outputs.append(self._sample(step, work, drafts))
+            if step.num_decodes > 1 and self._is_last(outputs[-1]):
+                break
+        return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
+
+    def _is_last(self, output: ModelRunnerOutput) -> bool:
+        """Whether there are no more decodes behind this one."""
+        if output.errors or not self.reads_tokens:
+            return self.reads_tokens
+        pairs = zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)
+        return any(token in self.rows[row].spec.end_token_ids for row, token in pairs)
+
+    def _join(self, step: SchedulerOutput, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput:
+        """A row that fails behind its first token keeps those before."""
+        assert (step.num_scheduled_tokens == 1).all()
+        self.num_further_decodes += len(outputs) - 1
+        counts, token_ids = [], []
+        for place, row_id in enumerate(outputs[0].rows.tolist()):
+            good = [row_id not in output.errors for output in outputs]
+            count = max(1, (*good, False).index(False))
+            row = self.rows[row_id]
+            num_known = len(row.token_ids) - len(outputs) + count
+            row.take_back(num_known - 1)
+            del row.token_ids[num_known:]
+            counts.append(count)
+            token_ids += [int(output.token_ids[place]) for output in outputs[:count]]
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            rows=outputs[0].rows,
+            token_ids=np.array(token_ids, np.int32),
+            num_tokens=np.array(counts, np.int32),
+            errors=outputs[0].errors,
+        )
 
     def _move_blocks(self, moves: BlockMoves) -> None:
         """Two places at a time, as the message allows."""

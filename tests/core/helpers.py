@@ -115,7 +115,7 @@ class Loop:
 
     Args:
         depth: results outstanding while the next step is scheduled.
-        is_split, fails_at, stalls_every: see FakeRunner.
+        is_split, fails_at, stalls_every, reads_tokens: see FakeRunner.
     """
 
     def __init__(
@@ -125,12 +125,13 @@ class Loop:
         is_split: bool = True,
         fails_at: dict[str, int] | None = None,
         stalls_every: int = 0,
+        reads_tokens: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
         windows = [group.window for group in scheduler.cache._groups]
         self.runner = FakeRunner(
-            scheduler.cache.block_size, is_split, fails_at, windows, stalls_every
+            scheduler.cache.block_size, is_split, fails_at, windows, stalls_every, reads_tokens
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
@@ -243,7 +244,8 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     rows, counts = step.rows.tolist(), step.num_scheduled_tokens.tolist()
     assert len(set(rows)) == len(rows), "a row twice"
     assert len(rows) <= config.max_num_seqs
-    assert step.num_tokens <= config.max_num_batched_tokens
+    assert sum(counts) <= config.max_num_batched_tokens
+    assert 1 <= step.num_decodes <= config.num_scheduler_steps
     assert all(count >= 1 for count in counts)
     drafts = [0] * len(rows)
     if step.num_draft_tokens is not None:

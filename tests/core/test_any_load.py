@@ -43,6 +43,7 @@ class Setup:
     num_stages: int = 1
     """Of a pipeline."""
     is_dense: bool = False
+    reads_tokens: bool = True
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -57,7 +58,14 @@ class Setup:
             is_dense=self.is_dense,
             **self.limits,
         )
-        return Loop(scheduler, self.depth, self.is_split, self.fails_at, self.stalls_every)
+        return Loop(
+            scheduler,
+            self.depth,
+            self.is_split,
+            self.fails_at,
+            self.stalls_every,
+            self.reads_tokens,
+        )
 
 
 @st.composite
@@ -75,6 +83,7 @@ def setups(draw: st.DrawFn) -> Setup:
         "max_long_partial_prefills": draw(st.integers(1, max_partial)),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 3, 8])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "num_scheduler_steps": draw(st.sampled_from([1, 1, 2, 5])),
     }
     least_blocks = -(-MAX_MODEL_LEN // block_size)
     num_stages = draw(st.sampled_from([1, 1, 2, 3]))
@@ -91,6 +100,7 @@ def setups(draw: st.DrawFn) -> Setup:
         },
         windows=draw(st.sampled_from(WINDOWS)),
         is_dense=draw(st.booleans()),
+        reads_tokens=draw(st.booleans()),
     )
 
 

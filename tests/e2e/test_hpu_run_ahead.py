@@ -1,9 +1,11 @@
-"""On the simulated card a step is launched before the tokens of the last one are read."""
+"""On the simulated card a step is launched before the tokens of the last one are read, and several
+decodes of one step before its first token is."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -17,45 +19,54 @@ OPTIONS = {
     "random": {"temperature": 1.0, "top_p": 0.9, "seed": 5},
     "a form": {"guided_decoding": GuidedDecodingParams(regex="(ab|ba|c){3,30}")},
     "an end that is found a step late": {"temperature": 0, "stop": ["\n", "("], "logprobs": 1},
+    "an end among several decodes": {"temperature": 0, "stop": ["\n", "("]},
+    "a token that ends": {"temperature": 1.3, "seed": 3, "stop_token_ids": [10, 300]},
 }
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[bool, LLM]]:
-    """One that waits for each step and one that runs ahead, on one card."""
+def engines() -> Iterator[dict[str, LLM]]:
+    """One that waits for each step, one that runs ahead, and one whose steps have several decodes,
+    on one card."""
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
     with pytest.MonkeyPatch.context() as patch, card:
         # Whatever the time of a step, which is measured otherwise.
         patch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
         yield {
-            is_ahead: LLM(
+            name: LLM(
                 dtype="float32",
                 max_model_len=160,
                 max_num_seqs=4,
                 num_gpu_blocks_override=100,
                 block_size=16,
-                async_scheduling=is_ahead,
+                async_scheduling=name != "waits",
+                num_scheduler_steps=5 if name == "several decodes" else 1,
             )
-            for is_ahead in (False, True)
+            for name in ("waits", "runs ahead", "several decodes")
         }
 
 
-def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int]:
-    """Output tokens, and the most steps that were in flight at once."""
+def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, int]:
+    """Output tokens, the most steps that were in flight at once, and the most decodes of one."""
     core = llm.llm_engine.engine_core
     depths, wait = [], core._wait
+    decodes = count_decodes(llm.llm_engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_wait", lambda: depths.append(len(core._in_flight)) or wait())
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         while core.has_unfinished_requests():  # a step that an end came too late for
             core.step()
-    return [output.outputs[0].token_ids for output in outputs], max(depths)
+    return [output.outputs[0].token_ids for output in outputs], max(depths), max(decodes)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_tokens_are_those_of_steps_that_wait(name, engines):
-    params = SamplingParams(max_tokens=16, ignore_eos=True, **OPTIONS[name])
-    want, waiting_depth = generate(engines[False], params)
-    got, depth = generate(engines[True], params)
+    params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True} | OPTIONS[name])
+    want, waiting_depth, _ = generate(engines["waits"], params)
+    got, depth, _ = generate(engines["runs ahead"], params)
     assert (waiting_depth, depth) == (1, 2)
     assert got == want
+    got, _, num_decodes = generate(engines["several decodes"], params)
+    assert got == want
+    needs_host = {"logits depend on the output", "a form", "an end that is found a step late"}
+    assert num_decodes == (1 if name in needs_host else 5)

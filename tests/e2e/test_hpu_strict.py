@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.worker.model_runner import LaunchResult
 
 NUM_REQUESTS = {"HPU graphs": 100, "torch.compile": 50, "eager": 50}
+NUM_DECODES = {"HPU graphs": 4}
+"""Most decodes of a step, if it is more than one."""
 LOGPROB_COPIES = 3
 """Token ids, log-probabilities and ranks."""
 
@@ -120,7 +123,9 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, 
     count = NUM_REQUESTS[mode]
     is_lazy, enforce_eager = MODES[mode]
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **BUCKETS) as bridge:
-        llm = LLM(**engine, enforce_eager=enforce_eager)
+        most = NUM_DECODES.get(mode, 1)
+        llm = LLM(**engine, enforce_eager=enforce_eager, num_scheduler_steps=most)
+        num_decodes = count_decodes(llm.llm_engine)
         core = llm.llm_engine.engine_core
         runner = core.executor._worker.runner
         launches: list[LaunchResult] = []
@@ -132,6 +137,7 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, 
             core.step()
         after = bridge.counters()
     assert core.scheduler.num_preemptions > 0
+    assert max(num_decodes) == most
     assert after.compilations == before.compilations
     assert after.cpu_fallbacks == before.cpu_fallbacks
     assert after.graph_captures == before.graph_captures

@@ -78,6 +78,19 @@ def requests_alone():
     return prompts, params, want, rng.getstate()
 
 
+def count_decodes(engine) -> list[int]:
+    """How many decodes each step was scheduled with; grows."""
+    found, schedule = [], engine.engine_core.scheduler.schedule
+
+    def scheduled():
+        step = schedule()
+        found.append(step.num_decodes)
+        return step
+
+    engine.engine_core.scheduler.schedule = scheduled
+    return found
+
+
 @pytest.fixture(params=["waits", "runs ahead"])
 def is_ahead(request, monkeypatch):
     """Whether every step is scheduled before the result of the last one is known."""
@@ -92,6 +105,7 @@ def is_ahead(request, monkeypatch):
     [
         ({"max_num_seqs": 16, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}, True),
         ({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
+        ({"max_num_seqs": 8, "num_gpu_blocks_override": 200, "num_scheduler_steps": 6}, False),
     ],
 )
 def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahead, requests_alone):
@@ -100,6 +114,7 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahea
     rng.setstate(state)
     llm = LLM(**settings, **COMMON)
     engine = llm.llm_engine
+    num_decodes = count_decodes(engine)
     todo = list(range(len(prompts)))
     rng.shuffle(todo)
     got, victims = {}, set(rng.sample(todo, 10))
@@ -121,4 +136,5 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahea
     scheduler = engine.engine_core.scheduler
     assert (scheduler.num_preemptions > 0) == preempts
     assert engine.engine_core.executor.is_asynchronous == is_ahead
+    assert (max(num_decodes) > 1) == ("num_scheduler_steps" in settings)
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks

@@ -121,9 +121,17 @@ async def answers_around(server, bodies, act):
 
 
 def test_an_engine_that_is_killed_ends_the_server_and_every_request_is_told():
-    with start_server() as server:
+    """Also where drafts are in flight: the outputs repeat themselves soon."""
+    drafts = '{"method": "ngram", "adaptive": false}'
+    with start_server("--speculative-config", drafts) as server:
         bodies = [LONG] * 8 + [{**LONG, "stream": True}] * 8
-        answers = asyncio.run(answers_around(server, bodies, server.engine_process().kill))
+
+        def kill():
+            while not server.metric("vllm:spec_decode_num_drafts_total"):
+                pass
+            server.engine_process().kill()
+
+        answers = asyncio.run(answers_around(server, bodies, kill))
         for status, text in answers[:8]:
             assert status == 500 and "signal 9" in text
         for status, text in answers[8:]:

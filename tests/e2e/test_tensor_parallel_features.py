@@ -126,11 +126,11 @@ def test_steps_in_one_call_have_the_tokens_of_the_modules(
     settings = settings | {"dtype": "bfloat16", "tensor_parallel_size": size}
     num_steps, run_step = 0, FusedDecodeStep.run
 
-    def counted(self: FusedDecodeStep, *args: Any) -> Any:
+    def counted(self: FusedDecodeStep, *args: Any, **options: Any) -> Any:
         nonlocal num_steps
-        token_ids = run_step(self, *args)
-        num_steps += token_ids is not None
-        return token_ids
+        found = run_step(self, *args, **options)
+        num_steps += found is not None
+        return found
 
     monkeypatch.setattr(FusedDecodeStep, "run", counted)
     got = generate_on(folder, **settings)

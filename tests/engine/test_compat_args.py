@@ -94,13 +94,13 @@ def test_arguments_of_the_fork_are_no_fields():
 def test_flags_of_the_fork_are_accepted(capsys):
     args = parse(
         "--swap-space", "4", "--use-v2-block-manager", "--disable_log_requests", "-O3",
-        "--cuda-graph-sizes", "1", "2", "--num-scheduler-steps", "8", "--seed", "1",
+        "--cuda-graph-sizes", "1", "2", "--num-lookahead-slots", "8", "--seed", "1",
     )  # fmt: skip
     assert args == EngineArgs(seed=1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("] ")[1].split("=")[0] for line in lines] == [
         "swap_space", "use_v2_block_manager", "disable_log_requests", "compilation_config",
-        "cuda_graph_sizes", "num_scheduler_steps",
+        "cuda_graph_sizes", "num_lookahead_slots",
     ]  # fmt: skip
 
 
@@ -116,11 +116,10 @@ def test_flags_of_missing_features_are_refused(flags):
         parse(*flags)
 
 
-def test_what_asks_for_several_steps_runs_without(capsys):
-    """Also as earlier versions of the fork wrote it: the outputs are the same."""
-    assert parse("--num-scheduler-seqs", "8") == EngineArgs()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "outputs are the same" in line
+@pytest.mark.parametrize("flag", ["--num-scheduler-steps", "--num-scheduler-seqs"])
+def test_several_steps_may_be_asked_for_as_earlier_versions_of_the_fork_wrote_it(flag, capsys):
+    assert parse(flag, "8") == EngineArgs(num_scheduler_steps=8)
+    assert capsys.readouterr().err == ""
 
 
 def test_speculation_may_be_written_as_earlier_versions_of_the_fork_did():

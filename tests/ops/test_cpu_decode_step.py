@@ -1,4 +1,5 @@
-"""A step of decodes in one call gives the tokens of its parts, and refuses what it cannot do."""
+"""A step of decodes in one call gives the tokens of its parts, with drafts and several times, too,
+and refuses what it cannot do."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ GREEDY_PARAMS, RANDOM_PARAMS = (1, 0, 0, 1, 0, 0, 1, 1), (0.7, 0, 20, 0.9, 0, 0,
 
 
 @pytest.fixture(autouse=True)
-def seeded(restore_threads) -> None:
-    torch.manual_seed(0)
+def threads(restore_threads) -> None:
+    """Are set by some tests."""
 
 
 def head_of(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Program:
@@ -96,6 +97,8 @@ class Setting:
 
 
 def make_setting(num_random: int = 3) -> Setting:
+    """Always the same one."""
+    torch.manual_seed(0)
     rng = np.random.default_rng(0)
     blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[: NUM_ROWS * MAX_BLOCKS]
     params = np.array([GREEDY_PARAMS] * (NUM_ROWS + 1), np.float32)
@@ -114,6 +117,7 @@ def make_setting(num_random: int = 3) -> Setting:
             token_ids=rng.integers(0, VOCAB_SIZE, (NUM_ROWS, 32), np.int32),
             num_tokens=num_prompt + rng.integers(1, 12, NUM_ROWS, np.int32),
             num_prompt_tokens=num_prompt,
+            end_tokens=np.full((NUM_ROWS, 4), -1, np.int32),
             block_tables=blocks.reshape(1, NUM_ROWS, MAX_BLOCKS).astype(np.int32),
             features=features,
             params=np.ascontiguousarray(params.T),
@@ -131,13 +135,76 @@ def test_tokens_are_those_of_the_parts_and_are_noted(num_random, num_threads):
     for rows in ([4], [0, 2, 3, 6, 1], list(range(NUM_ROWS))):
         want = setting.tokens_of_parts(rows)
         before = arrays.num_tokens.copy()
-        got = step.run(*setting.launch(rows))
+        got, counts = step.run(*setting.launch(rows))
         assert got.tolist() == want.tolist()
+        assert counts.tolist() == [1] * len(rows)
         assert step.num_invalid == 0
         assert arrays.num_tokens[rows].tolist() == (before[rows] + 1).tolist()
         assert arrays.token_ids[rows, before[rows]].tolist() == got.tolist()
         others = [row for row in range(NUM_ROWS) if row not in rows]
         assert arrays.num_tokens[others].tolist() == before[others].tolist()
+
+
+def single_steps(rows: list[int], count: int) -> list[list[int]]:
+    """The next tokens of each row, one step after the other."""
+    setting = make_setting()
+    step = setting.step()
+    steps = [step.run(*setting.launch(rows))[0].tolist() for _ in range(count)]
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_drafts_are_verified_up_to_the_first_wrong_one(num_threads):
+    """Greedy rows and random ones, one without drafts, drafts that are wrong at each place."""
+    torch.set_num_threads(num_threads)
+    rows, num_right, num_drafts = [3, 0, 1, 2, 4, 5], [0, 0, 1, 2, 3, 3], [0, 2, 3, 3, 3, 3]
+    want = single_steps(rows, 4)
+    setting = make_setting()
+    arrays = setting.arrays
+    before = arrays.num_tokens.copy()
+    for tokens, row, right, count in zip(want, rows, num_right, num_drafts, strict=True):
+        drafts = [t if i < right else (t + 1) % VOCAB_SIZE for i, t in enumerate(tokens[:count])]
+        arrays.token_ids[row, before[row] : before[row] + count] = drafts
+    chosen, computed, ones = setting.launch(rows)
+    scheduled = ones + np.array(num_drafts, np.int32)
+    step = setting.step()
+    got, counts = step.run(chosen, computed, scheduled, num_drafts=sum(num_drafts))
+    assert counts.tolist() == [right + 1 for right in num_right]
+    assert got.tolist() == [t for row, n in zip(want, counts, strict=True) for t in row[:n]]
+    assert arrays.num_tokens[rows].tolist() == (before[rows] + counts).tolist()
+    for tokens, row, count in zip(want, rows, counts, strict=True):
+        assert arrays.token_ids[row, before[row] :][:count].tolist() == tokens[:count]
+    # The keys and values that they left are those of single steps.
+    following, _ = step.run(*setting.launch(rows))
+    assert following.tolist()[4:] == [tokens[4] for tokens in single_steps(rows, 5)[4:]]
+
+
+def test_several_decodes_are_single_steps_until_a_row_ends():
+    rows = [1, 4, 6]
+    want = single_steps(rows, 5)
+    setting = make_setting()
+    step = setting.step()
+    got, counts = step.run(*setting.launch(rows), num_decodes=2)
+    assert (got.tolist(), counts.tolist()) == ([t for row in want for t in row[:2]], [2, 2, 2])
+    setting.arrays.end_tokens[4, 1] = want[1][3]
+    end = want[1][2:].index(want[1][3]) + 1
+    got, counts = step.run(*setting.launch(rows), num_decodes=3)
+    assert step.num_done == end
+    assert got.tolist() == [t for row in want for t in row[2 : 2 + end]]
+    assert counts.tolist() == [end] * 3
+
+
+def test_a_row_that_fails_behind_its_first_token_ends_before():
+    want = single_steps([6, 4], 2)
+    setting = make_setting()
+    setting.model.embedding[want[0][0]] = torch.nan
+    start, step = int(setting.arrays.num_tokens[6]), setting.step()
+    got, counts = step.run(*setting.launch([6, 4]), num_decodes=3)
+    assert (got.tolist(), counts.tolist()) == ([want[0][0], *want[1]], [1, 2])
+    assert (step.num_done, step.num_invalid) == (2, 0)
+    assert setting.arrays.num_tokens[6] == start + 1
+    got, _ = step.run(*setting.launch([6]))
+    assert (got.tolist(), step.num_invalid) == ([-1], 1)
 
 
 def test_the_cache_is_written_as_by_the_decoder():
@@ -180,7 +247,8 @@ def change(name: str, value: int) -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(change("num_scheduled", 2), id="more than a token"),
+        pytest.param(change("num_scheduled", 2), id="more tokens than was said"),
+        pytest.param(change("num_scheduled", 0), id="no token"),
         pytest.param(change("num_computed", 0), id="not the newest token"),
         pytest.param(change("num_computed", -1), id="negative"),
         pytest.param(change("rows", NUM_ROWS), id="no such row"),
@@ -212,7 +280,8 @@ def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
     setting.arrays.token_ids[3, positions[1]] = 17
     setting.model.embedding[17] = torch.nan
     step = setting.step()
-    assert step.run(*setting.launch([0, 3, 5])).tolist() == [want[0], -1, want[2]]
+    got, _ = step.run(*setting.launch([0, 3, 5]))
+    assert got.tolist() == [want[0], -1, want[2]]
     assert step.num_invalid == 1
     assert setting.arrays.token_ids[3, positions[1] + 1] == 0
 
@@ -258,7 +327,8 @@ def test_formats_of_the_head():
         weight = (torch.randn(VOCAB_SIZE, HIDDEN) * HIDDEN**-0.5).bfloat16()
         setting.head = PackedWeight.quantize(weight, weight_format)
         want = setting.tokens_of_parts([2, 6])
-        assert setting.step().run(*setting.launch([2, 6])).tolist() == want.tolist()
+        got, _ = setting.step().run(*setting.launch([2, 6]))
+        assert got.tolist() == want.tolist()
 
 
 def test_positions_end_with_the_table_of_rotations():

@@ -2,7 +2,7 @@
 
 Source of the command-line flags, of the keywords of `EngineArgs` and of the reference in docs/.
 A field takes part unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field the
-platform decides when it is not given; `{"aliases": ("-x",)}` adds short flags. Independent of
+platform decides when it is not given; `{"aliases": ("-x",)}` adds other flags. Independent of
 argparse and the engine.
 """
 

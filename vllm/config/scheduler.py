@@ -45,6 +45,11 @@ class SchedulerConfig:
     """Schedule the next step while the current one is computed, if that saves time. Outputs are the
     same."""
 
+    num_scheduler_steps: int = field(default=1, metadata={"aliases": ("--num-scheduler-seqs",)})
+    """How many decodes of a steady batch run at most before the host is needed; above 1 it saves
+    time where steps are short. Outputs are the same. Tokens come in groups, and a new request waits
+    for the group to end. With drafts or stages of a pipeline it has no effect."""
+
     max_draft_tokens: int = field(default=0, metadata={"cli": False})
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
     static shapes prepares launches with this many more tokens."""
@@ -64,6 +69,7 @@ class SchedulerConfig:
             "max_num_batched_tokens",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "num_scheduler_steps",
         )
         check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens", "max_loras")
         check_one_of(self, "scheduling_policy", ("fcfs", "priority"))

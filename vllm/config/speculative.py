@@ -13,10 +13,19 @@ DraftMethod = Literal[
     "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "mlp_speculator", "medusa"
 ]
 
-_KEYS_WITHOUT_EFFECT = frozenset({"draft_tensor_parallel_size"})
+_EXACT = "a draft is right where it is the token that is sampled, so outputs are the same"
+KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
+    "draft_tensor_parallel_size": "a draft model is divided as the model",
+    "acceptance_method": _EXACT,
+    "posterior_threshold": _EXACT,
+    "posterior_alpha": _EXACT,
+    "disable_logprobs": "requests that ask for log-probabilities get them",
+    "disable_mqa_scorer": "there is one way to verify drafts",
+}
+"""Keys of `speculative_config` that are accepted and change nothing, and why."""
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
 _DEFAULT_DRAFTS = {
-    "ngram": 5,
+    "ngram": 10,
     "suffix": 16,
     "draft_model": 4,
     **{name: row.num_drafts for name, row in SPECULATORS.items()},
@@ -35,7 +44,7 @@ class DraftOptions:
     others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix, 2 for mtp,
+    """Maximum number of drafts of a request in one step. 0: 10 for ngram, 16 for suffix, 2 for mtp,
     as many as there are heads for mlp_speculator and medusa, 4 for the others."""
 
     prompt_lookup_min: int = 0
@@ -158,7 +167,7 @@ class SpeculativeConfig:
         if method is None:
             return None
         names = [f.name for f in fields(DraftOptions)]
-        if unknown := [name for name in given if name not in {*names, *_KEYS_WITHOUT_EFFECT}]:
+        if unknown := [name for name in given if name not in {*names, *KEYS_WITHOUT_EFFECT}]:
             raise ConfigError(
                 f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"

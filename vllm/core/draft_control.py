@@ -10,8 +10,10 @@ _MEMORY = 0.98
 _LEARNING = 0.15
 """How much one draft changes the share of right drafts of its request."""
 _INITIAL_ACCURACY = 0.8
-"""Share of right drafts while there is no experience; the share of a request without drafts
-returns to it, so that it tries again."""
+"""Share of right drafts while there is no experience, and no evidence; the share of a request
+without drafts returns to it, so that it tries again."""
+_MOST_EVIDENCE = 8
+"""More tokens than this that agree are no further evidence."""
 _LEARNING_OF_ALL = 0.01
 """How much one draft changes the share of right drafts that a new request is expected to have."""
 _RECOVERY = 0.004
@@ -22,11 +24,15 @@ _LEAST_STEPS = 3
 """Steps that have to be measured before their time is known."""
 _PLAIN_AT_FIRST, _PLAIN_PERIOD = 4, 64
 """While drafts pay, one step of so many has none; the first while no time without is known."""
-_FIRST_WAIT, _LONGEST_WAIT = 64, 4096
-"""While drafts do not pay: steps until they are tried again, which doubles each time."""
-_TRIES = 4
-"""Steps with drafts in each try."""
+_FIRST_WAIT, _LONGEST_WAIT = 16, 4096
+"""While drafts do not pay: steps until they are measured again, which doubles each time."""
+_FEW = 8
+"""So many steps in a row whose drafts would not pay are no reason to pause: the next ones may have
+better drafts."""
 _SHORT_PAUSE = 2
+_LARGEST_SURPRISE = 2.0
+"""A step counts as at most so many times longer than expected: a process that was interrupted tells
+nothing about drafts."""
 _LEAST_COST, _LARGEST_COST = 0.03, 0.95
 """Limits of a measured cost, as measurements are noisy."""
 
@@ -39,20 +45,15 @@ class StepCost:
 
     def record(self, num_tokens: int, seconds: float) -> None:
         """Add a step."""
+        expected = self.seconds(num_tokens)
+        if expected is not None:
+            seconds = min(seconds, _LARGEST_SURPRISE * expected)
         x, y = float(num_tokens), seconds
         self._weight = self._weight * _MEMORY + 1
         self._x = self._x * _MEMORY + x
         self._y = self._y * _MEMORY + y
         self._xx = self._xx * _MEMORY + x * x
         self._xy = self._xy * _MEMORY + x * y
-
-    def fade(self) -> None:
-        """Let a few steps from now on outweigh those that were seen."""
-        if self._weight <= _LEAST_STEPS:
-            return
-        kept = _LEAST_STEPS / self._weight
-        self._weight, self._x, self._y = float(_LEAST_STEPS), self._x * kept, self._y * kept
-        self._xx, self._xy = self._xx * kept, self._xy * kept
 
     def share_of_a_token(self, num_tokens: int) -> float:
         """What one more token costs, in steps of `num_tokens` tokens divided by their number: 0 if
@@ -95,15 +96,15 @@ class DraftPace:
         self._num_plain_steps = 0
         """Steps without drafts in a row."""
         self._wait = _FIRST_WAIT
-        self._tries_left = 0
+        self._num_declined = 0
+        """Steps in a row whose drafts would not have paid."""
         self._paused_rows = 0
         """Requests that ran when drafts did not pay; 0: they pay."""
 
     def pauses(self, num_rows: int) -> bool:
         """Whether no step has drafts for now, so that nobody has to think about them. A pause ends
         early when far fewer requests run."""
-        waits = self._num_plain_steps < self._wait and not self._tries_left
-        return waits and num_rows * 2 > self._paused_rows > 0
+        return self._num_plain_steps < self._wait and num_rows * 2 > self._paused_rows > 0
 
     def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Add a step of decodes; it has drafts where it has more tokens than rows."""
@@ -128,17 +129,21 @@ class DraftPace:
         plain, drafted = self._plain.seconds(num_rows), self._drafted.seconds(num_rows + num_drafts)
         if plain is None:
             return drafted is None or self._num_steps % _PLAIN_AT_FIRST != 0
-        if drafted is None or (num_rows + gain) * plain > num_rows * drafted:
-            self._wait, self._tries_left, self._paused_rows = _FIRST_WAIT, 0, 0
-            return self._num_steps % _PLAIN_PERIOD != 0
-        if self._tries_left:
-            self._tries_left -= 1
+        if drafted is None:
             return True
+        if (num_rows + gain) * plain > num_rows * drafted:
+            self._wait, self._num_declined, self._paused_rows = _FIRST_WAIT, 0, 0
+            return self._num_steps % _PLAIN_PERIOD != 0
+        self._num_declined += 1
+        if self._num_declined <= _FEW:
+            return False
         self._paused_rows = num_rows
         if self._num_plain_steps < self._wait:
             return False
-        self._wait, self._tries_left = min(2 * self._wait, _LONGEST_WAIT), _TRIES - 1
-        self._drafted.fade()
+        # All anew: what was measured may have been slow for other reasons.
+        self._drafted = StepCost()
+        self._wait, self._num_declined = min(2 * self._wait, _LONGEST_WAIT), _FEW
+        self._paused_rows = 0
         return True
 
 
@@ -146,49 +151,58 @@ class DraftControl:
     """Limits the drafts of each request, and counts what became of them.
 
     The i-th draft of a request gives a token with the probability p ** i, where p is the share of
-    its drafts that were right. It is worthwhile while that is more than what a token costs where it
-    is computed without a guess. And a step has drafts only where it then gives more tokens in a
-    second than one without.
+    its drafts with the same evidence that were right. It is worthwhile while that is more than what
+    a token costs where it is computed without a guess. And a step has drafts only where it then
+    gives more tokens in a second than one without.
 
     Args:
         max_drafts: limit per request.
         adaptive: False: always the limit.
         max_requests: no drafts while more requests than this run; 0: no limit.
 
+    Attributes:
+        num_declined_steps: see `DraftStats`; the caller counts.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool = True, max_requests: int = 0) -> None:
+        self.num_declined_steps = 0
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted = [0] * max_drafts
         self._max_drafts = max_drafts
         self._adaptive = adaptive
         self._max_requests = max_requests
-        self._usual_accuracy = _INITIAL_ACCURACY
-        """Share of right drafts of late, of all requests."""
+        self._usual_accuracy = [_initial_accuracy(n) for n in range(_MOST_EVIDENCE + 1)]
+        """Share of right drafts of late, of all requests, by evidence."""
         self._cost = StepCost()
         self._pace = DraftPace()
 
-    def limits(self, requests: Sequence[Request], num_running: int) -> list[int]:
+    def limits(
+        self, requests: Sequence[Request], num_running: int, most: Sequence[int] | None = None
+    ) -> list[int]:
         """How many drafts each request may have.
 
         Args:
             requests: that could have drafts in this step.
             num_running: requests that run.
+            most: drafts that each has at most; None: as many as any request may have.
         """
+        if most is None:
+            most = [self._max_drafts] * len(requests)
         if self._max_requests and num_running > self._max_requests:
             return [0] * len(requests)
         if not self._adaptive:
-            return [self._max_drafts] * len(requests)
+            return list(most)
         cost = self._cost.share_of_a_token(num_running)
         limits, expected = [], 0.0
-        for request in requests:
-            share = self._accuracy(request)
+        for request, room in zip(requests, most, strict=True):
+            evidence, share = self._accuracy(request)
             limit, gain = 0, share
-            while limit < self._max_drafts and gain > cost:
+            while limit < room and gain > cost:
                 limit, gain, expected = limit + 1, gain * share, expected + gain
-            if not limit:
-                request.draft_accuracy = share + _RECOVERY * (_INITIAL_ACCURACY - share)
+            if room and not limit:
+                recovered = share + _RECOVERY * (_initial_accuracy(evidence) - share)
+                request.draft_accuracy[evidence] = recovered
             limits.append(limit)
         if any(limits) and not self._pace.allows(num_running, sum(limits), expected):
             return [0] * len(requests)
@@ -218,16 +232,18 @@ class DraftControl:
             self._num_draft_tokens += drafted
             for place in range(right):
                 self._accepted[place] += 1
-            share = self._accuracy(request)
+            evidence, share = self._accuracy(request)
+            usual = self._usual_accuracy[evidence]
             for place in range(min(right + 1, drafted)):
                 share += _LEARNING * ((place < right) - share)
-                self._usual_accuracy += _LEARNING_OF_ALL * ((place < right) - self._usual_accuracy)
-            request.draft_accuracy = share
+                usual += _LEARNING_OF_ALL * ((place < right) - usual)
+            request.draft_accuracy[evidence], self._usual_accuracy[evidence] = share, usual
 
-    def _accuracy(self, request: Request) -> float:
-        """Share of right drafts that is expected of a request."""
-        share = request.draft_accuracy
-        return self._usual_accuracy if share < 0 else share
+    def _accuracy(self, request: Request) -> tuple[int, float]:
+        """The evidence for the drafts of a request, and the share of right ones to expect."""
+        evidence = min(request.draft_evidence, _MOST_EVIDENCE)
+        share = request.draft_accuracy.get(evidence)
+        return evidence, self._usual_accuracy[evidence] if share is None else share
 
     def stats(self) -> DraftStats:
         """What became of all drafts so far."""
@@ -235,6 +251,7 @@ class DraftControl:
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
             accepted=tuple(self._accepted),
+            num_declined_steps=self.num_declined_steps,
         )
 
     def record_time(self, num_tokens: int, num_rows: int, seconds: float) -> None:
@@ -247,3 +264,7 @@ class DraftControl:
         """
         self._cost.record(num_tokens, seconds)
         self._pace.record(num_tokens, num_rows, seconds)
+
+
+def _initial_accuracy(evidence: int) -> float:
+    return evidence / (evidence + 1) if evidence else _INITIAL_ACCURACY

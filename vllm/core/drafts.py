@@ -21,6 +21,10 @@ from vllm.request import Request
 
 BoolArray = npt.NDArray[np.bool_]
 
+_FEW, _PERIOD = 8, 8
+"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where
+texts repeat nothing, to look for those of a large batch takes a few per cent of a step."""
+
 
 class DraftSource(Protocol):
     """Guesses the next tokens of requests: from their own text, with a smaller model, ..."""
@@ -33,7 +37,7 @@ class DraftSource(Protocol):
         ids are inside the vocabulary.
 
         Args:
-            requests: all their tokens are known; only read.
+            requests: all their tokens are known. Only read, but for `draft_evidence`.
         """
         ...
 
@@ -65,6 +69,10 @@ class DraftPlanner:
         self._cache = cache
         self._clock = time.perf_counter
         self._last_result = 0.0
+        self._num_fruitless = 0
+        """Steps in a row for which nobody had drafts, or nobody was asked."""
+        self._is_declined = False
+        """The step that is planned has no drafts because they would not pay."""
         self._started: dict[int, tuple[int, int, float]] = {}
         """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
         started."""
@@ -78,38 +86,55 @@ class DraftPlanner:
             num_reserved: free blocks to leave alone.
         """
         running, rows = self._running, plan.rows
-        if self.control.pauses(len(rows)):
+        self._is_declined = self.control.pauses(len(rows))
+        if plan.budget <= 0 or self._is_declined:
             return
-        num_tokens = running.num_tokens[rows]
+        num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
         # The last token that a request may have is not run, so it is no draft either.
-        room = np.minimum(running.limit[rows] - num_tokens - 1, self._source.max_drafts)
-        num_computed = running.num_computed[rows]
+        room = running.limit[rows] - num_tokens - 1
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
-        places = np.flatnonzero(
+        places = (
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
-        )
-        if plan.budget <= 0:
+        ).nonzero()[0]
+        if not len(places) or not self._asks():
             return
-        known = [len(request.token_ids) for request in running.at(rows[places])]
-        places = places[num_tokens[places] == known]  # no token of them is in flight
-        if not len(places):
+        known, rooms = num_tokens[places].tolist(), room[places].tolist()
+        # Those of which no token is in flight.
+        free = [
+            (request, most)
+            for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
+            if len(request.token_ids) == count and _is_asked(request)
+        ]
+        if not free:
             return
-        limits = self.control.limits(running.at(rows[places]), len(rows))
-        room = np.minimum(room[places], limits)
-        places, room = places[room > 0], room[room > 0]
-        if not len(places):
-            return
-        requests = running.at(rows[places])
+        requests = [request for request, _ in free]
         proposed = self._source.propose(requests)
+        most_of = [
+            min(len(guess), most, self._source.max_drafts)
+            for guess, (_, most) in zip(proposed, free, strict=True)
+        ]
+        if not any(most_of):
+            return
+        limits = self.control.limits(requests, len(rows), most_of)
+        self._is_declined = not any(limits)
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
-        for request, guess, most in zip(requests, proposed, room.tolist(), strict=True):
-            count = min(len(guess), most, budget)
+        for request, guess, limit in zip(requests, proposed, limits, strict=True):
+            count = min(limit, budget)
             count = self._take_blocks(request, count, plan, num_reserved)
             if count > 0:
+                request.num_undrafted = 0
                 drafts[request.row] = list(guess[:count])
                 budget -= count
+        if drafts:
+            self._num_fruitless = 0
         plan.add_drafts(drafts)
+
+    def _asks(self) -> bool:
+        """Whether drafts are looked for in this step, which counts as one without until there are
+        some."""
+        self._num_fruitless += 1
+        return _is_due(self._num_fruitless)
 
     def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
         """Whether each row of a step runs again only when the step has its result: its drafts may
@@ -134,6 +159,7 @@ class DraftPlanner:
         total = int(num_tokens.sum())
         if total == len(num_tokens) + sum(map(len, plan.drafts.values())):
             self._started[step_id] = total, len(num_tokens), self._clock()
+            self.control.num_declined_steps += self._is_declined
 
     def record(self, step: Step, counts: IntArray | None) -> None:
         """Count the result of a step.
@@ -170,3 +196,13 @@ class DraftPlanner:
             plan.add_blocks(row, num_new, cache.extend([request] * num_new))
             self._running.capacity[row] += num_new * cache.block_size
         return count
+
+
+def _is_asked(request: Request) -> bool:
+    """The same for a request."""
+    request.num_undrafted += 1
+    return _is_due(request.num_undrafted)
+
+
+def _is_due(count: int) -> bool:
+    return count <= _FEW or count % _PERIOD == 0

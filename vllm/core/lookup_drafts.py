@@ -40,6 +40,7 @@ class NgramDrafts:
         if index is None:
             return []
         end, length = index.find(request.token_ids[-self._most :], self._most)
+        request.draft_evidence = length
         return index.continuation(end, self.max_drafts) if length else []
 
     def _index(self, request: Request) -> TokenIndex | None:
@@ -95,6 +96,7 @@ class SuffixDrafts(NgramDrafts):
                 found = index.continuation(end, self._count(length), _END)
                 if found:
                     best, best_length = found, length
+        request.draft_evidence = best_length
         return best
 
     def _count(self, length: int) -> int:

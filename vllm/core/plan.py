@@ -31,8 +31,12 @@ class Plan:
     """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Admitted requests that were never admitted before."""
+    num_decodes: int = 1
+    """See `SchedulerOutput`."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """row -> guesses of its next tokens, which `num_tokens` includes."""
+    num_drafts: IntArray | None = None
+    """How many each row has; None: none has any."""
 
     def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
         """Append `count` more blocks per group to a running row, after those that it already
@@ -51,14 +55,8 @@ class Plan:
         counts = np.array([len(drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
         self.num_tokens = self.num_tokens + counts
         self.budget -= int(counts.sum())
-        self.drafts = drafts
+        self.drafts, self.num_drafts = drafts, counts
         self.only_decodes = False
-
-    def num_drafts_of(self, rows: IntArray) -> IntArray | None:
-        """Number of drafts of each row; None if no row of the step has drafts."""
-        if not self.drafts:
-            return None
-        return np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
 
     def drafts_of(self, rows: IntArray) -> IntArray | None:
         """The drafts of all given rows, concatenated; None if no row of the step has drafts."""
@@ -71,24 +69,30 @@ class Plan:
         """Append rows. The caller has already subtracted their tokens from the budget."""
         self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
         self.num_tokens = np.concatenate([self.num_tokens, np.array(num_tokens, np.int32)])
+        if self.num_drafts is not None:
+            self.num_drafts = np.concatenate([self.num_drafts, np.zeros(len(rows), np.int32)])
         self.only_decodes = False
 
-    def decodes_first(self) -> tuple[IntArray, IntArray]:
-        """Rows with tokens to run, and their numbers of tokens: rows with one token first, then
-        rows with drafts, then the others."""
-        rows, num_tokens = self.rows, self.num_tokens
+    def decodes_first(self) -> tuple[IntArray, IntArray, IntArray | None]:
+        """Rows with tokens to run, their numbers of tokens, and of drafts if there are any: rows
+        with one token first, then rows with drafts, then the others."""
+        rows, num_tokens, num_drafts = self.rows, self.num_tokens, self.num_drafts
         if self.has_idle and not (runs := num_tokens > 0).all():
             rows, num_tokens = rows[runs], num_tokens[runs]
+            num_drafts = None if num_drafts is None else num_drafts[runs]
         if self.only_decodes:
-            return rows, num_tokens
+            return rows, num_tokens, num_drafts
+        if num_drafts is not None and num_drafts.all():
+            return rows, num_tokens, num_drafts
         several = num_tokens > 1
         if several.any():
             group = several.astype(np.int8)
-            if self.drafts:
-                group[several & ~np.isin(rows, list(self.drafts))] = 2
+            if num_drafts is not None:
+                group[several & (num_drafts == 0)] = 2
             order = np.argsort(group, kind="stable")
             rows, num_tokens = rows[order], num_tokens[order]
-        return rows, num_tokens
+            num_drafts = None if num_drafts is None else num_drafts[order]
+        return rows, num_tokens, num_drafts
 
 
 def share_budget(want: IntArray, budget: int) -> IntArray:

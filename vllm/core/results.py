@@ -1,7 +1,7 @@
 """Applies the sampled tokens of a step to its requests. A request may get one token, several or
 none."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,7 +24,8 @@ class StepResult:
     finished: dict[str, Finished]
     """Requests that have ended, by id; they still have rows and blocks."""
     shortened: dict[int, int] = field(default_factory=dict)
-    """row -> number of blocks that are left, for rows whose blocks for wrong drafts were freed."""
+    """row -> number of blocks that are left, for rows whose blocks for tokens that have not come
+    were freed."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Log-probabilities of the tokens, by request id."""
@@ -51,77 +52,91 @@ def apply_tokens(
     Args:
         step: n rows, which belong to the requests that it ran.
         token_ids: of these rows, row by row.
-        counts: [n] tokens of each; None: one each, and none had drafts.
+        counts: [n] tokens of each; None: one each, and no more were expected.
         running: has the requests.
         cache: has their blocks.
     """
     if counts is None:
         tokens = token_ids.tolist()
-        finished = _append(step, tokens, token_ids, running)
+        for request, token_id in zip(step.requests, tokens, strict=True):
+            request.token_ids.append(token_id)
+        ends = _ends(step, None, tokens, token_ids, step.num_tokens, running)
+        finished = {step.request_ids[place]: end for place, end in ends}
         return StepResult(step.request_ids.copy(), tokens, None, finished)
-    shortened = _undo_drafts(step, counts, running, cache)
-    # Column by column: the first token of each row, then the second token of rows with two ...
-    starts = np.cumsum(counts) - counts
-    num_before = step.num_tokens - 1
-    if step.num_drafts is not None:
-        num_before = num_before - step.num_drafts
+    num_expected = step.num_expected
+    if num_expected is None:
+        num_expected = np.ones_like(counts)
+    shortened = _take_back(step, num_expected - counts, running, cache)
+    within = positions_within(counts)
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    num_tokens = (step.num_tokens - num_expected)[owner] + within + 1
+    tokens = token_ids.tolist()
+    ends = _ends(step, owner, tokens, token_ids, num_tokens, running)
     taken, finished = counts.copy(), {}
-    for column in range(int(counts.max(initial=0))):
-        places = np.flatnonzero(taken > column)
-        part = replace(step.select(places.tolist()), num_tokens=num_before[places] + column + 1)
-        newest = token_ids[starts[places] + column]
-        ended = _append(part, newest.tolist(), newest, running)
-        has_ended = [request_id in ended for request_id in part.request_ids]
-        taken[places[has_ended]] = column + 1
-        finished.update(ended)
+    for place, end in reversed(ends):  # the first end of each comes last
+        index = owner[place]
+        taken[index] = within[place] + 1
+        finished[step.request_ids[index]] = end
+    starts = np.cumsum(counts) - counts
+    for request, start, count in zip(step.requests, starts.tolist(), taken.tolist(), strict=True):
+        request.token_ids += tokens[start : start + count]
     some = np.flatnonzero(taken)
+    if finished:
+        tokens = token_ids[within < taken[owner]].tolist()
     return StepResult(
         request_ids=[step.request_ids[i] for i in some.tolist()],
-        token_ids=token_ids[positions_within(counts) < np.repeat(taken, counts)].tolist(),
+        token_ids=tokens,
         num_tokens=None if (taken[some] == 1).all() else taken[some].tolist(),
         finished=finished,
         shortened=shortened,
     )
 
 
-def _append(
-    step: Step, tokens: list[int], token_ids: IntArray, running: RunningBatch
-) -> dict[str, Finished]:
-    """Append a token to each request. Returns the requests that end with it, by id."""
-    for request, token_id in zip(step.requests, tokens, strict=True):
-        request.token_ids.append(token_id)
-    rows = step.rows
+def _ends(
+    step: Step,
+    owner: IntArray | None,
+    tokens: list[int],
+    token_ids: IntArray,
+    num_tokens: IntArray,
+    running: RunningBatch,
+) -> list[tuple[int, Finished]]:
+    """Which of t tokens end their requests, and how, in their order.
+
+    Args:
+        step: has the requests.
+        owner: [t] index of the request of each token; None: one token each.
+        tokens, token_ids: [t] the same numbers twice.
+        num_tokens: [t] tokens of its request with it.
+        running: has the limits.
+    """
+    rows = step.rows if owner is None else step.rows[owner]
     is_eos = token_ids == running.eos[rows]
-    is_limit = step.num_tokens >= running.limit[rows]
+    is_limit = num_tokens >= running.limit[rows]
     is_suspect = is_eos | is_limit
     if running.num_with_stop_tokens:
         is_suspect |= running.has_stop_tokens[rows]
-    finished: dict[str, Finished] = {}
-    for index in is_suspect.nonzero()[0].tolist():
-        request, token_id = step.requests[index], tokens[index]
-        if is_eos[index]:
-            finished[request.request_id] = Finished(FinishReason.STOP)
+    ends = []
+    for place in is_suspect.nonzero()[0].tolist():
+        token_id, request = tokens[place], step.requests[place if owner is None else owner[place]]
+        if is_eos[place]:
+            ends.append((place, Finished(FinishReason.STOP)))
         elif token_id in request.spec.stop_token_ids:
-            finished[request.request_id] = Finished(FinishReason.STOP, token_id)
-        elif is_limit[index]:
-            finished[request.request_id] = Finished(FinishReason.LENGTH)
-    return finished
+            ends.append((place, Finished(FinishReason.STOP, token_id)))
+        elif is_limit[place]:
+            ends.append((place, Finished(FinishReason.LENGTH)))
+    return ends
 
 
-def _undo_drafts(
-    step: Step, counts: IntArray, running: RunningBatch, cache: KVCacheManager
+def _take_back(
+    step: Step, num_missing: IntArray, running: RunningBatch, cache: KVCacheManager
 ) -> dict[int, int]:
-    """Undo the computed tokens and the blocks of wrong drafts. Returns row -> number of blocks that
-    are left, where some were freed."""
-    if step.num_drafts is None:
-        assert (counts == 1).all(), "a row without drafts has one token"
-        return {}
+    """Undo the computed tokens and the blocks of tokens that were expected and have not come.
+    Returns row -> number of blocks that are left, where some were freed."""
     rows = step.rows
-    rejected = 1 + step.num_drafts - counts
-    running.num_tokens[rows] -= rejected
-    running.num_computed[rows] -= rejected
+    running.num_tokens[rows] -= num_missing
+    running.num_computed[rows] -= num_missing
     shortened = {}
-    for place in np.flatnonzero(rejected).tolist():
+    for place in np.flatnonzero(num_missing).tolist():
         row = int(rows[place])
         num_blocks = cache.shorten(step.requests[place], int(running.num_tokens[row]))
         if num_blocks is not None:

@@ -11,10 +11,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from vllm.messages import IntArray
+from vllm.messages import NO_TOKEN, IntArray
 from vllm.request import Request, RequestStatus
-
-NO_TOKEN = -1
 
 _sort_key = attrgetter("sort_key")
 
@@ -36,6 +34,7 @@ class RunningBatch:
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
+        num_with_one_decode: running requests of which a step runs one decode only.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -52,6 +51,7 @@ class RunningBatch:
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
         self.num_with_stop_tokens = 0
+        self.num_with_one_decode = 0
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._sorted: list[Request] = []
@@ -136,6 +136,23 @@ class RunningBatch:
             return False
         return adapter.key in self.adapters or len(self.adapters) < max_loras
 
+    def num_decodes(self, rows: IntArray, most: int) -> int:
+        """How many decodes of these rows, which have one token to run each, can run one after the
+        other before the host is needed: at least 1, at most `most`.
+
+        Args:
+            rows: of all running requests.
+            most: at least 1.
+        """
+        if most == 1 or self.num_with_one_decode or not len(rows):
+            return 1
+        num_tokens, num_computed = self.num_tokens[rows], self.num_computed[rows]
+        is_decode = (num_tokens - num_computed == 1) & (num_computed >= self.num_prompt[rows])
+        if self.awaits_result[rows].any() or not is_decode.all():
+            return 1
+        # One that ends with its first decode does so in a step of one.
+        return max(1, min(most, int((self.limit[rows] - num_tokens).min())))
+
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
         """Give a request a row. The caller has checked that one is free."""
         row = self._free_rows.pop()
@@ -157,6 +174,7 @@ class RunningBatch:
             self.adapters[spec.adapter.key] += 1
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
+        self.num_with_one_decode += not spec.allows_several_decodes
         insort(self._sorted, request, key=_sort_key)
         self._order = None
 
@@ -171,5 +189,6 @@ class RunningBatch:
                 self.adapters += Counter()  # without those that nobody uses
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
+            self.num_with_one_decode -= not request.spec.allows_several_decodes
             request.row = -1
         self._order = None

@@ -6,7 +6,8 @@ decode and the return after preemption are all "schedule n more tokens of this r
 A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
 and the token it will sample as there, before their values are known. Drafts are counted as if all
 of them were right; the result takes back those that were not. Until then their request waits, and
-so does one that gets drafts as soon as its tokens are known.
+so does one that gets drafts as soon as its tokens are known. In the same way a step counts several
+decodes of a steady batch as done, and its rows wait for the result, which may have fewer.
 """
 
 import itertools
@@ -89,6 +90,9 @@ class Scheduler:
             else config.max_num_batched_tokens
         )
         self._num_stages = num_stages
+        self._max_decodes = config.num_scheduler_steps
+        if draft_source is not None or num_stages > 1:
+            self._max_decodes = 1
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
@@ -186,9 +190,9 @@ class Scheduler:
             plan.passed_blocks = free_passed_blocks(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
-        if self.waiting and self._preemption.has_row_for(self.waiting.peek()):
+        if self._may_admit:
             self._admit(plan)
-        rows, num_scheduled = plan.decodes_first()
+        rows, num_scheduled, num_drafts = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
@@ -197,7 +201,7 @@ class Scheduler:
         if len(rows):
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
-            self._launch(step_id, rows, num_computed, num_scheduled, plan)
+            self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
                 shortened, self._shortened = list(self._shortened.items()), {}
@@ -211,10 +215,11 @@ class Scheduler:
             block_rows=plan.block_rows,
             block_ids=np.array(plan.block_ids, np.int32) if plan.block_ids else _NO_ROWS,
             passed_blocks=plan.passed_blocks,
-            num_draft_tokens=plan.num_drafts_of(rows),
+            num_draft_tokens=num_drafts,
             draft_token_ids=plan.drafts_of(rows),
             shortened_tables=shortened,
             block_moves=moves,
+            num_decodes=plan.num_decodes,
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
@@ -227,7 +232,7 @@ class Scheduler:
         prompt_logprobs = step.unsent_prompt_logprobs(output)
         finished: dict[str, Finished] = {}
         token_ids, counts = output.token_ids, output.num_tokens
-        if counts is None and step.num_drafts is not None:
+        if counts is None and step.num_expected is not None:
             counts = np.ones(len(step.rows), np.int32)
         if step.removed_rows or output.errors:
             finished = self._finish_failed(step, output.errors)
@@ -236,9 +241,8 @@ class Scheduler:
         self.running.awaits_result[step.rows] = False
         if self._drafts is not None:
             self._drafts.record(step, counts)
-            for later in self._in_flight if self._num_stages == 1 else ():
-                waits = self._drafts.waits(later.rows, has_drafts=later.num_drafts is not None)
-                self.running.awaits_result[later.rows] = waits
+        for later in self._in_flight:
+            self._mark_waiting(later)
         result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
@@ -274,9 +278,11 @@ class Scheduler:
     # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
-        """Plan tokens for the running requests. Preempts requests until the blocks fit."""
+        """Plan tokens for the running requests. Preempts requests until the blocks fit, none of
+        them for further decodes."""
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
+        most_decodes = 1 if self._may_admit else self._max_decodes
         while True:
             rows = running.order
             num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
@@ -290,11 +296,15 @@ class Scheduler:
             num_tokens = want
             if not only_decodes:
                 num_tokens = share_budget(np.minimum(want, self._chunk_limit), budget)
-            lack = computed + num_tokens - running.capacity[rows]
+            num_decodes = running.num_decodes(rows, most_decodes) if only_decodes else 1
+            lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
             if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
                 break
+            if num_decodes > 1:
+                most_decodes = 1
+                continue
             self._warn_of_preemption(running.last)
             self._preempt(running.last)
         block_rows, block_ids = _NO_ROWS, []
@@ -310,7 +320,13 @@ class Scheduler:
             block_ids=block_ids,
             only_decodes=only_decodes,
             has_idle=bool(self._in_flight) or not only_decodes or self._num_stages > 1,
+            num_decodes=num_decodes,
         )
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a request waits, and there is a row for it."""
+        return bool(self.waiting) and self._preemption.has_row_for(self.waiting.peek())
 
     def _remember_prefills(self, plan: Plan) -> None:
         """Add the blocks that running prompts fill in this step to the prefix cache."""
@@ -410,6 +426,7 @@ class Scheduler:
         rows: IntArray,
         num_computed: IntArray,
         num_scheduled: IntArray,
+        num_drafts: IntArray | None,
         plan: Plan,
     ) -> None:
         """Book a step: count its tokens as computed, and the tokens that it will sample as
@@ -417,33 +434,45 @@ class Scheduler:
         running = self.running
         prompt_chunks = running.prompt_chunks(rows, num_computed)
         after = num_computed + num_scheduled
+        if plan.num_decodes > 1:
+            after += plan.num_decodes - 1
         running.num_computed[rows] = after
         if not plan.only_decodes:
             samples = after >= running.num_tokens[rows]
             if not samples.all():
                 rows, after = rows[samples], after[samples]
+                num_drafts = None if num_drafts is None else num_drafts[samples]
         num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
-        if self._num_stages > 1:
-            running.awaits_result[rows] = True
-        elif self._drafts is not None:
-            running.awaits_result[rows] = self._drafts.waits(rows, has_drafts=bool(plan.drafts))
         if self._drafts is not None:
             self._drafts.begin(step_id, num_scheduled, plan)
         requests, request_ids = running.named(rows)
-        self._in_flight.append(
-            Step(
-                step_id=step_id,
-                rows=rows,
-                requests=requests,
-                request_ids=request_ids,
-                num_tokens=num_tokens,
-                num_drafts=plan.num_drafts_of(rows),
-                admitted=plan.first_admitted,
-                started_at=time.time() if plan.first_admitted else 0.0,
-                prompt_chunks=prompt_chunks,
-            )
+        step = Step(
+            step_id=step_id,
+            rows=rows,
+            requests=requests,
+            request_ids=request_ids,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            num_decodes=plan.num_decodes,
+            admitted=plan.first_admitted,
+            started_at=time.time() if plan.first_admitted else 0.0,
+            prompt_chunks=prompt_chunks,
         )
+        self._mark_waiting(step)
+        self._in_flight.append(step)
+
+    def _mark_waiting(self, step: Step) -> None:
+        """Note which rows of a step in flight run again only when it has its result: where it takes
+        the result to know how many tokens there are, or what the token is."""
+        rows = step.rows
+        if step.removed_rows:
+            rows = rows[~np.isin(rows, list(step.removed_rows))]
+        if self._num_stages > 1 or step.num_decodes > 1:
+            self.running.awaits_result[rows] = True
+        elif self._drafts is not None:
+            has_drafts = step.num_drafts is not None
+            self.running.awaits_result[rows] = self._drafts.waits(rows, has_drafts=has_drafts)
 
     # ---- results --------------------------------------------------------------------------
 

@@ -18,9 +18,12 @@ class Step:
     requests: list[Request]
     request_ids: list[str]
     num_tokens: IntArray
-    """Tokens of each request, counting the sampled token, and all drafts as if they were right."""
+    """Tokens of each request, counting the sampled tokens, those of all decodes, and all drafts as
+    if they were right."""
     num_drafts: IntArray | None
     """Number of drafts of each request; None if no request has drafts."""
+    num_decodes: int
+    """See `SchedulerOutput`."""
     admitted: list[Request]
     """Requests that are admitted for the first time in this step."""
     started_at: float
@@ -29,6 +32,17 @@ class Step:
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
     removed_rows: set[int] = field(default_factory=set)
     """Rows whose request has left since; a row may belong to another request by now."""
+
+    @property
+    def num_expected(self) -> IntArray | None:
+        """Tokens of each request that scheduling has counted as sampled by this step; None: one
+        each."""
+        if self.num_drafts is not None:
+            found: IntArray = self.num_drafts + np.int32(1)
+            return found
+        if self.num_decodes > 1:
+            return np.full(len(self.rows), self.num_decodes, np.int32)
+        return None
 
     def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
         """The step without some rows, and the indices of the entries that stay."""

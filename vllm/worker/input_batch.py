@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm.messages import NULL_BLOCK_ID, IntArray, NewRequest, SchedulerOutput
+from vllm.messages import (
+    MAX_END_TOKENS,
+    NO_TOKEN,
+    NULL_BLOCK_ID,
+    IntArray,
+    NewRequest,
+    SchedulerOutput,
+)
 from vllm.utils.ragged import positions_within
 
 
@@ -40,6 +47,8 @@ class InputBatch:
         block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
             them is `block_table`.
         num_blocks: [rows] how many of them are given, in every group.
+        end_tokens: [rows, MAX_END_TOKENS] tokens that end the request, and NO_TOKEN behind them; a
+            row that has more has the first of them.
     """
 
     # Tokens that a step in flight samples are counted as known, though their values come later,
@@ -54,6 +63,7 @@ class InputBatch:
         self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.block_table: IntArray = self.block_tables[0]
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.end_tokens: IntArray = np.full((max_num_seqs, MAX_END_TOKENS), NO_TOKEN, np.int32)
         self._owner: IntArray = np.zeros(max_num_seqs, np.int32)
         """Number of requests that each row has had."""
 
@@ -126,6 +136,21 @@ class InputBatch:
         self.token_ids[rows, positions] = token_ids
         return rows, token_ids
 
+    def ends(self, rows: IntArray, token_ids: IntArray) -> bool:
+        """Whether one of these tokens, one for each row, ends its request."""
+        return bool((self.end_tokens[rows] == token_ids[:, None]).any())
+
+    def retract(self, expected: ExpectedTokens, places: IntArray) -> None:
+        """Take a token of some rows and what follows it back.
+
+        Args:
+            expected: m rows with one token each.
+            places: indices of the rows.
+        """
+        rows = expected.rows[places]
+        is_same = self._owner[rows] == expected.owners[places]
+        self.num_tokens[rows[is_same]] = expected.positions[places][is_same]
+
     def _place(self, new: NewRequest) -> None:
         row, prompt, output = new.row, new.request.prompt_token_ids, new.output_token_ids
         num_prompt, num_tokens = len(prompt), len(prompt) + len(output)
@@ -133,6 +158,9 @@ class InputBatch:
         self.token_ids[row, num_prompt:num_tokens] = output
         self.num_prompt_tokens[row] = num_prompt
         self.num_tokens[row] = num_tokens
+        ends = new.request.end_token_ids[:MAX_END_TOKENS]
+        self.end_tokens[row] = NO_TOKEN
+        self.end_tokens[row, : len(ends)] = ends
         self._owner[row] += 1
         num_groups = len(self.block_tables)
         num_blocks = len(new.block_ids) // num_groups

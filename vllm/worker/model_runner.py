@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -226,6 +227,8 @@ class ModelRunner:
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch a step. Calling the result waits for its tokens."""
+        if step.num_decodes > 1:
+            return self._start_decodes(step)
         launches = [self._launch(launch) for launch in self.planner.plan(step)]
         if not self.stage.is_last:
             expected = [each for _, each in launches]
@@ -233,6 +236,64 @@ class ModelRunner:
                 self._awaited[step.step_id] = expected
             launches = []
         return lambda: self._collect(step.step_id, launches)
+
+    def _start_decodes(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Launch the decodes of a step one after the other. Where their tokens are known at once,
+        the first that ends a row is the last."""
+        waits = self._needs_tokens(step)
+        decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]] = []
+        for index in range(step.num_decodes):
+            part = msgspec.structs.replace(
+                step, num_decodes=1, num_computed_tokens=step.num_computed_tokens + np.int32(index)
+            )
+            launches = [self._launch(launch) for launch in self.planner.plan(part)]
+            output = self._collect(step.step_id, launches) if waits else None
+            decodes.append((launches, output))
+            if output is None:
+                continue
+            if output.errors or self.batch.ends(output.rows, output.token_ids):
+                self._skip_decodes(step, index + 1)
+                break
+        return lambda: self._join_decodes(step.step_id, decodes)
+
+    def _skip_decodes(self, step: SchedulerOutput, num_done: int) -> None:
+        """Only the first decodes of a step have run."""
+        self._num_useful_tokens -= (step.num_decodes - num_done) * len(step.rows)
+
+    def _join_decodes(
+        self,
+        step_id: int,
+        decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]],
+    ) -> ModelRunnerOutput:
+        """The results of several decodes of the same rows. A row whose sampling fails behind its
+        first token ends before it: it fails when it is run again, with the tokens before it
+        sent."""
+        outputs = [
+            self._collect(step_id, launches) if output is None else output
+            for launches, output in decodes
+        ]
+        first = outputs[0]
+        counts = np.full(len(first.rows), len(outputs), np.int32)
+        for index in range(len(outputs) - 1, 0, -1):
+            if outputs[index].errors:
+                failed = np.isin(first.rows, list(outputs[index].errors))
+                counts[failed] = index
+                for _, expected in decodes[index][0]:
+                    is_failed = np.isin(expected.rows, first.rows[failed])
+                    self._retract(expected, np.flatnonzero(is_failed).astype(np.int32))
+        token_ids = np.stack([output.token_ids for output in outputs], 1)
+        is_output = np.arange(len(outputs)) < counts[:, None]
+        return ModelRunnerOutput(
+            step_id=step_id,
+            rows=first.rows,
+            token_ids=token_ids[is_output],
+            num_tokens=counts,
+            errors=first.errors,
+        )
+
+    def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
+        """Take tokens of some rows back; see `InputBatch.retract`."""
+        self.batch.retract(expected, places)
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """See `Worker.record_tokens`."""

@@ -320,7 +320,7 @@ class _CoreCounters:
 
     def totals(self, stats: SchedulerStats) -> SchedulerStats:
         """`stats` with the counters of all cores together."""
-        queries, hits, preemptions, num_drafts, num_draft_tokens, *rest = map(
+        queries, hits, preemptions, num_drafts, num_draft_tokens, num_declined, *rest = map(
             add, self._base, self._last
         )
         accepted, runner = rest[: self._max_drafts], rest[self._max_drafts :]
@@ -330,7 +330,10 @@ class _CoreCounters:
             num_prefix_hits=hits,
             num_preemptions=preemptions,
             drafts=DraftStats(
-                num_drafts=num_drafts, num_draft_tokens=num_draft_tokens, accepted=tuple(accepted)
+                num_drafts=num_drafts,
+                num_draft_tokens=num_draft_tokens,
+                num_declined_steps=num_declined,
+                accepted=tuple(accepted),
             ),
             runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
         )
@@ -344,6 +347,7 @@ class _CoreCounters:
             stats.num_preemptions,
             drafts.num_drafts,
             drafts.num_draft_tokens,
+            drafts.num_declined_steps,
             *accepted[: self._max_drafts],
             *msgspec.structs.astuple(stats.runner),
         )
@@ -363,6 +367,7 @@ def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
         ("drafts", "Rows of steps with drafts.", drafts.num_drafts),
         ("draft_tokens", "Drafts verified.", drafts.num_draft_tokens),
         ("accepted_tokens", "Drafts that were right.", sum(drafts.accepted)),
+        ("declined_steps", "Steps whose drafts would not have paid.", drafts.num_declined_steps),
     ):
         metrics.counter(f"vllm:spec_decode_num_{name}", help).value = value
     places = metrics.counters(

@@ -129,6 +129,7 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
         drafts=DraftStats(
             num_drafts=sum(stats.drafts.num_drafts for stats in every),
             num_draft_tokens=sum(stats.drafts.num_draft_tokens for stats in every),
+            num_declined_steps=sum(stats.drafts.num_declined_steps for stats in every),
             accepted=tuple(map(sum, places)),
         ),
         runner=reduce(_add_runners, (stats.runner for stats in every)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config.speculative import KEYS_WITHOUT_EFFECT
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.utils.arguments import flag_of
@@ -67,8 +68,6 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
-_ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
-_NO_DRAFTS = "speculative_config has the settings of a draft model, which is divided as the model"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
@@ -113,8 +112,6 @@ _ARGUMENTS = (
         "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
-    _ignored("num_scheduler_steps", 1, _ONE_STEP),
-    _ignored("num_scheduler_seqs", 1, _ONE_STEP),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
     _ignored("num_lookahead_slots", 0, _V0_ONLY),
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),
@@ -164,12 +161,29 @@ _ARGUMENTS = (
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
-    _ignored("speculative_draft_tensor_parallel_size", 1, _NO_DRAFTS, aliases=("-spec-draft-tp",)),
-    _ignored("speculative_disable_mqa_scorer", False, _NO_DRAFTS),
-    _ignored("spec_decoding_acceptance_method", "rejection_sampler", _NO_DRAFTS),
-    _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
-    _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),
-    _ignored("disable_logprobs_during_spec_decoding", True, _NO_DRAFTS),
+    _ignored(
+        "speculative_draft_tensor_parallel_size",
+        1,
+        KEYS_WITHOUT_EFFECT["draft_tensor_parallel_size"],
+        aliases=("-spec-draft-tp",),
+    ),
+    _ignored("speculative_disable_mqa_scorer", False, KEYS_WITHOUT_EFFECT["disable_mqa_scorer"]),
+    _ignored(
+        "spec_decoding_acceptance_method",
+        "rejection_sampler",
+        KEYS_WITHOUT_EFFECT["acceptance_method"],
+    ),
+    _ignored(
+        "typical_acceptance_sampler_posterior_threshold",
+        0.09,
+        KEYS_WITHOUT_EFFECT["posterior_threshold"],
+    ),
+    _ignored(
+        "typical_acceptance_sampler_posterior_alpha", 0.3, KEYS_WITHOUT_EFFECT["posterior_alpha"]
+    ),
+    _ignored(
+        "disable_logprobs_during_spec_decoding", True, KEYS_WITHOUT_EFFECT["disable_logprobs"]
+    ),
     _ignored("fully_sharded_loras", False, _LORA_SHARDS),
     _ignored("lora_extra_vocab_size", 256, _LORA_OFF),
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),

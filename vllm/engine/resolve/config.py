@@ -42,7 +42,12 @@ from vllm.engine.resolve.model_options import (
 from vllm.engine.resolve.parallel import resolve_parallel
 from vllm.engine.resolve.pooling import for_pooling, resolve_pooler
 from vllm.engine.resolve.replicas import resolve_device
-from vllm.engine.resolve.speculative import asked_draft_model, check_draft_model, max_draft_tokens
+from vllm.engine.resolve.speculative import (
+    asked_draft_model,
+    check_draft_model,
+    max_draft_tokens,
+    resolve_decodes,
+)
 from vllm.engine.resolve.speculators import check_speculator, find_method, resolve_speculator
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -99,6 +104,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         max_draft_tokens=max_draft_tokens(speculative, model, platform),
         max_loras=lora.max_loras,
     )
+    scheduler = resolve_decodes(scheduler, num_stages)
     cache = _resolve_cache(settings, platform)
     observability = _section(
         ObservabilityConfig,

@@ -1,10 +1,12 @@
-"""The model that makes drafts, and whether drafts can be made."""
+"""The model that makes drafts, whether drafts can be made, and what else they decide."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config import ModelConfig, SchedulerConfig, SpeculativeConfig
+from vllm.config.speculative import KEYS_WITHOUT_EFFECT
 from vllm.engine.resolve.model_options import resolve_quantization
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -85,6 +87,11 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
 def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platform: Platform) -> int:
     """Drafts that a step verifies for one request; 0: there are none."""
     drafts = speculative.drafts
+    for key, value in speculative.speculative_config.items():
+        if key in KEYS_WITHOUT_EFFECT and value is not None:
+            logger.warning(
+                "speculative_config: %s=%s has no effect: %s", key, value, KEYS_WITHOUT_EFFECT[key]
+            )
     reason = None
     if speculative.method == "draft_model" and not platform.can_run_draft_models:
         reason = f"a draft model does not run on the device {platform.name!r} in this version"
@@ -99,6 +106,24 @@ def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platfor
     if drafts is None or model.pooler is not None:
         return 0
     return drafts.num_speculative_tokens
+
+
+def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerConfig:
+    """The limits of a step, with one decode where it cannot have several.
+
+    Args:
+        scheduler: its max_draft_tokens is settled.
+        num_stages: of a pipeline.
+    """
+    steps, reason = scheduler.num_scheduler_steps, None
+    if scheduler.max_draft_tokens:
+        reason = "with speculative_config a step verifies drafts instead"
+    elif num_stages > 1:
+        reason = f"with pipeline_parallel_size={num_stages} a stage does not know the newest tokens"
+    if steps == 1 or reason is None:
+        return scheduler
+    logger.warning("num_scheduler_steps=%s has no effect: %s; outputs are the same", steps, reason)
+    return replace(scheduler, num_scheduler_steps=1)
 
 
 def _vocabulary(folder: str) -> dict[str, int] | None:

@@ -1,5 +1,5 @@
-"""A whole step of decodes on the C++ kernels: inputs, decoder, output head, sampling, and the new
-tokens noted in their rows.
+"""A whole step of decodes on the C++ kernels: inputs, decoder, output head, sampling, verification
+of drafts, and the new tokens noted in their rows.
 
 Knows the arrays of the running requests; knows no request and no scheduler. What the numbers of a
 row mean is said in `vllm.worker.input_batch` and `vllm.sample.state`.
@@ -32,6 +32,8 @@ class RowArrays:
     """[R] how many of them are known."""
     num_prompt_tokens: IntArray
     """[R] how many of them are the prompt."""
+    end_tokens: IntArray
+    """[R, E] tokens that end a row; -1: none."""
     block_tables: IntArray
     """[G, R, max_blocks], for G groups of layers."""
     features: IntArray
@@ -58,7 +60,7 @@ class FusedDecodeStep:
         gives_hidden: `hidden` is wanted, and `tapped` of the decoder.
 
     Attributes:
-        hidden: what the decoder has returned in the last step, [n, width].
+        hidden: what the decoder has returned for the tokens of the last step, [T, width].
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit each other.
@@ -96,6 +98,7 @@ class FusedDecodeStep:
             max_tokens=max_tokens,
             max_blocks=arrays.block_tables.shape[2],
             num_params=arrays.params.shape[1],
+            num_ends=arrays.end_tokens.shape[1],
             known_features=known_features,
             random_feature=random_feature,
         )
@@ -107,8 +110,9 @@ class FusedDecodeStep:
             ctypes.addressof(self._launch),
         )
         self._vectors: IntArray = np.empty((4, 0), np.int32)
+        self._token_ids: IntArray = np.empty(0, np.int32)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scratch_for = (0, 0)  # rows, threads
+        self._scratch_for = (0, 0, 0)  # tokens, decodes, threads
 
     def run(
         self,
@@ -116,20 +120,30 @@ class FusedDecodeStep:
         num_computed: IntArray,
         num_scheduled: IntArray,
         adapted: AdaptedRows | None = None,
-    ) -> IntArray | None:
+        *,
+        num_drafts: int = 0,
+        num_decodes: int = 1,
+    ) -> tuple[IntArray, IntArray] | None:
         """One step, if every row of it is a plain decode: runs the newest token, which is one of
-        the output, samples, and wants nothing of the sampler but the known features.
+        the output, and drafts behind it, samples behind each, and wants nothing of the sampler but
+        the known features.
 
         Args:
             rows: [n] no row twice.
             num_computed: [n] tokens of each whose keys and values are in the cache.
-            num_scheduled: [n] tokens to run.
-            adapted: the adapters of the n rows; None: no row has one.
+            num_scheduled: [n] tokens to run: the newest one, and drafts, which are behind it in
+                `token_ids` and not counted in `num_tokens`.
+            adapted: the adapters of the tokens; None: no row has one.
+            num_drafts: of all rows.
+            num_decodes: how many to run one after the other, without drafts. The first that ends a
+                row is the last.
 
         Returns:
-            [n] int32, the next token of each row, -1 where its logits hold NaN or +inf. They are
-            noted in `token_ids` (0 for -1) and counted in `num_tokens`. None: a row is no plain
-            decode, and nothing was done.
+            (token_ids, counts), row by row, and [n] how many of each: up to the first that is not
+            the draft in its place, or one of each decode that has run. They are noted in
+            `token_ids` of the rows and counted in `num_tokens`. Where the logits hold NaN or +inf a
+            row ends before that place; at its first token it gets a -1, noted as 0. None: a row is
+            no plain decode, and nothing was done.
 
         Raises:
             ValueError: the arguments are not of one length.
@@ -140,67 +154,78 @@ class FusedDecodeStep:
         n, num_threads = len(rows), _num_threads()
         if not n == len(num_computed) == len(num_scheduled):
             raise ValueError(f"{n} rows, {len(num_computed)} and {len(num_scheduled)} numbers")
-        if n > self._scratch_for[0] or num_threads != self._scratch_for[1]:
-            self._grow(n, num_threads)
-        vectors = self._vectors
+        num_tokens = n + num_drafts
+        most_tokens, most_decodes, threads = self._scratch_for
+        if num_tokens > most_tokens or num_decodes > most_decodes or num_threads != threads:
+            self._grow(max(num_tokens, most_tokens), max(num_decodes, most_decodes), num_threads)
+        vectors, launch = self._vectors, self._launch
         vectors[0, :n] = rows
         vectors[1, :n] = num_computed
         vectors[2, :n] = num_scheduled
-        self._launch.n = n
-        packed = self._decoder.pack_rows(adapted, n)
-        self._launch.adapted = None if packed is None else packed.address
+        launch.n, launch.num_tokens, launch.num_decodes = n, num_tokens, num_decodes
+        packed = self._decoder.pack_rows(adapted, num_tokens)
+        launch.adapted = None if packed is None else packed.address
         taps = None
         if self._gives_hidden:
-            hidden = torch.empty(n, self._decoder.buffer_width, dtype=self._decoder.dtype)
-            taps = self._decoder.take_taps(n)
-            self._launch.hidden, self._launch.taps = hidden.data_ptr(), ctypes.addressof(taps)
+            width, dtype = self._decoder.buffer_width, self._decoder.dtype
+            hidden = torch.empty(num_tokens, width, dtype=dtype)
+            taps = self._decoder.take_taps(num_tokens)
+            launch.hidden, launch.taps = hidden.data_ptr(), ctypes.addressof(taps)
             self.hidden = hidden[:, : self._decoder.width]
         status = self._step(*self._addresses, num_threads)
         if status == 0:
-            return vectors[3, :n].copy()
+            return self._token_ids[: launch.num_new].copy(), vectors[3, :n].copy()
         if status != self._not_plain:
             self._refuse(self._status(status), rows)
         return None
 
     @property
     def num_invalid(self) -> int:
-        """Rows of the last step that have no token."""
+        """Rows of the last step whose first token is -1."""
         num_invalid: int = self._launch.num_invalid
         return num_invalid
+
+    @property
+    def num_done(self) -> int:
+        """Decodes of the last step that have run."""
+        num_done: int = self._launch.num_done
+        return num_done
 
     def _refuse(self, status: Any, rows: IntArray) -> NoReturn:
         if status is self._status.kNoMemory:
             raise MemoryError("not enough memory for a step of decodes")
         for program in (self._decoder, self._head):
             program.check_exchange(status, self._launch.bad_index)
-        row = int(rows[self._launch.bad_index])
+        row, position = int(rows[self._launch.bad_row]), self._launch.bad_position
         arrays = self._arrays
-        position = arrays.num_tokens[row] - 1
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())
         raise IndexError(
             f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, position]} at "
             f"position {position} and the blocks {tables}"
         )
 
-    def _grow(self, n: int, num_threads: int) -> None:
-        """Make room for steps of n rows."""
+    def _grow(self, num_tokens: int, num_decodes: int, num_threads: int) -> None:
+        """Make room for steps of so many tokens and decodes."""
         launch = self._launch
         # Arguments are copied here, where their addresses are known: to ask for that of an array
         # takes longer.
-        self._vectors = np.empty((4, n), np.int32)
+        self._vectors = np.empty((4, num_tokens), np.int32)
         addresses = [vector.ctypes.data for vector in self._vectors]
-        launch.rows, launch.num_computed, launch.num_scheduled, launch.token_ids = addresses
-        num_bytes = self._scratch_bytes(*self._addresses[:3], n, num_threads)
+        launch.rows, launch.num_computed, launch.num_scheduled, launch.counts = addresses
+        self._token_ids = np.empty(num_tokens * num_decodes, np.int32)
+        launch.token_ids = self._token_ids.ctypes.data
+        num_bytes = self._scratch_bytes(*self._addresses[:3], num_tokens, num_decodes, num_threads)
         self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
         address = self._scratch.data_ptr()
         launch.scratch = address + -address % 64
-        self._scratch_for = n, num_threads
+        self._scratch_for = num_tokens, num_decodes, num_threads
 
 
 _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "num_tokens": np.int32,
     "num_prompt_tokens": np.int32,
+    "end_tokens": np.int32,
     "block_tables": np.int32,
     "features": np.int32,
     "params": np.float32,
@@ -217,7 +242,7 @@ def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
         )
     for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(arrays, name)
-        dims = {"token_ids": 2, "params": 2, "block_tables": 3}.get(name, 1)
+        dims = {"token_ids": 2, "end_tokens": 2, "params": 2, "block_tables": 3}.get(name, 1)
         axis = {"params": 1, "block_tables": 1}.get(name, 0)
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")

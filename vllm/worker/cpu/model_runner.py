@@ -12,7 +12,7 @@ from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.launches import RaggedAdapters
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
@@ -24,7 +24,6 @@ from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.adapters import RaggedRows
-from vllm.worker.launch import Launch
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -57,24 +56,46 @@ class CPUModelRunner(ModelRunner):
         self._fuse()
         if self._decode_step is None or step.new_requests:
             return super()._start(step)
-        rows, adapted = step.rows, None
+        rows, counts, adapted, num_drafts = step.rows, step.num_scheduled_tokens, None, 0
+        if step.draft_token_ids is not None:
+            num_drafts = len(step.draft_token_ids)
         if isinstance(self.adapters, RaggedRows):
-            adapted = self.adapters.of_rows(rows)
-        host_ids = self._decode_step.run(
-            rows, step.num_computed_tokens, step.num_scheduled_tokens, adapted
+            adapted = self.adapters.of_rows(rows, counts if num_drafts else None)
+        found = self._decode_step.run(
+            rows,
+            step.num_computed_tokens,
+            counts,
+            adapted,
+            num_drafts=num_drafts,
+            num_decodes=step.num_decodes,
         )
-        if host_ids is None:
+        if found is None:
             return super()._start(step)
         if self.reader is not None and self._fused is not None:
-            launch = Launch(rows, step.num_computed_tokens, step.num_scheduled_tokens)
-            self.reader.read(launch, self._decode_step.hidden, self._fused.tapped)
+            for launch in self.planner.plan(step):
+                self.reader.read(launch, self._decode_step.hidden, self._fused.tapped)
+        if step.num_decodes > 1:
+            self._skip_decodes(step, self._decode_step.num_done)
+        output = self._output(step, *found)
+        return lambda: output
+
+    def _output(
+        self, step: SchedulerOutput, token_ids: IntArray, counts: IntArray
+    ) -> ModelRunnerOutput:
+        """The result of a step in one call, which `FusedDecodeStep.run` has given."""
+        assert self._decode_step is not None
         errors = {}
         if self._decode_step.num_invalid:
-            errors, host_ids = invalid_rows(rows, host_ids), np.maximum(host_ids, 0)
-        output = ModelRunnerOutput(
-            step_id=step.step_id, rows=rows, token_ids=host_ids, errors=errors
+            errors = invalid_rows(np.repeat(step.rows, counts), token_ids)
+            token_ids = np.maximum(token_ids, 0)
+        has_counts = step.num_decodes > 1 or step.num_draft_tokens is not None
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            rows=step.rows,
+            token_ids=token_ids,
+            num_tokens=counts if has_counts else None,
+            errors=errors,
         )
-        return lambda: output
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
@@ -129,6 +150,7 @@ class CPUModelRunner(ModelRunner):
                 token_ids=batch.token_ids,
                 num_tokens=batch.num_tokens,
                 num_prompt_tokens=batch.num_prompt_tokens,
+                end_tokens=batch.end_tokens,
                 block_tables=batch.block_tables,
                 features=self._row_features(),
                 params=params,

@@ -39,6 +39,7 @@ from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, PaddedRunner, Sampling
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
+from vllm.worker.input_batch import ExpectedTokens
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_runner import Drafter, LaunchResult, ModelRunner
@@ -149,6 +150,11 @@ class HPUModelRunner(ModelRunner):
         of requests whose logits depend on their output: penalties, structured output, logits
         processors."""
         return self.sampling.follows_output(step.rows)
+
+    def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
+        super()._retract(expected, places)
+        # What is on the card are tokens behind those that are left.
+        self.launches.inputs.mark_verified(expected.rows[places])
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
