@@ -292,6 +292,8 @@ class Finished(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop_reason: int | str | None = None
     error: str | None = None
+    is_refused: bool = False
+    """The error is a mistake in the request, not a failure of the engine."""
 
 
 class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):

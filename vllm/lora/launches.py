@@ -24,6 +24,10 @@ class AdapterStore(Protocol):
         """Write an adapter to a slot, between two launches."""
         ...
 
+    def clear(self, slot: int) -> None:
+        """Keep the adapter of a slot no longer; no row uses it."""
+        ...
+
 
 # ---- launches of any shape ------------------------------------------------------------------
 
@@ -61,6 +65,10 @@ class HostSlots:
     def put(self, slot: int, prepared: PreparedAdapter) -> None:
         """See `AdapterStore`."""
         self.adapters[slot] = prepared
+
+    def clear(self, slot: int) -> None:
+        """See `AdapterStore`."""
+        self.adapters[slot] = None
 
 
 # ---- launches of a fixed shape --------------------------------------------------------------
@@ -172,6 +180,9 @@ class DeviceSlots:
             # To the tensor itself: a write through a view would copy all slots on a card.
             target.index_copy_(0, index, source.to(self._device)[None])
         self._end()
+
+    def clear(self, slot: int) -> None:
+        """See `AdapterStore`. The memory of a slot is taken for good, and no row reads it."""
 
     def warm_up(self) -> None:
         """Compile what `put` runs. No slot may be in use."""

@@ -189,7 +189,8 @@ class OutputProcessor:
 
     def _end(self, sample: SampleState, end: Finished) -> None:
         if end.error is not None:
-            logger.error("request %s failed: %s", sample.core_id, end.error)
+            how = "was refused" if end.is_refused else "failed"
+            logger.error("request %s %s: %s", sample.core_id, how, end.error)
         sample.end(end)
 
     def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:
