@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import RequestError
+from vllm.lora.layers import AdapterLayers
 from vllm.lora.request import LoRARequest
 
 PROMPT = "def main(args):\n    "
@@ -191,6 +193,38 @@ def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, 
     outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
+
+
+def test_no_step_reads_an_adapter(adapters, monkeypatch):
+    """More adapters wait than memory has room for, and requests are preempted."""
+    readers = set()
+    read = AdapterLayers.load
+
+    def note(layers, folder):
+        readers.add(threading.current_thread().name)
+        return read(layers, folder)
+
+    monkeypatch.setattr(AdapterLayers, "load", note)
+    small = {"max_model_len": 128, "max_num_seqs": 3, "num_gpu_blocks_override": 10}
+    small |= {"max_loras": 2, "max_cpu_loras": 2, "enable_prefix_caching": False}
+    llm = LLM(enable_lora=True, **small)
+    mixed = [*adapters, None, *reversed(adapters), *adapters]
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    outputs = llm.generate([PROMPT] * len(mixed), params, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(mixed)
+    assert llm.llm_engine.engine_core.stats().num_preemptions
+    assert readers == {"adapter"}
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    for number in llm.llm_engine.list_loras():
+        assert llm.llm_engine.remove_lora(number)
+    assert runner.adapters._host.adapters == [None, None], "an adapter is kept"
+
+
+def test_an_adapter_of_another_model_is_warned_of(llm, tmp_path, caplog):
+    base = {"base_model_name_or_path": "org/some-other-model"}
+    folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base)
+    assert llm.llm_engine.add_lora(LoRARequest("foreign", 20, str(folder)))
+    assert "was trained on org/some-other-model, and this model is" in caplog.text
 
 
 def test_without_lora_an_adapter_is_refused(adapters):

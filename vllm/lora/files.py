@@ -53,6 +53,8 @@ class AdapterConfig:
     uses_rslora: bool
     is_transposed: bool
     """The weights that it changes are [inputs, outputs] in the checkpoint."""
+    base: str = ""
+    """Name or folder of the model that it was trained on; empty: not known."""
 
     def scale_of(self, module: str, rank: int) -> float:
         """What B @ A of a module is multiplied by (alpha / rank; alpha / sqrt(rank) with rsLoRA).
@@ -162,6 +164,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         alpha_pattern=patterns[1],
         uses_rslora=bool(given.get("use_rslora")),
         is_transposed=bool(given.get("fan_in_fan_out")),
+        base=str(given.get("base_model_name_or_path") or ""),
     )
 
 

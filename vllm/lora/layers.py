@@ -6,10 +6,10 @@ weight formats know nothing of adapters. How the products are made is up to the 
 (`LaunchAdapters`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm.attention import ContextHolder, share_context
 from vllm.errors import RequestError, WeightLoadError
+from vllm.logger import init_logger
 from vllm.lora.files import AdapterConfig, check_files, weights_file
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
@@ -24,6 +25,8 @@ from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.low_rank import AdaptedLayer, LowRank
+
+logger = init_logger(__name__)
 
 _PREFIX = "base_model.model."
 _ENDINGS = {".lora_A.weight": 0, ".lora_B.weight": 1}
@@ -97,14 +100,18 @@ class AdapterLayers:
         model: loaded.
         max_rank: of an adapter.
         dtype: of the adapter weights in memory.
+        names: of the model.
 
     Attributes:
         places: of the layers, by their numbers.
         num_parts: projections of all layers.
     """
 
-    def __init__(self, model: CausalLM, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: CausalLM, max_rank: int, dtype: torch.dtype, names: Sequence[str] = ()
+    ) -> None:
         self._model = model
+        self._names = [PurePath(name).name for name in names]
         self._max_rank = max_rank
         self._dtype = dtype
         self._targets: dict[str, _Target] = {}
@@ -131,6 +138,7 @@ class AdapterLayers:
             RequestError: a file is missing or wrong, or does not fit the model.
         """
         config = check_files(folder, self._max_rank)
+        self._compare_base(folder, config.base)
         path = weights_file(folder)
         parts: list[LowRank | None] = [None] * self.num_parts
         try:
@@ -151,6 +159,17 @@ class AdapterLayers:
         except (SafetensorError, OSError) as error:
             raise RequestError(f"{path} cannot be read: {error}") from None
         return parts
+
+    def _compare_base(self, folder: Path, base: str) -> None:
+        """Warn of an adapter of another model. It may be the same one under another name."""
+        if base and self._names and PurePath(base).name not in self._names:
+            logger.warning(
+                "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
+                "right if the weights are the same",
+                folder,
+                base,
+                self._names[0],
+            )
 
     def _pairs(self, path: Path, names: list[str]) -> Mapping[str, list[str]]:
         """Module, by its name in the model -> names of its A and B in the file."""

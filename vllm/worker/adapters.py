@@ -152,7 +152,9 @@ class RaggedRows(Adapters):
 
 def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:
     """The layers of a loaded model that adapters can change; they accept adapters from here on."""
-    return AdapterLayers(model, config.lora.max_lora_rank, adapter_dtype(config))
+    known = (config.model.model, config.model.path, *(config.model.served_model_name or ()))
+    names = [name for name in known if name]
+    return AdapterLayers(model, config.lora.max_lora_rank, adapter_dtype(config), names)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:
