@@ -38,16 +38,19 @@ def write_adapter(
     rng, tensors = torch.Generator().manual_seed(seed), {}
     base = base_model(model)
     for name, module in base.named_modules():
-        if not name.endswith(modules) or not isinstance(module, (nn.Linear, Conv1D)):
+        if not name.endswith(modules) or not isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
         own = next((r for key, r in config.get("rank_pattern", {}).items() if key in name), rank)
         outputs, inputs = module.weight.shape
         if isinstance(module, Conv1D):
             outputs, inputs = inputs, outputs
             config["fan_in_fan_out"] = True
-        for part, shape in (("lora_A", (own, inputs)), ("lora_B", (outputs, own))):
+        a, b = "lora_A.weight", "lora_B.weight"
+        if isinstance(module, nn.Embedding):
+            a, b, outputs, inputs = "lora_embedding_A", "lora_embedding_B", inputs, outputs
+        for part, shape in ((a, (own, inputs)), (b, (outputs, own))):
             values = torch.randn(shape, generator=rng) * size
-            tensors[f"base_model.model.{name}.{part}.weight"] = values
+            tensors[f"base_model.model.{name}.{part}"] = values
     assert tensors, f"{modules} are no modules of {type(base).__name__}"
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(given))
@@ -62,14 +65,17 @@ def merged_model(model: str | Path, folder: Path) -> PreTrainedModel:
     merged = base_model(model)
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, a in tensors.items():
-        if ".lora_A." not in name:
+        module, is_a, _ = name.removeprefix("base_model.model.").rpartition(".lora_A.")
+        if not is_a:
+            module, is_a, _ = name.removeprefix("base_model.model.").rpartition(".lora_embedding_A")
+        if not is_a:
             continue
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         rank = len(a)
         scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-        delta = scale * tensors[name.replace("lora_A", "lora_B")] @ a
+        other = name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")
+        delta = scale * tensors[other] @ a
         target = merged.get_submodule(module)
-        target.weight += delta.T if isinstance(target, Conv1D) else delta
+        target.weight += delta.T if isinstance(target, (Conv1D, nn.Embedding)) else delta
     return merged
 
 

@@ -138,9 +138,12 @@ def broken(folder: Path, kind: str) -> Path:
         weights.unlink()
         huge = torch.zeros(1).expand(2**40, 4)
         torch.save(pair | {name: huge}, weights.with_suffix(".bin"))
-    elif kind == "head":
-        head = "base_model.model.lm_head.lora_A.weight"
-        save_file({head: pair[name], head.replace("lora_A", "lora_B"): pair[other]}, weights)
+    elif kind == "norm":
+        norm = "base_model.model.model.norm.lora_A.weight"
+        save_file({norm: pair[name], norm.replace("lora_A", "lora_B"): pair[other]}, weights)
+    elif kind == "tokens":
+        table = "base_model.model.model.embed_tokens.base_layer.weight"
+        save_file(pair | {table: torch.ones(4096, 256)}, weights)
     else:
         key, value = kind.split("=", 1)
         config.write_text(json.dumps(given | {key: json.loads(value)}))
@@ -184,7 +187,8 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("half", "has no .lora_B.weight"),
         ("pickle", "contains objects other than tensors, which are not loaded for security"),
         ("huge pickle", "has the shape [1099511627776, 4], and [4, 256] is expected"),
-        ("head", "does not belong to a layer that adapters can change here"),
+        ("norm", "does not belong to a layer that adapters can change here"),
+        ("tokens", "an adapter with changed tokens is not supported"),
     ],
 )
 def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):

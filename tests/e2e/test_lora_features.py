@@ -71,7 +71,9 @@ def test_families_give_what_merged_weights_give(family, modules, tmp_path):
 def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     """llama: fewer KV heads than ranks, which share their adapters."""
     model = make_tiny_model(family, tmp_path / "model")
-    modules = ALL if family == "llama" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    if family == "llama":
+        modules = (*ALL, "embed_tokens", "lm_head")
     folders = [
         write_adapter(tmp_path / str(n), model, n, rank, modules, size=0.1)
         for n, rank in enumerate((3, 16))
@@ -113,6 +115,23 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
     # A row with an adapter has its own bits in every batch, too.
     alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
     assert seen(alone) == seen(found[3])
+
+
+def test_an_adapted_embedding_or_head_leaves_other_rows_as_they_are(coder, tmp_path):
+    """Its steps run module by module, and those without it in one call."""
+    engine = {"max_model_len": 128, "max_num_seqs": 4, "enable_lora": True, "max_loras": 3}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    llm = LLM(enable_prefix_caching=False, **engine)
+    plain = [coder, None]
+    want = llm.generate([TEXT] * 2, params, use_tqdm=False, lora_request=plain)
+    found = [seen(output) for output in want]
+    for number, module in enumerate(("embed_tokens", "lm_head"), 2):
+        folder = write_adapter(tmp_path / module, BUNDLED_MODEL, 3, 8, (module,), size=0.2)
+        mixed = [*plain, LoRARequest(module, number, str(folder))]
+        outputs = llm.generate([TEXT] * 3, params, use_tqdm=False, lora_request=mixed)
+        first, second, changed = map(seen, outputs)
+        assert [first, second] == found
+        assert changed not in found
 
 
 def test_the_fused_program_computes_what_modules_compute(coder, monkeypatch):

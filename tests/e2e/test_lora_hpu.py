@@ -25,7 +25,7 @@ def adapters(folder, tmp_path_factory) -> list[LoRARequest]:
     folders = [
         write_adapter(root / str(n), folder, n, rank, modules)
         for n, (rank, modules) in enumerate(
-            [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("v_proj",))]
+            [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("embed_tokens", "lm_head"))]
         )
     ]
     return [LoRARequest(f"adapter {n}", n + 1, str(f)) for n, f in enumerate(folders)]

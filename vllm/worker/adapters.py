@@ -16,7 +16,6 @@ from vllm.lora.memory import AdapterMemory
 from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops.low_rank import AdaptedRows
 
 
 class Adapters:
@@ -130,7 +129,7 @@ class RaggedRows(Adapters):
         self._host = HostSlots(layers.places, config.lora.max_loras, dtype)
         super().__init__(config, layers, self._host)
 
-    def of_rows(self, rows: IntArray, counts: IntArray | None = None) -> AdaptedRows | None:
+    def select(self, rows: IntArray, counts: IntArray | None = None) -> RaggedAdapters | None:
         """The adapters of the tokens of a launch; None if no token has one.
 
         Args:
@@ -142,12 +141,13 @@ class RaggedRows(Adapters):
             return None
         if counts is not None:
             slots = np.repeat(slots, counts)
-        return AdaptedRows(tuple(self._host.adapters), torch.from_numpy(slots))
+        return self._host.of_tokens(torch.from_numpy(slots))
 
-    def select(self, rows: IntArray, counts: IntArray) -> RaggedAdapters | None:
-        """The same for the layers of a model."""
-        found = self.of_rows(rows, counts)
-        return None if found is None else RaggedAdapters(found)
+    def change_head(self, rows: IntArray) -> bool:
+        """Whether the adapter of one of these rows adds to the output head."""
+        slots = set(self.slot_of_row[rows].tolist()) - {-1}
+        found = (self._host.adapters[slot] for slot in slots)
+        return any(each is not None and each.changes_head for each in found)
 
 
 def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:

@@ -59,7 +59,11 @@ class CPUModelRunner(ModelRunner):
             return super()._start(step)
         rows, adapted = step.rows, None
         if isinstance(self.adapters, RaggedRows):
-            adapted = self.adapters.of_rows(rows)
+            adapters = self.adapters.select(rows)
+            if adapters is not None:
+                if adapters.embeddings or self.adapters.change_head(rows):
+                    return super()._start(step)  # embeddings and heads are adapted by modules
+                adapted = adapters.rows
         host_ids = self._decode_step.run(
             rows, step.num_computed_tokens, step.num_scheduled_tokens, adapted
         )
@@ -82,7 +86,11 @@ class CPUModelRunner(ModelRunner):
         metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        adapted = context.adapters.rows if isinstance(context.adapters, RaggedAdapters) else None
+        adapted = None
+        if isinstance(context.adapters, RaggedAdapters):
+            if context.adapters.embeddings:
+                return super()._forward(model_input)
+            adapted = context.adapters.rows
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
         slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables

@@ -167,7 +167,13 @@ class HPUModel(LaunchModel):
         if not self._has_head:
             return hidden_states, hidden_states
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
-        return self._head(rows), hidden_states
+        if adapters is None:
+            return self._head(rows), hidden_states
+        chosen = adapters if last is None else adapters.select(last)
+        self.launch_holder.context = LaunchContext(attention, positions, adapters=chosen)
+        logits = self._head(rows)
+        self.launch_holder.context = None
+        return logits, hidden_states
 
     def compile_regions(self, **options: Any) -> None:
         super().compile_regions(**options)
