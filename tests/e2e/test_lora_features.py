@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import ALL, greedy, merged_model, write_adapter
@@ -84,6 +85,34 @@ def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     found = generate(llm, [adapters[0], None, adapters[1]])
     for got, folder in zip((found[0], found[2]), folders, strict=True):
         assert_merged(got, model, folder)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
+    """gpt2: the head of the last stage has the weights of the embedding of the first."""
+    model = make_tiny_model(family, tmp_path / "model")
+    names = ("wte", "c_attn", "c_proj") if family == "gpt2" else (*ALL, "embed_tokens", "lm_head")
+    folder = write_adapter(tmp_path / "adapter", model, 1, 4, names, size=0.1)
+    adapter = LoRARequest("a", 1, str(folder))
+    want = generate(LLM(str(model), **ENGINE), [adapter, None])
+    broken = write_adapter(tmp_path / "broken", model, 1, 4, names[-1:], size=0.1)
+    weights = broken / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    (last,) = (n for n in tensors if "lora_B" in n and ("lm_head" in n or "h.1.mlp" in n))
+    save_file(tensors | {last: torch.zeros(3, 4)}, weights)
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    llm = LLM(str(model), pipeline_parallel_size=2, **ENGINE)
+    found = generate(llm, [adapter, None])
+    for got, wanted in zip(found, want, strict=True):
+        assert got[0] == wanted[0]
+        assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+    # What is wrong for one stage alone fails the request on all of them.
+    prompts = [{"prompt_token_ids": TOKENS}] * 2
+    mixed = [LoRARequest("broken", 2, str(broken)), adapter]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "has the shape [3, 4]" in outputs[0].outputs[0].stop_reason
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
 from vllm.model_executor.loader.checkpoint import read_bin
+from vllm.model_executor.loader.stage import Absent
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.low_rank import AdaptedLayer, LowRank
@@ -159,6 +160,9 @@ class AdapterLayers:
         self.places = places = AdaptedPlaces()
         self._table: tuple[str, VocabParallelEmbedding] | None = None
         """The input embedding, and its name."""
+        self._absent = {
+            path for path, module in model.named_modules() if isinstance(module, Absent)
+        }
         launch = share_context(model)
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
@@ -239,10 +243,12 @@ class AdapterLayers:
             if ending is None:
                 raise self._misfit(path, name)
             module = self._module_of(name.removesuffix(ending))
+            if self._is_elsewhere(module):
+                continue
             if self._is_table(module) != ("_embedding_" in ending):
                 raise self._misfit(path, name)
             found.setdefault(module, ["", ""])[_ENDINGS[ending]] = name
-        if not found:
+        if not names:
             raise RequestError(f"{path} has no tensors")
         for module, pair in found.items():
             if not all(pair):
@@ -260,6 +266,12 @@ class AdapterLayers:
         """Whether a module is the input embedding."""
         return self._table is not None and module == self._table[0]
 
+    def _is_elsewhere(self, module: str) -> bool:
+        """Whether a module belongs to another stage of the pipeline, which checks it."""
+        parts = module.split(".")
+        paths = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        return not paths.isdisjoint(self._absent)
+
     def _check_unchanged(self, path: Path, tensors: Mapping[str, Source]) -> None:
         """Compare the weights that peft has saved beside the adapter with those of the model, where
         these can be looked up."""
@@ -267,6 +279,8 @@ class AdapterLayers:
             if not name.endswith(_UNCHANGED):
                 continue
             module = self._module_of(name.removesuffix(_UNCHANGED))
+            if self._is_elsewhere(module):
+                continue
             layer = self._model.get_submodule(module) if self._knows_table(module) else None
             if not isinstance(layer, VocabParallelEmbedding):
                 raise self._misfit(path, name)
