@@ -19,6 +19,7 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import RequestError
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams
 
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
@@ -197,6 +198,22 @@ def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, 
     outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
+
+
+def test_beams_of_several_adapters_are_searched_together(llm, adapters, tmp_path):
+    params = BeamSearchParams(beam_width=1, max_tokens=GREEDY.max_tokens, ignore_eos=True)
+    mixed = [adapters[0], None, adapters[1]]
+    want = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    for beams, output in zip(llm.beam_search([PROMPT] * 3, params, mixed), want, strict=True):
+        prompt = output.prompt_token_ids
+        assert beams.sequences[0].tokens == prompt + list(output.outputs[0].token_ids)
+    wrong = LoRARequest("broken", 9, str(broken(tmp_path / "adapter", "wide")))
+    with pytest.raises(RequestError, match=r"has the shape \[4, 999\]"):
+        llm.beam_search([PROMPT], params, wrong)
+    chat = [{"role": "user", "content": "x"}]
+    template = "{{ messages[0]['content'] }}"
+    prompts = [llm.preprocess_chat(chat, each, template) for each in (None, adapters[0])]
+    assert prompts[0] == prompts[1]
 
 
 def test_no_step_reads_an_adapter(adapters, monkeypatch):
