@@ -34,6 +34,7 @@ async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> P
     """Load a LoRA adapter, and offer it under a name. With load_inplace it may take the place of
     one of this name, which goes on to serve if the new one cannot be loaded."""
     adapters, engine = _updatable(request)
+    await adapters.fetch(body.lora_path)
     adapter = adapters.check(body.lora_name, body.lora_path, replaces=body.load_inplace)
     await engine.add_lora(adapter)
     adapters.offer(adapter)

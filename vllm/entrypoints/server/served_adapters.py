@@ -1,5 +1,6 @@
 """The LoRA adapters of a server, by the name that requests give as `model`."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,15 @@ class ServedAdapters:
         if self._folder is None or not is_plain or name in self._names or len(name) > 255:
             return False
         return (self._folder / name / CONFIG_FILE).is_file()
+
+    @staticmethod
+    async def fetch(path: str) -> None:
+        """Download an adapter, if its path is a name on the hub, without blocking the event loop.
+
+        Raises:
+            RequestError: there is no such folder or repository.
+        """
+        await asyncio.to_thread(adapter_folder, LoRARequest(path, 1, path))
 
     def check(
         self, name: str, path: str, base: str | None = None, *, replaces: bool = False
