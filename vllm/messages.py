@@ -95,6 +95,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """`lora_int_id` of the request, 1 or larger."""
 
 
+def number_of(adapter: AdapterRef | None) -> int | None:
+    """`lora_int_id` of the adapter of a request; None if it has none."""
+    return None if adapter is None else adapter.number
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -337,6 +342,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hits: int = 0
     """Of those, tokens that were there."""
     num_preemptions: int = 0
+    running_adapters: list[str] = []
+    """Names of the LoRA adapters of running requests."""
+    waiting_adapters: list[str] = []
+    """Names of those of requests that wait."""
     drafts: DraftStats = DraftStats()
     runner: RunnerStats = RunnerStats()
 
@@ -376,6 +385,7 @@ class BlockStored(_CacheEvent, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block."""
     lora_id: int | None
+    """`lora_int_id` of the adapter that they were computed with; None: there was none."""
 
 
 class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
+from vllm.core.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import RequestError
@@ -214,6 +215,29 @@ def test_beams_of_several_adapters_are_searched_together(llm, adapters, tmp_path
     template = "{{ messages[0]['content'] }}"
     prompts = [llm.preprocess_chat(chat, each, template) for each in (None, adapters[0])]
     assert prompts[0] == prompts[1]
+
+
+def test_metrics_and_events_name_adapters(adapters, monkeypatch):
+    """While one runs and another waits for its slot."""
+    llm = LLM(max_model_len=64, enable_lora=True, max_loras=1, disable_log_stats=False)
+    engine = llm.llm_engine
+    core = engine.engine_core
+    core.scheduler.cache._events = events = CacheEventLog(core.config.cache.block_size)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for number, adapter in enumerate((adapters[0], adapters[1], None)):
+        engine.add_request(str(number), PROMPT, params, lora_request=adapter)
+    while not core.stats().running_adapters:
+        engine.step()
+    stats = core.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == (["plain"], ["rslora"])
+    engine.step()
+    (info,) = [m for m in engine.get_metrics() if m.name == "vllm:lora_requests_info"]
+    labels = {"running_lora_adapters": "plain", "waiting_lora_adapters": "rslora", "max_lora": "1"}
+    assert labels.items() <= info.labels.items() and info.value > 1e9
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert core.stats().running_adapters == core.stats().waiting_adapters == []
+    assert {event.lora_id for event in events.drain()} == {1, 2, None}
 
 
 def test_no_step_reads_an_adapter(adapters, monkeypatch):

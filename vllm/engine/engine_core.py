@@ -308,7 +308,14 @@ class EngineCore:
         """Numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._resources)
-        return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
+        running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
+        return msgspec.structs.replace(
+            stats,
+            num_waiting=num_waiting,
+            running_adapters=running,
+            waiting_adapters=waiting,
+            runner=self.executor.stats(),
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""

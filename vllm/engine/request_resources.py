@@ -1,7 +1,8 @@
 """Requests whose resources (a grammar, an adapter, blocks of other engines) are being loaded before
 they are scheduled, and the adapters that requests hold until they end."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from vllm.messages import AdapterRef, EngineRequest, Finished, FinishReason
@@ -20,6 +21,10 @@ class RequestResources:
         self._refused: dict[str, Finished] = {}
         self._adapters: dict[str, AdapterRef] = {}
         """By the id of a request that has not ended."""
+        self._uses: Counter[str] = Counter()
+        """Key of an adapter -> requests that have not ended."""
+        self._names: dict[str, str] = {}
+        """By the keys of adapters in use."""
 
     def __len__(self) -> int:
         """Requests that are not scheduled yet."""
@@ -31,7 +36,19 @@ class RequestResources:
     def hold(self, request: EngineRequest) -> None:
         """The workers are told to load what a request needs."""
         if request.adapter is not None:
-            self._adapters[request.request_id] = request.adapter
+            adapter = self._adapters[request.request_id] = request.adapter
+            self._uses[adapter.key] += 1
+            self._names[adapter.key] = adapter.name
+
+    def adapter_names(self, running: Mapping[str, int]) -> tuple[list[str], list[str]]:
+        """The names of the adapters of requests that run, and of those that wait.
+
+        Args:
+            running: key of an adapter -> requests that run.
+        """
+        waiting = [key for key, count in self._uses.items() if count > running.get(key, 0)]
+        found = (sorted(self._names[key] for key in keys) for keys in (running, waiting))
+        return next(found), next(found)
 
     def await_load(self, request: EngineRequest, future: "Future[str | None]") -> None:
         """Keep a request until what it needs is loaded.
@@ -75,6 +92,11 @@ class RequestResources:
         for request_id in ended:
             self._loading.pop(request_id, None)
             self._refused.pop(request_id, None)
-        held = [each for each in ended if self._adapters.pop(each, None) is not None]
+        held = [each for each in ended if each in self._adapters]
+        for request_id in held:
+            key = self._adapters.pop(request_id).key
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key], self._names[key]
         if held:
             self._release(held)
