@@ -200,19 +200,3 @@ def test_an_adapter_of_an_absorbed_projection_is_refused(tmp_path):
     output = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapter)[0].outputs[0]
     assert output.finish_reason == "error"
     assert "does not belong to a layer that adapters can change here" in output.stop_reason
-
-
-def test_sixty_four_adapters_in_one_batch(tmp_path):
-    model = make_tiny_model("llama", tmp_path / "model")
-    folders = [
-        write_adapter(tmp_path / str(n), model, n, 1 + n % 8, ("q_proj", "down_proj"), size=0.1)
-        for n in range(64)
-    ]
-    engine = ENGINE | {"max_num_seqs": 64, "max_loras": 64}
-    adapters = [LoRARequest(f.name, n + 1, str(f)) for n, f in enumerate(folders)]
-    llm = LLM(str(model), **engine)
-    together = generate(llm, adapters)
-    for number in (0, 31, 63):
-        assert_merged(together[number], model, folders[number])
-    assert len({tuple(logprobs) for _, logprobs in together}) == 64
-    assert torch.isfinite(torch.tensor([logprobs for _, logprobs in together])).all()
