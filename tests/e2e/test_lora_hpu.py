@@ -100,7 +100,7 @@ def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
 
 
 def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": [20, 21, 22, 23] * n} for n in (1, 3, 5, 9, 2, 4)]
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -109,7 +109,7 @@ def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
     ],
