@@ -1,5 +1,8 @@
 """Time of decodes and of prompts with LoRA adapters, relative to the same engine without any.
 
+With --stall: the longest steps of a steady batch while new adapters are loaded, one after the
+other, beside those of the same batch when none is. The adapters have the rank of --rank.
+
 Adapters of random weights change all linear layers of a Llama-shaped model. The cases run in turn,
 in several rounds: no adapter, one adapter on all rows, and a different one on each row. One JSON
 object on stdout: medians in milliseconds, and what each case costs over no adapter, as the median
@@ -11,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -48,6 +52,69 @@ def write_adapter(folder: Path, config: dict, rank: int, seed: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def step_times(llm: LLM, num_steps: int, adapters: Iterator[LoRARequest]) -> list[float]:
+    """Seconds of each step of the running batch; where one is done, the next adapter is loaded."""
+    engine, times = llm.llm_engine, []
+    loading: LoRARequest | None = None
+    params = fixed_length(1)
+    for _ in range(num_steps):
+        if loading is None and (loading := next(adapters, None)) is not None:
+            engine.add_request(loading.lora_name, {"prompt_token_ids": [5]}, params, None, loading)
+        start = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - start)
+        ended = [output.request_id for output in outputs if output.finished]
+        if loading is not None and loading.lora_name in ended:
+            loading = None
+            times.pop()  # its prompt was in this step
+    return times
+
+
+def measure_stalls(args: argparse.Namespace) -> None:
+    """Print the steps of both cases."""
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    num_steps = args.rounds * args.output_len
+    llm = LLM(
+        args.model,
+        load_format=args.load_format,
+        quantization=args.quantization,
+        skip_tokenizer_init=True,
+        max_model_len=args.input_len + 2 * num_steps + 8,
+        max_num_seqs=args.batch + 1,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=args.rank,
+        max_cpu_loras=2,
+    )
+    prompts = random_prompts(args.batch, args.input_len, config["vocab_size"])
+    for number, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"batch {number}", prompt, fixed_length(2 * num_steps + 4))
+    step_times(llm, 2, iter(()))  # the prompts
+    with tempfile.TemporaryDirectory() as root:
+        made = []
+        for number in range(args.rounds):
+            folder = Path(root) / f"adapter {number}"
+            write_adapter(folder, config, args.rank, number)
+            made.append(LoRARequest(folder.name, number + 1, str(folder)))
+        size = (folder / "adapter_model.safetensors").stat().st_size
+        cases = {
+            "alone": step_times(llm, num_steps, iter(())),
+            "loading": step_times(llm, num_steps, iter(made)),
+        }
+        num_loaded = sum(adapter.lora_int_id in llm.llm_engine.list_loras() for adapter in made)
+    report: dict[str, object] = {"batch": args.batch, "rank": args.rank, "adapter_bytes": size}
+    report["threads"] = torch.get_num_threads()
+    report["loaded_at_the_end"] = num_loaded
+    for name, times in cases.items():
+        ordered = sorted(seconds * 1e3 for seconds in times)
+        report[f"{name}_ms"] = {
+            "median": round(statistics.median(ordered), 2),
+            "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
+            "longest": round(ordered[-1], 2),
+        }
+    print(json.dumps(report))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a Llama-shaped model")
@@ -64,7 +131,13 @@ def main() -> None:
         help="count the time of the processor, not of the clock: where other programs run. Needs "
         "OMP_NUM_THREADS=1, as threads that wait count too",
     )
+    parser.add_argument(
+        "--stall", action="store_true", help="measure steps while adapters are loaded"
+    )
     args = parser.parse_args()
+    if args.stall:
+        measure_stalls(args)
+        return
     config = json.loads((Path(args.model) / "config.json").read_text())
     llm = LLM(
         args.model,

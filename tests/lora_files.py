@@ -1,6 +1,7 @@
 """LoRA adapters of random weights, as peft writes them, and the model that has one merged."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,6 +18,14 @@ ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 def base_model(model: str | Path) -> PreTrainedModel:
     return load_reference(Path(model))
+
+
+@cache
+def _modules(model: str) -> dict[str, nn.Module]:
+    """What adapters can change, by name."""
+    kinds = (nn.Linear, Conv1D, nn.Embedding)
+    found = base_model(model).named_modules()
+    return {name: module for name, module in found if isinstance(module, kinds)}
 
 
 def write_adapter(
@@ -36,40 +45,50 @@ def write_adapter(
     """
     folder.mkdir(exist_ok=True)
     rng, tensors = torch.Generator().manual_seed(seed), {}
-    base = base_model(model)
-    for name, module in base.named_modules():
-        if not name.endswith(modules) or not isinstance(module, (nn.Linear, Conv1D)):
+    for name, module in _modules(str(model)).items():
+        if not name.endswith(modules):
             continue
         own = next((r for key, r in config.get("rank_pattern", {}).items() if key in name), rank)
         outputs, inputs = module.weight.shape
         if isinstance(module, Conv1D):
             outputs, inputs = inputs, outputs
             config["fan_in_fan_out"] = True
-        for part, shape in (("lora_A", (own, inputs)), ("lora_B", (outputs, own))):
+        a, b = "lora_A.weight", "lora_B.weight"
+        if isinstance(module, nn.Embedding):
+            a, b, outputs, inputs = "lora_embedding_A", "lora_embedding_B", inputs, outputs
+        for part, shape in ((a, (own, inputs)), (b, (outputs, own))):
             values = torch.randn(shape, generator=rng) * size
-            tensors[f"base_model.model.{name}.{part}.weight"] = values
-    assert tensors, f"{modules} are no modules of {type(base).__name__}"
+            tensors[f"base_model.model.{name}.{part}"] = values
+    assert tensors, f"{modules} are no modules of {model}"
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(given))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
-@torch.no_grad()
 def merged_model(model: str | Path, folder: Path) -> PreTrainedModel:
     """The model with the weights of an adapter added to its own."""
+    return merge(base_model(model), folder)
+
+
+@torch.no_grad()
+def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedModel:
+    """Add an adapter to the weights of a model, or take it away with -1. Returns the model."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    merged = base_model(model)
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, a in tensors.items():
-        if ".lora_A." not in name:
+        module, is_a, _ = name.removeprefix("base_model.model.").rpartition(".lora_A.")
+        if not is_a:
+            module, is_a, _ = name.removeprefix("base_model.model.").rpartition(".lora_embedding_A")
+        if not is_a:
             continue
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         rank = len(a)
         scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-        delta = scale * tensors[name.replace("lora_A", "lora_B")] @ a
+        other = name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")
+        delta = scale * tensors[other] @ a
         target = merged.get_submodule(module)
-        target.weight += delta.T if isinstance(target, Conv1D) else delta
+        delta = delta.T if isinstance(target, (Conv1D, nn.Embedding)) else delta
+        target.weight += sign * delta
     return merged
 
 

@@ -87,7 +87,7 @@ LAYERS: dict[str, set[str]] = {
         "multimodal",
     },
     "bucketing": set(),
-    "lora": {"attention", "model_executor", "distributed", "ops"},
+    "lora": {"attention", "model_executor", "distributed", "ops", "transformers_utils"},
     "spec_decode": {"model_executor", "sample", "attention", "ops"},
     "structured_output": {"transformers_utils"},
     "multimodal": {"transformers_utils"},

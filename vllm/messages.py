@@ -101,6 +101,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """`lora_int_id` of the request, 1 or larger."""
 
 
+def number_of(adapter: AdapterRef | None) -> int | None:
+    """`lora_int_id` of the adapter of a request; None if it has none."""
+    return None if adapter is None else adapter.number
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -323,6 +328,8 @@ class Finished(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop_reason: int | str | None = None
     error: str | None = None
+    is_refused: bool = False
+    """The error is a mistake in the request, not a failure of the engine."""
 
 
 class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,6 +375,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hits: int = 0
     """Of those, tokens that were there."""
     num_preemptions: int = 0
+    running_adapters: list[str] = []
+    """Names of the LoRA adapters of running requests."""
+    waiting_adapters: list[str] = []
+    """Names of those of requests that wait."""
     drafts: DraftStats = DraftStats()
     runner: RunnerStats = RunnerStats()
 
@@ -407,6 +418,7 @@ class BlockStored(_CacheEvent, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block."""
     lora_id: int | None
+    """`lora_int_id` of the adapter that they were computed with; None: there was none."""
 
 
 class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it, or the message of an error;
             None for the tokenizer's end token. Further end tokens of the model, those of
             generation_config.json, are given like stop token ids.
+        is_refused: the error is a mistake in the request, such as an adapter that does not fit the
+            model.
     """
 
     index: int
@@ -45,6 +47,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    is_refused: bool = field(default=False, repr=False)
 
     def finished(self) -> bool:
         """True when there is a finish reason."""

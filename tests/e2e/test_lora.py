@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
+from vllm.core.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import RequestError
+from vllm.lora.layers import AdapterLayers
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams
 
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
@@ -136,9 +140,12 @@ def broken(folder: Path, kind: str) -> Path:
         weights.unlink()
         huge = torch.zeros(1).expand(2**40, 4)
         torch.save(pair | {name: huge}, weights.with_suffix(".bin"))
-    elif kind == "head":
-        head = "base_model.model.lm_head.lora_A.weight"
-        save_file({head: pair[name], head.replace("lora_A", "lora_B"): pair[other]}, weights)
+    elif kind == "norm":
+        norm = "base_model.model.model.norm.lora_A.weight"
+        save_file({norm: pair[name], norm.replace("lora_A", "lora_B"): pair[other]}, weights)
+    elif kind == "tokens":
+        table = "base_model.model.model.embed_tokens.base_layer.weight"
+        save_file(pair | {table: torch.ones(4096, 256)}, weights)
     else:
         key, value = kind.split("=", 1)
         config.write_text(json.dumps(given | {key: json.loads(value)}))
@@ -182,7 +189,8 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("half", "has no .lora_B.weight"),
         ("pickle", "contains objects other than tensors, which are not loaded for security"),
         ("huge pickle", "has the shape [1099511627776, 4], and [4, 256] is expected"),
-        ("head", "does not belong to a layer that adapters can change here"),
+        ("norm", "does not belong to a layer that adapters can change here"),
+        ("tokens", "an adapter with changed tokens is not supported"),
     ],
 )
 def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):
@@ -191,6 +199,77 @@ def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, 
     outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
+
+
+def test_beams_of_several_adapters_are_searched_together(llm, adapters, tmp_path):
+    params = BeamSearchParams(beam_width=1, max_tokens=GREEDY.max_tokens, ignore_eos=True)
+    mixed = [adapters[0], None, adapters[1]]
+    want = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    for beams, output in zip(llm.beam_search([PROMPT] * 3, params, mixed), want, strict=True):
+        prompt = output.prompt_token_ids
+        assert beams.sequences[0].tokens == prompt + list(output.outputs[0].token_ids)
+    wrong = LoRARequest("broken", 9, str(broken(tmp_path / "adapter", "wide")))
+    with pytest.raises(RequestError, match=r"has the shape \[4, 999\]"):
+        llm.beam_search([PROMPT], params, wrong)
+    chat = [{"role": "user", "content": "x"}]
+    template = "{{ messages[0]['content'] }}"
+    prompts = [llm.preprocess_chat(chat, each, template) for each in (None, adapters[0])]
+    assert prompts[0] == prompts[1]
+
+
+def test_metrics_and_events_name_adapters(adapters, monkeypatch):
+    """While one runs and another waits for its slot."""
+    llm = LLM(max_model_len=64, enable_lora=True, max_loras=1, disable_log_stats=False)
+    engine = llm.llm_engine
+    core = engine.engine_core
+    core.scheduler.cache._events = events = CacheEventLog(core.config.cache.block_size)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for number, adapter in enumerate((adapters[0], adapters[1], None)):
+        engine.add_request(str(number), PROMPT, params, lora_request=adapter)
+    while not core.stats().running_adapters:
+        engine.step()
+    stats = core.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == (["plain"], ["rslora"])
+    engine.step()
+    (info,) = [m for m in engine.get_metrics() if m.name == "vllm:lora_requests_info"]
+    labels = {"running_lora_adapters": "plain", "waiting_lora_adapters": "rslora", "max_lora": "1"}
+    assert labels.items() <= info.labels.items() and info.value > 1e9
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert core.stats().running_adapters == core.stats().waiting_adapters == []
+    assert {event.lora_id for event in events.drain()} == {1, 2, None}
+
+
+def test_no_step_reads_an_adapter(adapters, monkeypatch):
+    """More adapters wait than memory has room for, and requests are preempted."""
+    readers = set()
+    read = AdapterLayers.load
+
+    def note(layers, folder):
+        readers.add(threading.current_thread().name)
+        return read(layers, folder)
+
+    monkeypatch.setattr(AdapterLayers, "load", note)
+    small = {"max_model_len": 128, "max_num_seqs": 3, "num_gpu_blocks_override": 10}
+    small |= {"max_loras": 2, "max_cpu_loras": 2, "enable_prefix_caching": False}
+    llm = LLM(enable_lora=True, **small)
+    mixed = [*adapters, None, *reversed(adapters), *adapters]
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    outputs = llm.generate([PROMPT] * len(mixed), params, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(mixed)
+    assert llm.llm_engine.engine_core.stats().num_preemptions
+    assert readers == {"adapter"}
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    for number in llm.llm_engine.list_loras():
+        assert llm.llm_engine.remove_lora(number)
+    assert runner.adapters._host.adapters == [None, None], "an adapter is kept"
+
+
+def test_an_adapter_of_another_model_is_warned_of(llm, tmp_path, caplog):
+    base = {"base_model_name_or_path": "org/some-other-model"}
+    folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base)
+    assert llm.llm_engine.add_lora(LoRARequest("foreign", 20, str(folder)))
+    assert "was trained on org/some-other-model, and this model is" in caplog.text
 
 
 def test_without_lora_an_adapter_is_refused(adapters):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import ALL, greedy, merged_model, write_adapter
@@ -71,7 +72,9 @@ def test_families_give_what_merged_weights_give(family, modules, tmp_path):
 def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     """llama: fewer KV heads than ranks, which share their adapters."""
     model = make_tiny_model(family, tmp_path / "model")
-    modules = ALL if family == "llama" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    if family == "llama":
+        modules = (*ALL, "embed_tokens", "lm_head")
     folders = [
         write_adapter(tmp_path / str(n), model, n, rank, modules, size=0.1)
         for n, rank in enumerate((3, 16))
@@ -82,6 +85,34 @@ def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     found = generate(llm, [adapters[0], None, adapters[1]])
     for got, folder in zip((found[0], found[2]), folders, strict=True):
         assert_merged(got, model, folder)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
+    """gpt2: the head of the last stage has the weights of the embedding of the first."""
+    model = make_tiny_model(family, tmp_path / "model")
+    names = ("wte", "c_attn", "c_proj") if family == "gpt2" else (*ALL, "embed_tokens", "lm_head")
+    folder = write_adapter(tmp_path / "adapter", model, 1, 4, names, size=0.1)
+    adapter = LoRARequest("a", 1, str(folder))
+    want = generate(LLM(str(model), **ENGINE), [adapter, None])
+    broken = write_adapter(tmp_path / "broken", model, 1, 4, names[-1:], size=0.1)
+    weights = broken / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    (last,) = (n for n in tensors if "lora_B" in n and ("lm_head" in n or "h.1.mlp" in n))
+    save_file(tensors | {last: torch.zeros(3, 4)}, weights)
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    llm = LLM(str(model), pipeline_parallel_size=2, **ENGINE)
+    found = generate(llm, [adapter, None])
+    for got, wanted in zip(found, want, strict=True):
+        assert got[0] == wanted[0]
+        assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+    # What is wrong for one stage alone fails the request on all of them.
+    prompts = [{"prompt_token_ids": TOKENS}] * 2
+    mixed = [LoRARequest("broken", 2, str(broken)), adapter]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "has the shape [3, 4]" in outputs[0].outputs[0].stop_reason
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -113,6 +144,23 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
     # A row with an adapter has its own bits in every batch, too.
     alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
     assert seen(alone) == seen(found[3])
+
+
+def test_an_adapted_embedding_or_head_leaves_other_rows_as_they_are(coder, tmp_path):
+    """Its steps run module by module, and those without it in one call."""
+    engine = {"max_model_len": 128, "max_num_seqs": 4, "enable_lora": True, "max_loras": 3}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    llm = LLM(enable_prefix_caching=False, **engine)
+    plain = [coder, None]
+    want = llm.generate([TEXT] * 2, params, use_tqdm=False, lora_request=plain)
+    found = [seen(output) for output in want]
+    for number, module in enumerate(("embed_tokens", "lm_head"), 2):
+        folder = write_adapter(tmp_path / module, BUNDLED_MODEL, 3, 8, (module,), size=0.2)
+        mixed = [*plain, LoRARequest(module, number, str(folder))]
+        outputs = llm.generate([TEXT] * 3, params, use_tqdm=False, lora_request=mixed)
+        first, second, changed = map(seen, outputs)
+        assert [first, second] == found
+        assert changed not in found
 
 
 def test_the_fused_program_computes_what_modules_compute(coder, monkeypatch):
@@ -152,19 +200,3 @@ def test_an_adapter_of_an_absorbed_projection_is_refused(tmp_path):
     output = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapter)[0].outputs[0]
     assert output.finish_reason == "error"
     assert "does not belong to a layer that adapters can change here" in output.stop_reason
-
-
-def test_sixty_four_adapters_in_one_batch(tmp_path):
-    model = make_tiny_model("llama", tmp_path / "model")
-    folders = [
-        write_adapter(tmp_path / str(n), model, n, 1 + n % 8, ("q_proj", "down_proj"), size=0.1)
-        for n in range(64)
-    ]
-    engine = ENGINE | {"max_num_seqs": 64, "max_loras": 64}
-    adapters = [LoRARequest(f.name, n + 1, str(f)) for n, f in enumerate(folders)]
-    llm = LLM(str(model), **engine)
-    together = generate(llm, adapters)
-    for number in (0, 31, 63):
-        assert_merged(together[number], model, folders[number])
-    assert len({tuple(logprobs) for _, logprobs in together}) == 64
-    assert torch.isfinite(torch.tensor([logprobs for _, logprobs in together])).all()

@@ -6,11 +6,17 @@ import pytest
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.lora_files import ALL, write_adapter
 from tests.tiny_models import make_tiny_model
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.lora.request import LoRARequest
 
 ENGINE = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2}
 PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90, 7)]
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
 
 
@@ -25,7 +31,7 @@ def adapters(folder, tmp_path_factory) -> list[LoRARequest]:
     folders = [
         write_adapter(root / str(n), folder, n, rank, modules)
         for n, (rank, modules) in enumerate(
-            [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("v_proj",))]
+            [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("embed_tokens", "lm_head"))]
         )
     ]
     return [LoRARequest(f"adapter {n}", n + 1, str(f)) for n, f in enumerate(folders)]
@@ -97,3 +103,41 @@ def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
             for prompt, adapter, got, wanted in found:
                 is_whole = len(prompt["prompt_token_ids"]) <= 32  # chunks depend on other rows
                 assert adapter is not None or not is_whole or got == wanted
+
+
+def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [20, 21, 22, 23] * n} for n in (1, 3, 5, 9, 2, 4)]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 2,
+                "prompt_lookup_min": 1,
+            }
+        },
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_adapters_with_drafts_and_on_two_cards(settings, folder, mixes, monkeypatch):
+    plain = LLM(folder, device="cpu", **ENGINE)
+    want = [tokens_of(plain, mix) for mix in mixes]
+    for name, value in envs.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    card = FEW_BUCKETS | {"VLLM_HPU_SIM_STRICT": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, has_profiling_run=False, **card):
+        llm = LLM(folder, device="hpu", sampling_warmup="all", **ENGINE | settings)
+        for mix, expected in zip(mixes, want, strict=True):
+            assert tokens_of(llm, mix) == expected
+        drafts = llm.llm_engine.engine_core.stats().drafts
+        assert ("speculative_config" in settings) == bool(drafts.num_draft_tokens)
+        llm.llm_engine.shutdown()

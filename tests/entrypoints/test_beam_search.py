@@ -28,7 +28,7 @@ class BigramModel:
             self.table.append([math.log(weight / sum(weights)) for weight in weights])
         self.num_steps = 0
 
-    def run(self, prompts, params):
+    def run(self, prompts, params, _):
         self.num_steps += 1
         assert params.max_tokens == 1
         return [self._output(prompt["prompt_token_ids"][-1], params.logprobs) for prompt in prompts]
@@ -165,7 +165,7 @@ class LadderModel:
     def __init__(self, sums):
         self.sums = sums
 
-    def run(self, prompts, params):
+    def run(self, prompts, params, _):
         outputs = []
         for prompt in prompts:
             output = prompt["prompt_token_ids"][1:]

@@ -8,7 +8,8 @@ from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.executor import Executor, StepHandleLike, WorkerMethod
 from vllm.executor.worker_call import call_worker, make_worker
-from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.utils.futures import when_all
 
 
 class ThreadRanks(Executor):
@@ -47,6 +48,12 @@ class ThreadRanks(Executor):
         self.most_in_flight = max(self.most_in_flight, 1 + self._num_in_flight)
         self._num_in_flight += 1
         return _Step(self, steps)
+
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
+        return when_all([worker.prepare(request) for worker in self.workers])
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self._on_all(lambda worker: worker.release(request_ids))
 
     def finish_step(self, steps: "list[Future[Any]]") -> ModelRunnerOutput:
         self._num_in_flight -= 1

@@ -41,17 +41,27 @@ FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which pe
 OFTEN = ("llama", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 
 
-def save(family: str, model: Path, folder: Path, seed: int, options: dict[str, Any]) -> list[Any]:
-    """Tokens and log-probabilities of peft, with the adapter beside the weights and merged."""
+def save(
+    family: str,
+    model: Path,
+    folder: Path,
+    seed: int,
+    options: dict[str, Any],
+    targets: dict[str, Any] | None = None,
+) -> list[Any]:
+    """Tokens and log-probabilities of peft, with the adapter beside the weights and merged; with
+    targets, beside them alone."""
     torch.manual_seed(seed)
-    targets = {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
-    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets, **options)
+    chosen = targets or {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **chosen, **options)
     adapted = peft.get_peft_model(load_reference(model), config).eval()
     for name, parameter in adapted.named_parameters():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".lora_embedding_" in name:
             parameter.data *= 0.3 / options["r"] ** 0.5
     adapted.save_pretrained(folder)
     beside = greedy(adapted, PROMPT, NUM_TOKENS)
+    if targets:  # merging would change what is tied to it, too
+        return [beside]
     return [beside, greedy(adapted.merge_and_unload(), PROMPT, NUM_TOKENS)]
 
 
@@ -66,25 +76,71 @@ def test_outputs_are_those_of_peft(family, tmp_path):
         folder = tmp_path / str(number)
         wanted.append(save(family, model, folder, number, options))
         adapters.append(LoRARequest(name, number, str(folder)))
+    assert_outputs(model, adapters, wanted)
+
+
+def assert_outputs(
+    model: Path, adapters: list[LoRARequest], wanted: list[list[Any]], **engine: Any
+) -> None:
+    """Of all adapters in one batch, with a base row at its ends."""
     llm = LLM(
         str(model),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        num_gpu_blocks_override=32,
-        enable_lora=True,
-        max_loras=4,
-        max_lora_rank=256,
+        **{
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 64,
+            "num_gpu_blocks_override": 32,
+            "enable_lora": True,
+            "max_loras": 4,
+            "max_lora_rank": 256,
+            **engine,
+        },
     )
     params = SamplingParams(
-        max_tokens=NUM_TOKENS, temperature=0, logprobs=0, ignore_eos=True, detokenize=False
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        logprobs=0,
+        prompt_logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
     )
-    outputs = llm.generate(
-        [{"prompt_token_ids": PROMPT}] * 4, params, use_tqdm=False, lora_request=adapters
-    )
+    mixed = [None, *adapters, None]
+    prompts = [{"prompt_token_ids": PROMPT}] * len(mixed)
+    first, *outputs, last = llm.generate(prompts, params, use_tqdm=False, lora_request=mixed)
+    assert first.outputs[0].token_ids == last.outputs[0].token_ids
     for output, references in zip(outputs, wanted, strict=True):
         sample = output.outputs[0]
         found = [row[i].logprob for i, row in zip(sample.token_ids, sample.logprobs, strict=True)]
         for ids, logprobs in references:
             assert list(sample.token_ids) == ids, output.lora_request
             assert found == pytest.approx(logprobs, abs=3e-4)
+        assert of_prompt(output) != pytest.approx(of_prompt(first), abs=1e-2)
+
+
+def of_prompt(output) -> list[float]:
+    """The log-probabilities of the prompt's tokens."""
+    rows = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
+    return [row[token].logprob for token, row in rows]
+
+
+NAMES = {
+    "gpt2": ("wte", "c_attn"),
+    "gpt_neox": ("embed_in", "dense"),
+    "opt": ("embed_tokens", "fc1"),
+}
+"""Of the input embedding and of a linear layer, where they are not embed_tokens and q_proj."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt"])
+def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
+    """gpt2 and opt: the head has the weights of the embedding, and peft adapts each by itself."""
+    model, head = make_tiny_model(family, tmp_path / "model"), "lm_head"
+    table, linear = NAMES.get(family, ("embed_tokens", "q_proj"))
+    wanted, adapters = [], []
+    for number, targets in enumerate(([table], [head], [table, linear, head]), 1):
+        folder = tmp_path / str(number)
+        options = {"r": 2 * number, "lora_alpha": 8}
+        chosen = {"target_modules": targets}
+        wanted.append(save(family, model, folder, number, options, chosen))
+        adapters.append(LoRARequest("+".join(targets), number, str(folder)))
+    assert_outputs(model, adapters, wanted)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm.lora.launches import DeviceSlots
+from vllm.lora.places import AdaptedPlaces
 from vllm.lora.slots import AdapterSlots
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter
 from vllm.ops.native import NativeOps
@@ -62,7 +63,7 @@ def test_slots_on_a_device_give_what_the_host_gives():
     torch.manual_seed(0)
     ends: list[int] = []
     cpu = torch.device("cpu")
-    slots = DeviceSlots(LAYERS, 3, 4, torch.float32, cpu, lambda: ends.append(1))
+    slots = DeviceSlots(AdaptedPlaces(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
     old, first, second = random_parts(4), random_parts(4), random_parts(2, without=1)
     for slot, parts in ((0, old), (2, first), (0, second)):  # a smaller one after a larger one
         slots.put(slot, slots.prepare(parts))

@@ -15,7 +15,7 @@ import pytest
 
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
-from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.hub import resolve_adapter_folder, resolve_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,6 +26,8 @@ REPOSITORIES = {
     "org/pickles": PICKLES_ONLY,
     "short": ["config.json"],
     "org/gated": ["config.json"],
+    "org/adapter": ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"],
+    "org/pickled-adapter": ["adapter_config.json", "adapter_model.bin", "config.json"],
     "org/gguf": ["config.json", "model-Q4_0.gguf", "model-Q8_0.gguf"],
     "org/large": ["config.json", "model.safetensors"],
 }
@@ -108,12 +110,18 @@ def endpoint() -> Iterator[str]:
 def resolve_in_new_process(
     name: str, cache: Path, load_format: str = "auto", token: str | bool | None = None, **env: str
 ) -> str:
-    """The sorted files of the folder, or the error; huggingface_hub reads its settings once."""
+    """The sorted files of the folder, or the error."""
+    arguments = (name, None, str(cache), (), load_format, token)
+    return call_in_new_process("resolve_model_folder", arguments, **env)
+
+
+def call_in_new_process(function: str, arguments: tuple[object, ...], **env: str) -> str:
+    """The same for any function; huggingface_hub reads its settings once."""
     code = f"""
 from vllm.errors import ConfigError
-from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.hub import {function}
 try:
-    folder = resolve_model_folder({name!r}, None, {str(cache)!r}, (), {load_format!r}, {token!r})
+    folder = {function}(*{arguments!r})
     print(*sorted(path.name for path in folder.iterdir()))
 except ConfigError as error:
     print(error)
@@ -174,6 +182,19 @@ def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_forma
 def test_a_download_is_found_again_without_a_network(endpoint, tmp_path):
     online = resolve_in_new_process("org/both", tmp_path, HF_ENDPOINT=endpoint)
     assert resolve_in_new_process("org/both", tmp_path, HF_HUB_OFFLINE="1") == online
+
+
+def test_adapters_are_downloaded_without_what_else_there_is(endpoint, tmp_path):
+    def resolve(name: str, **env: str) -> str:
+        return call_in_new_process("resolve_adapter_folder", (name,), HF_HOME=str(tmp_path), **env)
+
+    want = "adapter_config.json adapter_model.safetensors"
+    assert resolve("org/adapter", HF_ENDPOINT=endpoint) == want
+    assert resolve("org/adapter", HF_HUB_OFFLINE="1") == want
+    pickled = resolve("org/pickled-adapter", HF_ENDPOINT=endpoint)
+    assert pickled == "adapter_config.json adapter_model.bin"
+    with pytest.raises(ConfigError, match=r"^/no/such/folder is no folder$"):
+        resolve_adapter_folder("/no/such/folder")
 
 
 def test_a_download_goes_on_where_the_connection_was_lost(endpoint, tmp_path):

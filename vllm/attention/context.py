@@ -51,6 +51,16 @@ class LaunchAdapters(Protocol):
         """
         ...
 
+    def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
+        """What the input embedding returns for its tokens.
+
+        Args:
+            table: whose inputs are the tokens of the vocabulary.
+            ids: [T] int64
+            y: [T, out_features], looked up without adapters. May be changed in place.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class LaunchContext:

@@ -27,7 +27,11 @@ class CacheEventLog:
         self._events: list[CacheEvent] = []
 
     def stored(
-        self, hashes: Sequence[bytes], stored: Sequence[int], token_ids: Sequence[int]
+        self,
+        hashes: Sequence[bytes],
+        stored: Sequence[int],
+        token_ids: Sequence[int],
+        lora_id: int | None = None,
     ) -> None:
         """Blocks of a request can be found from now on.
 
@@ -35,12 +39,13 @@ class CacheEventLog:
             hashes: of all blocks of the request up to the last of these.
             stored: indices into `hashes`, ascending; the others are not new.
             token_ids: of the request.
+            lora_id: number of its adapter; None: it has none.
         """
         first = 0
         for position, index in enumerate(stored):
             if position + 1 < len(stored) and stored[position + 1] == index + 1:
                 continue  # the next block follows directly
-            self._append_run(hashes, stored[first], index + 1, token_ids)
+            self._append_run(hashes, stored[first], index + 1, token_ids, lora_id)
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
@@ -59,7 +64,12 @@ class CacheEventLog:
         return events
 
     def _append_run(
-        self, hashes: Sequence[bytes], start: int, end: int, token_ids: Sequence[int]
+        self,
+        hashes: Sequence[bytes],
+        start: int,
+        end: int,
+        token_ids: Sequence[int],
+        lora_id: int | None,
     ) -> None:
         size = self._block_size
         self._events.append(
@@ -68,7 +78,7 @@ class CacheEventLog:
                 parent_block_hash=public_hash(hashes[start - 1]) if start else None,
                 token_ids=list(token_ids[start * size : end * size]),
                 block_size=size,
-                lora_id=None,
+                lora_id=lora_id,
             )
         )
 

@@ -10,7 +10,7 @@ from vllm.core.block_hash import block_hashes, group_keys, root_hash
 from vllm.core.block_pool import BlockPool
 from vllm.core.cache_events import CacheEventLog
 from vllm.kv_cache_spec import FULL_GROUP, KVCacheGroup
-from vllm.messages import NULL_BLOCK_ID, IntArray
+from vllm.messages import NULL_BLOCK_ID, IntArray, number_of
 from vllm.request import Request
 
 _Block = TypeVar("_Block")
@@ -231,7 +231,9 @@ class KVCacheManager:
                 block_ids, new = [table[i] for i in places], [hashes[i] for i in places]
             stored = self.pool.remember(block_ids, group_keys(new, index))
             if self._events is not None and index == 0:
-                self._events.stored(hashes, [places[i] for i in stored], request.token_ids)
+                lora_id = number_of(request.spec.adapter)
+                new_places = [places[i] for i in stored]
+                self._events.stored(hashes, new_places, request.token_ids, lora_id)
             self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
@@ -270,6 +272,7 @@ class KVCacheManager:
         token_ids: Sequence[int],
         load: Callable[[Sequence[bytes]], list[_Block]],
         write: Callable[[list[int], list[_Block]], bool],
+        lora_id: int | None = None,
     ) -> int:
         """Fill free blocks with contents that are kept elsewhere; they are findable then.
 
@@ -278,6 +281,7 @@ class KVCacheManager:
             token_ids: of these blocks, for events.
             load: gives the contents of hashes, up to the first that is not there.
             write: writes contents into blocks; False: it has not.
+            lora_id: number of the adapter of the prompt, for events; None: it has none.
 
         Returns:
             The number of blocks that were filled.
@@ -295,7 +299,8 @@ class KVCacheManager:
             end = len(found) + len(contents)
             stored = pool.remember(block_ids, hashes[len(found) : end])
             if self._events is not None:
-                self._events.stored(hashes, [len(found) + i for i in stored], token_ids)
+                places = [len(found) + i for i in stored]
+                self._events.stored(hashes, places, token_ids, lora_id)
             return len(contents)
         finally:
             pool.free(reversed(block_ids))

@@ -141,7 +141,8 @@ class AsyncControl:
         """
         await self.wait_ready()
         adapter = await asyncio.to_thread(self.input_processor.adapter, lora_request)
-        if adapter.number in await self.list_loras():
+        found = await self.collective_rpc("has_adapter", args=(adapter.number, adapter.key))
+        if all(found):
             return False
         while not is_loaded(
             adapter, await self.collective_rpc("load_adapter", args=call_of(adapter))

@@ -133,7 +133,7 @@ class EngineControl:
             RequestError: LoRA is off, or the adapter cannot be loaded.
         """
         adapter = self.input_processor.adapter(lora_request)
-        if adapter.number in self.list_loras():
+        if all(self.collective_rpc("has_adapter", args=(adapter.number, adapter.key))):
             return False
         while not is_loaded(adapter, self.collective_rpc("load_adapter", args=call_of(adapter))):
             time.sleep(POLL_S)

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
+from vllm.engine.request_resources import RequestResources
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import (
     CapacityError,
@@ -30,7 +30,7 @@ from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
-from vllm.utils.futures import when_both
+from vllm.utils.futures import when_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
@@ -103,8 +103,7 @@ class EngineCore:
         )
         self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
-        self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
-        """Requests whose resources are still being loaded, by id. They are scheduled afterwards."""
+        self._resources = RequestResources(self.executor.release)
         self._sleeping_tags: list[str] = []
         self._idle_warm_up: Iterator[object] | None = self.executor.warm_up()
         """What the start has left of the warm-up; None when it is done."""
@@ -141,32 +140,32 @@ class EngineCore:
         if self._sleeping_tags:
             raise EngineAsleepError(self._sleeping_tags)
         self.scheduler.check_request(request)
-        if request.request_id in self._preparing:
+        if request.request_id in self._resources:
             raise RequestError(f"request {request.request_id!r} is already being processed")
         request = self._named_processors.resolve(request)
         future = self.executor.prepare(request)
+        self._resources.hold(request)
         if self._transfer is not None:
-            future = when_both(future, self._transfer.prepare(request))
-        if future is not None and not future.done():
-            self._preparing[request.request_id] = request, future
-        else:
+            future = when_all([future, self._transfer.prepare(request)])
+        if future is None:
             self._queue(request)
+        else:
+            self._resources.await_load(request, future)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Abort requests without an output; unknown ids are ignored."""
         ids = list(request_ids)
-        for request_id in ids:
-            self._preparing.pop(request_id, None)
         if self._transfer is not None:
             self._transfer.leave(ids)
         self.scheduler.abort_requests(ids)
+        self._resources.end(ids)
         self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests wait or run, or a step is in flight, even if all of its requests were
         aborted."""
         is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
-        return is_busy or bool(self._preparing)
+        return is_busy or bool(self._resources)
 
     def step(self) -> EngineOutput:
         """Start a step, wait for the result of the oldest step in flight, and return it.
@@ -179,8 +178,10 @@ class EngineCore:
                 unknown, so no more requests can be served.
         """
         self._check_alive()
-        if self._preparing:
+        if self._resources:
             self._queue_prepared()
+            if refused := self._resources.take_refused():
+                return EngineOutput(finished=refused)
         most = self._num_stages if self._num_stages > 1 else 1 + self._run_ahead.is_worthwhile
         while len(self._in_flight) < most and self._start_step():
             pass
@@ -192,6 +193,7 @@ class EngineCore:
             result = self.scheduler.update(output)
         if self._transfer is not None:
             self._transfer.save_freed()
+        self._resources.end(result.finished)
         self._publish_events()
         if trace.is_on:
             pool = self.scheduler.cache.pool
@@ -238,13 +240,9 @@ class EngineCore:
     def _queue_prepared(self) -> None:
         """Queue the requests that are prepared. If nothing else can run, wait for one of them, but
         only briefly, because the caller has to read its messages."""
-        if not (self.scheduler.num_unfinished_requests or self._in_flight):
-            futures = [future for _, future in self._preparing.values()]
-            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
-        for request_id, (request, future) in list(self._preparing.items()):
-            if future.done():
-                del self._preparing[request_id]
-                self._queue(request)
+        is_idle = not (self.scheduler.num_unfinished_requests or self._in_flight)
+        for request in self._resources.take_loaded(_PREPARE_WAIT_S if is_idle else 0.0):
+            self._queue(request)
 
     def _start_step(self) -> bool:
         """Start the next step, if a request can run. Returns whether one was started."""
@@ -309,8 +307,15 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
-        num_waiting = stats.num_waiting + len(self._preparing)
-        return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
+        num_waiting = stats.num_waiting + len(self._resources)
+        running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
+        return msgspec.structs.replace(
+            stats,
+            num_waiting=num_waiting,
+            running_adapters=running,
+            waiting_adapters=waiting,
+            runner=self.executor.stats(),
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
@@ -336,7 +341,7 @@ class EngineCore:
             EngineDeadError: an earlier step failed.
         """
         self._check_can_sleep()
-        num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
+        num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
             raise CapacityError(
                 f"the engine cannot sleep while requests run or wait (now {num_requests}): let "

@@ -16,7 +16,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, number_of
 
 logger = init_logger(__name__)
 
@@ -158,7 +158,11 @@ class KVTransfer:
         self._open()
         keys = self._keys(request)
         num_loaded = self._cache.restore(
-            keys, request.prompt_token_ids, self._connector.load, self._write
+            keys,
+            request.prompt_token_ids,
+            self._connector.load,
+            self._write,
+            number_of(request.adapter),
         )
         if num_loaded:
             logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)

@@ -13,10 +13,13 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Run = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
-RunAsync = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[RequestOutput]]]
+Run = Callable[[list[TokensPrompt], SamplingParams, list[int]], list[RequestOutput]]
+"""What to run, and the index of the prompt that each of it continues."""
+RunAsync = Callable[[list[TokensPrompt], SamplingParams, list[int]], Awaitable[list[RequestOutput]]]
 _Rounds = Generator[
-    tuple[list[TokensPrompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]
+    tuple[list[TokensPrompt], SamplingParams, list[int]],
+    list[RequestOutput],
+    list[BeamSearchOutput],
 ]
 """Yields what to run next and receives the results."""
 _Rank = tuple[int, float, float]
@@ -27,6 +30,8 @@ _Rank = tuple[int, float, float]
 class _Search:
     """The beams of one prompt."""
 
+    index: int
+    """Of the prompt."""
     num_prompt_tokens: int
     max_tokens: int
     live: list[BeamSearchSequence]
@@ -124,13 +129,15 @@ def _search(
         detokenize=tokenizer is not None,  # the texts of the log-probabilities need it
     )
     searches = [
-        _Search(len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
-        for ids in prompts
+        _Search(index, len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
+        for index, ids in enumerate(prompts)
     ]
     active = searches
     while active:
         beams = [beam for search in active for beam in search.live]
-        outputs = iter((yield [{"prompt_token_ids": beam.tokens} for beam in beams], step))
+        owners = [search.index for search in active for _ in search.live]
+        prompts_now: list[TokensPrompt] = [{"prompt_token_ids": beam.tokens} for beam in beams]
+        outputs = iter((yield prompts_now, step, owners))
         for search in active:
             _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
         active = [search for search in active if search.live]
@@ -156,6 +163,8 @@ def _advance(
     grown: list[BeamSearchSequence] = []
     for beam, output in zip(search.live, outputs, strict=True):
         sample = output.outputs[0]
+        if not sample.logprobs and sample.is_refused:
+            raise RequestError(str(sample.stop_reason), param="lora_request")
         if not sample.logprobs:
             raise RuntimeError(f"beam search step failed: {sample.stop_reason}")
         for token_id, logprob in sample.logprobs[0].items():

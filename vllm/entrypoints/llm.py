@@ -176,12 +176,13 @@ class LLM(PoolingMethods, ControlMethods):
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[TokensPrompt]:
-        """Make the prompts that `chat` would run, one per conversation; arguments as there.
+        """Make the prompts that `chat` would run, one per conversation; arguments as there. Every
+        adapter has the tokenizer and the chat template of the model.
 
         Raises:
             RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
         """
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         options = ChatOptions(
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -202,10 +203,15 @@ class LLM(PoolingMethods, ControlMethods):
 
         Needs `max_logprobs` of the engine to be at least twice the beam width.
 
+        Args:
+            prompts: of text or token ids.
+            params: width, length and scoring.
+            lora_request: as in `generate`.
+
         Raises:
-            RequestError: (a ValueError) a prompt or the parameters are wrong.
+            RequestError: (a ValueError) a prompt, an adapter or the parameters are wrong.
         """
-        refuse(lora_request=lora_request)
+        adapters = _adapter_per_prompt(lora_request, len(prompts))
         check_beam_width(
             params.beam_width,
             self.llm_engine.model_config.max_logprobs,
@@ -217,8 +223,11 @@ class LLM(PoolingMethods, ControlMethods):
         eos, others = processor.end_tokens
         end_tokens = others if eos is None else others | {eos}
 
-        def run(beams: list[TokensPrompt], step: SamplingParams) -> list[RequestOutput]:
-            return self._run(cast(list[PromptType], beams), step, None, False)
+        def run(
+            beams: list[TokensPrompt], step: SamplingParams, owners: list[int]
+        ) -> list[RequestOutput]:
+            chosen = [adapters[owner] for owner in owners]
+            return self._run(cast(list[PromptType], beams), step, None, False, chosen)
 
         return search_beams(
             [prompt.token_ids for prompt in tokenized],
@@ -271,11 +280,7 @@ class LLM(PoolingMethods, ControlMethods):
     ) -> list[RequestOutput]:
         params = self._params_per_prompt(sampling_params, len(prompts))
         priorities = per_prompt("priority", priority, len(prompts)) or [0] * len(prompts)
-        adapters: Sequence[LoRARequest | None]
-        if isinstance(lora_request, Sequence):
-            adapters = per_prompt("lora_request", lora_request, len(prompts)) or []
-        else:
-            adapters = [lora_request] * len(prompts)
+        adapters = _adapter_per_prompt(lora_request, len(prompts))
         processor = self.llm_engine.input_processor
         requests: list[tuple[str | None, EngineRequest]] = []
         for index, prompt in enumerate(prompts):
@@ -297,6 +302,14 @@ class LLM(PoolingMethods, ControlMethods):
         if not isinstance(params, Sequence):
             return [_final_only(params)] * count
         return [_final_only(each) for each in per_prompt("sampling_params", params, count) or []]
+
+
+def _adapter_per_prompt(
+    asked: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> Sequence[LoRARequest | None]:
+    if isinstance(asked, Sequence):
+        return per_prompt("lora_request", asked, count) or []
+    return [asked] * count
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -96,13 +96,18 @@ class Executor(ABC):
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all workers; at most one other is in flight."""
 
-    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
         """Load in the background what a request needs, so that no step waits for it.
 
         Returns:
-            Done when it is loaded, also when that failed: then the request fails in its first
-            step. None: nothing has to be loaded.
+            Done when all workers have it, or cannot have it: why, so that the request cannot run,
+            or None. None in place of a future: nothing has to be loaded.
         """
+        return None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Requests with an adapter have ended: after the steps that have been started, the workers
+        keep it for them no longer."""
         return None
 
     @abstractmethod

@@ -8,6 +8,7 @@ In a pipeline only the ranks of the last stage sample. The first of them sends t
 engine, which passes the tokens on to the other stages before it starts the next step of their rows.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -18,13 +19,14 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError, RequestError
-from vllm.executor.rank_group import RankGroup
-from vllm.executor.rank_wire import PrepareRequest, RecordTokens, RunStep, result_decoder
+from vllm.executor.rank_group import RankError, RankGroup
+from vllm.executor.rank_wire import RecordTokens, ReleaseRequests, RunStep, result_decoder
 from vllm.executor.step_thread import has_core_to_spare
 from vllm.executor.uniproc import UniProcExecutor
 from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
 from vllm.message_codec import decode_value
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.utils.futures import when_all
 from vllm.worker.interface import StepHandleLike
 
 
@@ -110,7 +112,7 @@ class MultiprocExecutor(UniProcExecutor):
             self._running_ranks.broadcast(RecordTokens(tokens=tokens), layout.ranks_without_tokens)
         return output
 
-    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
         """See `Executor.prepare`.
 
         Raises:
@@ -118,9 +120,16 @@ class MultiprocExecutor(UniProcExecutor):
         """
         refuse_code(self._config.parallel, request)
         future = super().prepare(request)
-        if future is not None:
-            self._running_ranks.broadcast(PrepareRequest(request=request))
-        return future
+        if future is None and request.adapter is None:
+            return None
+        # A rank that was slower would let the others wait in a step.
+        return when_all([future, *self._running_ranks.prepare(request)])
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """See `Executor.release`. The next step tells if a rank has failed."""
+        with contextlib.suppress(RankError):
+            self._running_ranks.broadcast(ReleaseRequests(request_ids=list(request_ids)))
+        super().release(request_ids)
 
     def collective_rpc(
         self,

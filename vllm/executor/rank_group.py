@@ -26,6 +26,7 @@ from vllm.errors import ConfigError
 from vllm.executor.rank_wire import (
     CallRank,
     FrameReader,
+    PrepareRequest,
     RankFailed,
     RankResult,
     StartRank,
@@ -35,8 +36,8 @@ from vllm.executor.rank_wire import (
     frame,
 )
 from vllm.logger import current_format, init_logger
-from vllm.message_codec import encode, encode_arguments
-from vllm.messages import ModelRunnerOutput
+from vllm.message_codec import decode_value, encode, encode_arguments
+from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 
 logger = init_logger(__name__)
@@ -97,6 +98,19 @@ class _Rank:
                 return file.read().rpartition(")")[2].split()[0] in ("T", "t")
         except OSError:
             return False
+
+
+def _decoded(answer: "Future[bytes]") -> "Future[str | None]":
+    decoded: Future[str | None] = Future()
+
+    def decode(future: "Future[bytes]") -> None:
+        if (error := future.exception()) is not None:
+            decoded.set_exception(error)
+        else:
+            decoded.set_result(decode_value(future.result()))
+
+    answer.add_done_callback(decode)
+    return decoded
 
 
 class RankGroup:
@@ -173,16 +187,33 @@ class RankGroup:
             RankError: a rank has failed.
         """
         arguments = encode_arguments(args, kwargs or {})
-        call_id = next(self._call_ids)
-        futures: list[Future[bytes]] = []
-        with self._lock:
-            for each in self._ranks:
-                future: Future[bytes] = Future()
-                self._futures[each.rank, call_id] = future
-                futures.append(future)
+        call_id, futures = self._expect_answers()
         message = CallRank(call_id=call_id, method=method, arguments=arguments, is_user=is_user)
         self.broadcast(message)
         return futures
+
+    def prepare(self, request: EngineRequest) -> "list[Future[str | None]]":
+        """Let every rank load what a request needs, in the background.
+
+        Returns:
+            By rank, done when it is loaded (None), or cannot be (why).
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        call_id, answers = self._expect_answers()
+        self.broadcast(PrepareRequest(request=request, call_id=call_id))
+        return [_decoded(answer) for answer in answers]
+
+    def _expect_answers(self) -> "tuple[int, list[Future[bytes]]]":
+        """The id of a new call, and the answer of each rank to it."""
+        call_id = next(self._call_ids)
+        with self._lock:
+            futures: dict[tuple[int, int], Future[bytes]] = {
+                (each.rank, call_id): Future() for each in self._ranks
+            }
+            self._futures.update(futures)
+        return call_id, list(futures.values())
 
     def check(self) -> None:
         """Raise what has ended a rank, if one has ended."""

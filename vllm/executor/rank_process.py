@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ class RankLoop:
         self._reader = FrameReader(connection)
         self._meeting_fds = meeting_fds
         self._server: RankServer | None = None
+        self._lock = threading.Lock()
 
     def run(self) -> None:
         """Handle messages until the engine closes the connection."""
@@ -84,7 +86,8 @@ class RankLoop:
         return RankServer(start, self._send, meet, sends_results=sends_results)
 
     def _send(self, message: FromRank) -> None:
-        self._connection.sendall(frame(encode(message)))
+        with self._lock:  # answers come from several threads
+            self._connection.sendall(frame(encode(message)))
 
     def fail(self, failure: RankFailed) -> None:
         """Tell the engine, if it is still there, why this rank ends."""

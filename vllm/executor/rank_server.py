@@ -12,6 +12,7 @@ from vllm.executor.rank_wire import (
     RankFailed,
     RankResult,
     RecordTokens,
+    ReleaseRequests,
     RunStep,
     StartRank,
     StepResult,
@@ -29,7 +30,7 @@ class RankServer:
 
     Args:
         start: the first message.
-        send: takes the answers.
+        send: takes the answers, from any thread.
         meet: makes the meeting with the other ranks.
         sends_results: the engine waits for the results of steps from this rank.
     """
@@ -72,7 +73,10 @@ class RankServer:
             self.finish_step()
             self._send(self._call(message))
         elif isinstance(message, PrepareRequest):
-            self._worker.prepare(message.request)
+            self._prepare(message)
+        elif isinstance(message, ReleaseRequests):
+            self.finish_step()
+            self._worker.release(message.request_ids)
 
     def finish_step(self) -> None:
         """Wait for the step in flight, if there is one, and note its tokens."""
@@ -82,6 +86,17 @@ class RankServer:
         self._last_step = None
         if self._sends_results:
             self._send(StepResult(output=output, stats=self._worker.stats()))
+
+    def _prepare(self, message: PrepareRequest) -> None:
+        future, call_id = self._worker.prepare(message.request), message.call_id
+        if call_id is None:
+            return
+        if future is None:
+            self._send(RankResult(call_id=call_id))
+            return
+        future.add_done_callback(
+            lambda done: self._send(RankResult(call_id=call_id, value=encode(done.result())))
+        )
 
     def _call(self, message: CallRank) -> RankResult:
         args, kwargs = decode_arguments(message.arguments)

@@ -1,9 +1,10 @@
 """Messages between the process of the engine and those of its other ranks, as msgpack over a socket
 pair. No pickle, no code.
 
-engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest
-rank -> engine     RankResult for each CallRank, StepResult from the last stage of a pipeline,
-                   RankFailed at the end
+engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest,
+                   ReleaseRequests
+rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult from the last stage
+                   of a pipeline, RankFailed at the end
 """
 
 import socket
@@ -83,10 +84,19 @@ class PrepareRequest(_Message, frozen=True, kw_only=True):
     """Load in the background what a request needs."""
 
     request: EngineRequest
+    call_id: int | None = None
+    """Of the `RankResult` that says when it is loaded, and why it cannot be; None: there is no
+    answer."""
+
+
+class ReleaseRequests(_Message, frozen=True, kw_only=True):
+    """Requests have ended; keep no longer what they have needed."""
+
+    request_ids: list[str]
 
 
 class RankResult(_Message, frozen=True, kw_only=True):
-    """The answer to a `CallRank`."""
+    """The answer to a `CallRank` or a `PrepareRequest`."""
 
     call_id: int
     value: bytes = b"\xc0"
@@ -113,7 +123,7 @@ class RankFailed(_Message, frozen=True, kw_only=True):
     """An exchange with another rank has failed, which may have failed itself."""
 
 
-ToRank = StartRank | RunStep | RecordTokens | CallRank | PrepareRequest
+ToRank = StartRank | RunStep | RecordTokens | CallRank | PrepareRequest | ReleaseRequests
 FromRank = RankResult | StepResult | RankFailed
 
 decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode

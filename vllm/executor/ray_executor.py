@@ -22,6 +22,7 @@ from vllm.executor.rank_wire import (
     RankFailed,
     RankResult,
     RecordTokens,
+    ReleaseRequests,
     RunStep,
     StartRank,
     StepResult,
@@ -190,17 +191,25 @@ class RayExecutor(Executor):
             self._unread.update(zip(self._send(tokens, told), told, strict=True))
         return output
 
-    def prepare(self, request: EngineRequest) -> "Future[None] | None":
-        """See `Executor.prepare`. The workers prepare while the request waits for its first step.
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
+        """See `Executor.prepare`. The workers prepare while the request waits for its first step,
+        which waits for them.
 
         Raises:
             RequestError: the request has code, which cannot be sent.
         """
         refuse_code(self._config.parallel, request)
-        if request.sampling_params.guided_decoding is not None:
-            refs = self._send(PrepareRequest(request=request))
-            self._unread.update((ref, rank) for rank, ref in enumerate(refs))
+        if request.sampling_params.guided_decoding is not None or request.adapter is not None:
+            self._tell(PrepareRequest(request=request))
         return None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """See `Executor.release`."""
+        self._tell(ReleaseRequests(request_ids=list(request_ids)))
+
+    def _tell(self, message: ToRank) -> None:
+        """Send a message that has no answer."""
+        self._unread.update((ref, rank) for rank, ref in enumerate(self._send(message)))
 
     def collective_rpc(
         self,

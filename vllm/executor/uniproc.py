@@ -65,9 +65,17 @@ class UniProcExecutor(Executor):
         else:
             self._thread.call(lambda: worker.record_tokens(tokens))
 
-    def prepare(self, request: EngineRequest) -> Future[None] | None:
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """See `Executor.prepare`."""
         return self._running_worker.prepare(request)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """See `Executor.release`."""
+        worker = self._running_worker
+        if self._thread is None:
+            worker.release(request_ids)
+        else:
+            self._thread.call(lambda: worker.release(request_ids))
 
     def collective_rpc(
         self,

@@ -14,9 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vllm.errors import RequestError
+from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
+from vllm.transformers_utils.hub import resolve_adapter_folder
 
 CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -53,6 +54,8 @@ class AdapterConfig:
     uses_rslora: bool
     is_transposed: bool
     """The weights that it changes are [inputs, outputs] in the checkpoint."""
+    base: str = ""
+    """Name or folder of the model that it was trained on; empty: not known."""
 
     def scale_of(self, module: str, rank: int) -> float:
         """What B @ A of a module is multiplied by (alpha / rank; alpha / sqrt(rank) with rsLoRA).
@@ -162,6 +165,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         alpha_pattern=patterns[1],
         uses_rslora=bool(given.get("use_rslora")),
         is_transposed=bool(given.get("fan_in_fan_out")),
+        base=str(given.get("base_model_name_or_path") or ""),
     )
 
 
@@ -218,19 +222,19 @@ def _hash_files(paths: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) 
 
 
 def adapter_folder(request: LoRARequest) -> Path:
-    """The local folder of an adapter.
+    """The local folder of an adapter, which is downloaded if its path is a name on the hub.
 
     Raises:
-        RequestError: there is no such folder.
+        RequestError: there is no such folder or repository.
     """
-    folder = Path(request.path).expanduser()
-    if not folder.is_dir():
+    try:
+        return resolve_adapter_folder(request.path)
+    except ConfigError as error:
         raise RequestError(
-            f"the LoRA adapter {request.lora_name!r}: {request.path} is no folder. Adapters are "
-            f"read from local folders; download it first",
+            f"the LoRA adapter {request.lora_name!r}: {error}. Name a folder that peft's "
+            f"save_pretrained has written, or a repository on the Hugging Face hub",
             param="lora_path",
-        )
-    return folder.resolve()
+        ) from None
 
 
 def find_adapter(request: LoRARequest, max_rank: int) -> AdapterRef:

@@ -2,13 +2,14 @@
 and on a device that compiles shapes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vllm.lora.places import AdaptedPlaces
 from vllm.ops import get_ops
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 
@@ -24,8 +25,23 @@ class AdapterStore(Protocol):
         """Write an adapter to a slot, between two launches."""
         ...
 
+    def clear(self, slot: int) -> None:
+        """Keep the adapter of a slot no longer; no row uses it."""
+        ...
+
 
 # ---- launches of any shape ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in host memory."""
+
+    layers: PreparedAdapter
+    """What it adds to linear layers."""
+    embedding: LowRank | None
+    """What it adds to input embeddings: a [r, vocabulary], b [embedding_dim, r]."""
+    changes_head: bool
 
 
 @dataclass(frozen=True)
@@ -33,10 +49,20 @@ class RaggedAdapters:
     """The adapters of T tokens; those without one are not touched."""
 
     rows: AdaptedRows
+    embeddings: Mapping[int, LowRank]
+    """By the indices of `rows`, of the adapters that add to input embeddings."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
+
+    def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        for number, part in self.embeddings.items():
+            chosen = (self.rows.of_rows == number).nonzero().flatten()
+            added = part.a[:, ids[chosen]].T.float() @ part.b.T.float()
+            y[chosen] = (y[chosen].float() + added).to(y.dtype)
+        return y
 
 
 class HostSlots:
@@ -48,19 +74,47 @@ class HostSlots:
         dtype: of the inputs of layers.
     """
 
-    def __init__(self, places: Sequence[AdaptedLayer], num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, places: AdaptedPlaces, num_slots: int, dtype: torch.dtype) -> None:
         self._places = places
         self._dtype = dtype
-        self.adapters: list[PreparedAdapter | None] = [None] * num_slots
+        self.adapters: list[HostAdapter | None] = [None] * num_slots
         """By slot."""
 
-    def prepare(self, parts: Sequence[LowRank | None]) -> PreparedAdapter:
+    def prepare(self, parts: Sequence[LowRank | None]) -> HostAdapter:
         """See `AdapterStore`."""
-        return get_ops().prepare_adapter(self._places, parts, self._dtype)
+        places = self._places
+        layers = [layer for layer in places.layers if layer is not places.embedding]
+        embedding, head = (
+            places.part_of(places.embedding, parts),
+            places.part_of(places.head, parts),
+        )
+        prepared = get_ops().prepare_adapter(layers, parts, self._dtype)
+        return HostAdapter(prepared, embedding, head is not None)
 
-    def put(self, slot: int, prepared: PreparedAdapter) -> None:
+    def put(self, slot: int, prepared: HostAdapter) -> None:
         """See `AdapterStore`."""
         self.adapters[slot] = prepared
+
+    def of_tokens(self, slots: Tensor) -> RaggedAdapters:
+        """The adapters of a launch.
+
+        Args:
+            slots: [T] int32 of its tokens; -1: none.
+        """
+        layers = tuple(None if each is None else each.layers for each in self.adapters)
+        embeddings = {
+            number: each.embedding
+            for number, each in enumerate(self.adapters)
+            if each is not None and each.embedding is not None
+        }
+        if embeddings:
+            used = set(slots.unique().tolist())
+            embeddings = {number: part for number, part in embeddings.items() if number in used}
+        return RaggedAdapters(AdaptedRows(layers, slots), embeddings)
+
+    def clear(self, slot: int) -> None:
+        """See `AdapterStore`."""
+        self.adapters[slot] = None
 
 
 # ---- launches of a fixed shape --------------------------------------------------------------
@@ -83,9 +137,24 @@ class SlottedAdapters:
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
+        a = self.slots.a[layer.number]
+        return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
+
+    def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        a = self.slots.a[table.number]
+        return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
+
+    def select(self, tokens: Tensor) -> "SlottedAdapters":
+        """Those of some of the tokens, by their indices [n]."""
+        return SlottedAdapters(
+            self.slots, self.is_own.index_select(0, tokens), self.has_one.index_select(0, tokens)
+        )
+
+    def _add(self, layer: AdaptedLayer, inner: Tensor, y: Tensor) -> Tensor:
+        """Add to y what comes of x times the A of all slots, [T, S * P * R]."""
         a, b = self.slots.a[layer.number], self.slots.b[layer.number]
-        inner = torch.mm(x.to(a.dtype), a.flatten(0, 1).t()).unflatten(1, a.shape[:2])
-        inner = inner * self.is_own
+        inner = inner.unflatten(1, a.shape[:2]) * self.is_own
         rank = self.slots.rank
         sums = [
             torch.mm(inner[:, :, i * rank : (i + 1) * rank].flatten(1, 2), part.flatten(0, 1))
@@ -115,19 +184,19 @@ class DeviceSlots:
 
     def __init__(
         self,
-        places: Sequence[AdaptedLayer],
+        places: AdaptedPlaces,
         num_slots: int,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
         end: Callable[[], None],
     ) -> None:
-        self._places = places
+        self._places = places.layers
         self._dtype, self._device, self._end = dtype, device, end
         self.rank = rank
         self.a: list[Tensor] = []
         self.b: list[list[Tensor]] = []
-        for place in places:
+        for place in places.layers:
             ends = [offset + size for offset, size in place.parts]
             assert [0, *ends[:-1]] == [offset for offset, _ in place.parts], place
             shape = (num_slots, len(place.parts) * rank, place.in_features)
@@ -172,6 +241,9 @@ class DeviceSlots:
             # To the tensor itself: a write through a view would copy all slots on a card.
             target.index_copy_(0, index, source.to(self._device)[None])
         self._end()
+
+    def clear(self, slot: int) -> None:
+        """See `AdapterStore`. The memory of a slot is taken for good, and no row reads it."""
 
     def warm_up(self) -> None:
         """Compile what `put` runs. No slot may be in use."""

@@ -6,10 +6,10 @@ weight formats know nothing of adapters. How the products are made is up to the 
 (`LaunchAdapters`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,16 +17,34 @@ from torch import Tensor
 
 from vllm.attention import ContextHolder, share_context
 from vllm.errors import RequestError, WeightLoadError
+from vllm.logger import init_logger
 from vllm.lora.files import AdapterConfig, check_files, weights_file
+from vllm.lora.places import AdaptedPlaces
+from vllm.model_executor.layers.embedding import (
+    DenseTable,
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
 from vllm.model_executor.loader.checkpoint import read_bin
+from vllm.model_executor.loader.stage import Absent
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.low_rank import AdaptedLayer, LowRank
 
+logger = init_logger(__name__)
+
 _PREFIX = "base_model.model."
-_ENDINGS = {".lora_A.weight": 0, ".lora_B.weight": 1}
+_ENDINGS = {
+    ".lora_A.weight": 0,
+    ".lora_B.weight": 1,
+    ".lora_embedding_A": 0,
+    ".lora_embedding_B": 1,
+}
+_UNCHANGED = ".base_layer.weight"
+"""End of the name of a weight of the model, which peft saves for embeddings and heads."""
 
 
 class WithAdapters(LinearMethod):
@@ -57,13 +75,41 @@ class WithAdapters(LinearMethod):
         return rows.view(y.shape)
 
 
+class HeadWithAdapters(EmbeddingMethod):
+    """The same for an output head.
+
+    Args:
+        inner: of the head, its weights loaded.
+        place: of the head among the layers of the model.
+        launch: has the adapters of the rows of hidden states.
+    """
+
+    def __init__(self, inner: EmbeddingMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
+        self.inner = inner
+        self.place = place
+        self.launch = launch
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        raise AssertionError("adapters come after the weights")
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        return self.inner.embed(layer, ids)
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        logits = self.inner.multiply(layer, hidden_states)
+        context = self.launch.context
+        if context is None or context.adapters is None:
+            return logits
+        return context.adapters.adapt(self.place, hidden_states, logits)
+
+
 @dataclass(frozen=True)
 class _Target:
     """One projection of the checkpoint."""
 
     number: int
     """Of the projection among all that can be adapted."""
-    layer: ParallelLinear
+    layer: ParallelLinear | ParallelLMHead
     place: Slice
 
     @property
@@ -97,32 +143,49 @@ class AdapterLayers:
         model: loaded.
         max_rank: of an adapter.
         dtype: of the adapter weights in memory.
+        names: of the model.
 
     Attributes:
-        places: of the layers, by their numbers.
-        num_parts: projections of all layers.
+        places: of the layers.
     """
 
-    def __init__(self, model: CausalLM, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: CausalLM, max_rank: int, dtype: torch.dtype, names: Sequence[str] = ()
+    ) -> None:
         self._model = model
+        self._names = [PurePath(name).name for name in names]
         self._max_rank = max_rank
         self._dtype = dtype
         self._targets: dict[str, _Target] = {}
-        self.places: list[AdaptedLayer] = []
-        self.num_parts = 0
+        self.places = places = AdaptedPlaces()
+        self._table: tuple[str, VocabParallelEmbedding] | None = None
+        """The input embedding, and its name."""
+        self._absent = {
+            path for path, module in model.named_modules() if isinstance(module, Absent)
+        }
         launch = share_context(model)
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
                 continue
             if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
-            place = _place(layer, len(self.places), self.num_parts)
-            for number, (name, part) in enumerate(layer.feature_slices.items(), self.num_parts):
-                target = checkpoint_name(path, name, "").removesuffix(".")
-                self._targets[target] = _Target(number, layer, part)
-            self.places.append(place)
-            self.num_parts += len(place.parts)
-            layer.method = WithAdapters(layer.method, place, launch)
+            layer.method = WithAdapters(layer.method, self._add(path, layer), launch)
+        for path, layer in model.named_modules():
+            if isinstance(layer, ParallelLMHead):
+                places.head = self._add(path, layer)
+                layer.method = HeadWithAdapters(layer.method, places.head, launch)
+            elif isinstance(layer, VocabParallelEmbedding) and self._table is None:
+                self._table = path, layer
+                sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
+                layer.adapted = AdaptedLayer(len(places.layers), places.num_parts, *sizes)
+                places.embedding = places.add(layer.adapted)
+
+    def _add(self, path: str, layer: ParallelLinear | ParallelLMHead) -> AdaptedLayer:
+        first = self.places.num_parts
+        for number, (name, part) in enumerate(layer.feature_slices.items(), first):
+            target = checkpoint_name(path, name, "").removesuffix(".")
+            self._targets[target] = _Target(number, layer, part)
+        return self.places.add(_place(layer, len(self.places.layers), first))
 
     def load(self, folder: Path) -> list[LowRank | None]:
         """Read an adapter: what it adds to each projection, by its number.
@@ -131,10 +194,12 @@ class AdapterLayers:
             RequestError: a file is missing or wrong, or does not fit the model.
         """
         config = check_files(folder, self._max_rank)
+        self._compare_base(folder, config.base)
         path = weights_file(folder)
-        parts: list[LowRank | None] = [None] * self.num_parts
+        parts: list[LowRank | None] = [None] * self.places.num_parts
         try:
             with _open_weights(path) as tensors:
+                self._check_unchanged(path, tensors)
                 for module, pair in self._pairs(path, list(tensors)).items():
                     sources = [tensors[name] for name in pair]
                     self._check(path, config, module, *(list(s.shape) for s in sources))
@@ -143,6 +208,11 @@ class AdapterLayers:
                         raise RequestError(f"{path}: {module} has values that are NaN or infinite")
                     b = b.float() * config.scale_of(module, len(a))
                     a = a.to(self._dtype)
+                    if self._is_table(module):
+                        assert self.places.embedding is not None
+                        part = LowRank(a, b.to(self._dtype))
+                        parts[self.places.embedding.first_part] = part
+                        continue
                     for target, source in self._projections(module, b, config):
                         rows = source.picked(module).read(())
                         own_a, own_b = target.of_rank(a, rows.to(self._dtype))
@@ -153,27 +223,90 @@ class AdapterLayers:
             raise RequestError(f"{path} cannot be read: {error}") from None
         return parts
 
+    def _compare_base(self, folder: Path, base: str) -> None:
+        """Warn of an adapter of another model. It may be the same one under another name."""
+        if base and self._names and PurePath(base).name not in self._names:
+            logger.warning(
+                "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
+                "right if the weights are the same",
+                folder,
+                base,
+                self._names[0],
+            )
+
     def _pairs(self, path: Path, names: list[str]) -> Mapping[str, list[str]]:
         """Module, by its name in the model -> names of its A and B in the file."""
         found: dict[str, list[str]] = {}
         for name in names:
+            if name.endswith(_UNCHANGED):
+                continue
             ending = next((e for e in _ENDINGS if name.endswith(e)), None)
             if ending is None:
                 raise self._misfit(path, name)
-            module = name.removesuffix(ending).removeprefix(_PREFIX)
-            # With its parameter, as names are in a checkpoint.
-            module = renamed(f"{module}.weight", self._model).removesuffix(".weight")
+            module = self._module_of(name.removesuffix(ending))
+            if self._is_elsewhere(module):
+                continue
+            if self._is_table(module) != ("_embedding_" in ending):
+                raise self._misfit(path, name)
             found.setdefault(module, ["", ""])[_ENDINGS[ending]] = name
-        if not found:
+        if not names:
             raise RequestError(f"{path} has no tensors")
         for module, pair in found.items():
             if not all(pair):
-                missing = list(_ENDINGS)[pair.index("")]
+                missing = list(_ENDINGS)[pair.index("") + 2 * self._is_table(module)]
                 raise RequestError(f"{path}: {module} has no {missing}")
         return found
 
+    def _module_of(self, name: str) -> str:
+        """The name in the model of a module of an adapter's file."""
+        # With its parameter, as names are in a checkpoint.
+        name = f"{name.removeprefix(_PREFIX)}.weight"
+        return renamed(name, self._model).removesuffix(".weight")
+
+    def _is_table(self, module: str) -> bool:
+        """Whether a module is the input embedding."""
+        return self._table is not None and module == self._table[0]
+
+    def _is_elsewhere(self, module: str) -> bool:
+        """Whether a module belongs to another stage of the pipeline, which checks it."""
+        parts = module.split(".")
+        paths = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        return not paths.isdisjoint(self._absent)
+
+    def _check_unchanged(self, path: Path, tensors: Mapping[str, Source]) -> None:
+        """Compare the weights that peft has saved beside the adapter with those of the model, where
+        these can be looked up."""
+        for name, source in tensors.items():
+            if not name.endswith(_UNCHANGED):
+                continue
+            module = self._module_of(name.removesuffix(_UNCHANGED))
+            if self._is_elsewhere(module):
+                continue
+            layer = self._model.get_submodule(module) if self._knows_table(module) else None
+            if not isinstance(layer, VocabParallelEmbedding):
+                raise self._misfit(path, name)
+            shape = [layer.num_embeddings, layer.embedding_dim]
+            is_same = list(source.shape) == shape
+            if is_same and isinstance(layer.method, DenseTable):
+                known = layer.weight.detach()
+                first = min(layer.first_id, layer.num_embeddings)
+                given = source.read((slice(first, first + layer.local_size),))
+                known = known[: len(given)].float()
+                limit = 0.02 * float(known.abs().max())
+                is_same = bool((given.float() - known).abs().max() <= limit)
+            if not is_same:
+                raise RequestError(
+                    f"{path}: {name} {list(source.shape)} is not the weight of this model "
+                    f"({shape}); an adapter with changed tokens is not supported. Merge it into "
+                    f"the weights of its model (merge_and_unload of peft)"
+                )
+
+    def _knows_table(self, module: str) -> bool:
+        return self._is_table(module) or module in self._targets
+
     def _misfit(self, path: Path, name: str) -> RequestError:
-        known = sorted({target.rpartition(".")[2] for target in self._targets})
+        names = [*self._targets, *([] if self._table is None else [self._table[0]])]
+        known = sorted({target.rpartition(".")[2] for target in names})
         return RequestError(
             f"{path}: {name} does not belong to a layer that adapters can change here. "
             f"These can be changed: {', '.join(known)}. Merge the adapter into the weights "
@@ -184,14 +317,23 @@ class AdapterLayers:
         self, module: str, rows: Tensor, config: AdapterConfig
     ) -> list[tuple[_Target, Source]]:
         """The projections that a module of a checkpoint holds, and which of its rows, one per
-        output feature, they have. None: a part of it is not known here.
+        output feature, they have. None: a part of it is not known here."""
+        if (head := self._targets.get(module)) and isinstance(head.layer, ParallelLMHead):
+            return [(head, _source(rows))]  # as it is, whatever becomes of its weight
+        found: list[tuple[_Target, Source]] = []
+        # peft notes False for all modules where some are transposed and some are not.
+        for is_transposed in (config.is_transposed, not config.is_transposed):
+            try:
+                found = self._convert(module, rows.T if is_transposed else rows)
+            except RuntimeError:
+                continue
+            if all(source.shape == (t.output_size, rows.shape[1]) for t, source in found):
+                break
+        return found
 
-        Raises:
-            RuntimeError: the rows cannot be shared out.
-        """
+    def _convert(self, module: str, weight: Tensor) -> list[tuple[_Target, Source]]:
         # As a weight of the checkpoint is, so that the rows go where those of the weight went.
-        weight = _source(rows.T if config.is_transposed else rows)
-        found = list(self._model.convert(f"{module}.weight", weight))
+        found = list(self._model.convert(f"{module}.weight", _source(weight)))
         names = [name.removesuffix(".weight") for name, _ in found]
         if not all(name in self._targets for name in names):
             return []
@@ -207,24 +349,20 @@ class AdapterLayers:
         b_shape: list[int],
     ) -> None:
         """Compare shapes before any memory is taken."""
+        rank = config.rank_of(module)
+        if self._is_table(module):
+            place = self.places.embedding
+            assert place is not None
+            sizes = [[rank, place.in_features], [place.out_features, rank]]
+            self._compare(path, module, rank, [a_shape, b_shape], sizes)
+            return
         stand_in = torch.empty(b_shape, device="meta") if len(b_shape) == 2 else None
-        try:
-            found = [] if stand_in is None else self._projections(module, stand_in, config)
-        except RuntimeError:
-            found = []
+        found = [] if stand_in is None else self._projections(module, stand_in, config)
         if not found:
             raise self._misfit(path, module)
-        rank = config.rank_of(module)
         output_size = sum(target.output_size for target, _ in found)
-        for name, shape, wanted in (
-            ("lora_A", a_shape, [rank, found[0][0].input_size]),
-            ("lora_B", b_shape, [output_size, rank]),
-        ):
-            if shape != wanted:
-                raise RequestError(
-                    f"{path}: {module}.{name} has the shape {shape}, and {wanted} is expected "
-                    f"for this model and rank {rank}. Is it an adapter of another model?"
-                )
+        sizes = [[rank, found[0][0].input_size], [output_size, rank]]
+        self._compare(path, module, rank, [a_shape, b_shape], sizes)
         shapes = [list(source.picked(module).shape) for _, source in found]
         if shapes != [[target.output_size, rank] for target, _ in found]:
             raise RequestError(
@@ -232,8 +370,19 @@ class AdapterLayers:
                 f"another model?"
             )
 
+    def _compare(
+        self, path: Path, module: str, rank: int, shapes: list[list[int]], wanted: list[list[int]]
+    ) -> None:
+        kind = "lora_embedding_" if self._is_table(module) else "lora_"
+        for letter, shape, size in zip("AB", shapes, wanted, strict=True):
+            if shape != size:
+                raise RequestError(
+                    f"{path}: {module}.{kind}{letter} has the shape {shape}, and {size} is "
+                    f"expected for this model and rank {rank}. Is it an adapter of another model?"
+                )
 
-def _place(layer: ParallelLinear, number: int, first_part: int) -> AdaptedLayer:
+
+def _place(layer: ParallelLinear | ParallelLMHead, number: int, first_part: int) -> AdaptedLayer:
     slices: Iterator[Slice] = iter(layer.feature_slices.values())
     parts = tuple((p.offset, p.size) if p.dim == 0 else (0, layer.output_size) for p in slices)
     return AdaptedLayer(number, first_part, layer.input_size, parts)

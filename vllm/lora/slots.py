@@ -47,3 +47,14 @@ class AdapterSlots:
     def has(self, key: str) -> bool:
         """Whether the adapter is in a slot. From any thread."""
         return key in self._slots
+
+    def unused(self) -> list[str]:
+        """The adapters in slots that no request uses."""
+        return [key for key in self._slots if not self._uses[key]]
+
+    def forget(self, key: str) -> int:
+        """Free the slot of an adapter that no request uses. Returns the slot."""
+        assert not self._uses[key], "the adapter is in use"
+        slot = self._slots.pop(key)
+        self._free.append(slot)
+        return slot

@@ -1,7 +1,8 @@
-"""Finds the local folder of a model; downloads it if the name is one on the hub."""
+"""Finds the local folder of a model or an adapter; downloads it if the name is one on the hub."""
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from vllm.config.load import LoadFormat
@@ -55,6 +56,7 @@ def resolve_model_folder(
         return path
 
     def download(*patterns: str) -> Path:
+        startup_progress.report(f"getting {repository} from the hub")
         return _download(repository, revision, download_dir, patterns, ignore_patterns, token)
 
     repository, file = _split_file(name)
@@ -78,6 +80,33 @@ def resolve_model_folder(
     folder = download(*_METADATA, *_SAFETENSORS)
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         return download(*_METADATA, *_PICKLES)
+    return folder
+
+
+def resolve_adapter_folder(name: str) -> Path:
+    """The folder of a LoRA adapter: `name` itself if it is a folder, else a download from the hub,
+    once in a process. The variables of huggingface_hub apply.
+
+    Raises:
+        ConfigError: no such folder or repository, or the download failed.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or _looks_like_path(name):
+        raise ConfigError(f"{name} is no folder")
+    return _download_adapter(name)
+
+
+@cache
+def _download_adapter(name: str) -> Path:
+    def download(file: str) -> Path:
+        files = ("adapter_config.json", file)
+        return _download(name, None, None, files, (), None, kind="LoRA adapter")
+
+    folder = download("adapter_model.safetensors")
+    if not (folder / "adapter_model.safetensors").is_file():
+        folder = download("adapter_model.bin")
     return folder
 
 
@@ -136,10 +165,10 @@ def _download(
     allow_patterns: Sequence[str],
     ignore_patterns: Sequence[str],
     token: str | bool | None,
+    kind: str = "model",
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    startup_progress.report(f"getting {name} from the hub")
     for tries_left in reversed(range(_MAX_TRIES)):
         try:
             folder = snapshot_download(
@@ -155,7 +184,7 @@ def _download(
         except Exception as error:
             reason = _explain(error, revision)
             if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:
-                raise ConfigError(f"cannot get model {name!r}: {reason}") from error
+                raise ConfigError(f"cannot get {kind} {name!r}: {reason}") from error
             logger.warning("The download of %s goes on where it was lost: %s", name, reason)
     return Path(folder)
 

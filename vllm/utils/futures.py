@@ -1,12 +1,36 @@
 """Futures of threads."""
 
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 
-def when_both(first: "Future[None] | None", second: "Future[None] | None") -> "Future[None] | None":
-    """Done when both are; neither of them fails. None is done already."""
-    if first is None or second is None:
-        return first or second
-    both: Future[None] = Future()
-    first.add_done_callback(lambda _: second.add_done_callback(lambda _: both.set_result(None)))
-    return both
+def when_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":
+    """Done when all are; its result is the first text that is the result of one of them.
+
+    Args:
+        futures: whose results are texts or None. An entry that is None is done, and one that
+            fails counts as done: who has started it is told elsewhere.
+
+    Returns:
+        None: there is none to wait for.
+    """
+    left = [future for future in futures if future is not None]
+    if not left:
+        return None
+    joined: Future[str | None] = Future()
+    lock, num_done = threading.Lock(), 0
+
+    def note(_: "Future[Any]") -> None:
+        nonlocal num_done
+        with lock:
+            num_done += 1
+            is_last = num_done == len(left)
+        if is_last:
+            results = [each.result() for each in left if each.exception() is None]
+            joined.set_result(next((text for text in results if text is not None), None))
+
+    for future in left:
+        future.add_done_callback(note)
+    return joined

@@ -1,7 +1,5 @@
 """The LoRA adapters of the requests in the batch."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,23 +10,18 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.logger import init_logger
 from vllm.lora.launches import AdapterStore, HostSlots, RaggedAdapters
 from vllm.lora.layers import AdapterLayers
+from vllm.lora.memory import AdapterMemory
 from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops.low_rank import AdaptedRows
-
-logger = init_logger(__name__)
 
 
 class Adapters:
-    """Adapters in memory, and the rows that use them.
-
-    The adapter that was used least recently is dropped when there are too many; those of running
-    requests stay, and those that are pinned. An adapter that cannot be read fails the requests that
-    name it, and no other one.
+    """The rows that use adapters, and the slots of those adapters. Adapters are held in memory from
+    `prepare` of a request to its end, so no step waits for one; an adapter that cannot be read
+    fails the requests that name it, and no other one.
 
     Args:
         config: of the engine.
@@ -36,6 +29,7 @@ class Adapters:
         store: has the adapters in use.
 
     Attributes:
+        memory: has the adapters in host memory.
         slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
             row is padding.
     """
@@ -44,82 +38,43 @@ class Adapters:
         self._layers = layers
         self._store = store
         self._slots = AdapterSlots(config.lora.max_loras)
-        self._most = config.lora.num_in_host_memory
+        self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory)
         self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
-        self._lock = threading.Lock()
-        self._loaded: OrderedDict[str, Any] = OrderedDict()
-        """By key: as the store has prepared them."""
-        self._loading: dict[str, Future[None]] = {}
-        self._failures: dict[str, str] = {}
-        """By key: why it could not be loaded, until `load` has told it."""
-        self._keys: dict[int, str] = {}
-        """Number of an adapter that is loaded -> its key."""
-        self._pinned: set[str] = set()
-        self._rows: dict[int, AdapterRef] = {}
+        self._rows: dict[int, tuple[str, str]] = {}
+        """Row -> request and key of its adapter."""
         self._errors: dict[int, str] = {}
 
-    def prepare(self, request: EngineRequest) -> Future[None] | None:
-        """Load the adapter of a request in the background.
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
+        """Load the adapter of a request in the background, and keep it until `release`.
 
         Returns:
-            Done when it is loaded, or when that failed: then the request fails in its first step.
-            None: nothing has to be loaded.
+            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
         """
-        return None if request.adapter is None else self._begin(request.adapter)
+        if request.adapter is None:
+            return None
+        return self.memory.hold(request.request_id, request.adapter)
 
-    def _begin(self, adapter: AdapterRef) -> Future[None] | None:
-        with self._lock:
-            if adapter.key in self._loaded:
-                self._loaded.move_to_end(adapter.key)
-                self._keys[adapter.number] = adapter.key
-                return None
-            future = self._loading.get(adapter.key)
-            if future is not None:
-                return future
-            future = self._loading[adapter.key] = Future()
-        args = (adapter, future)
-        threading.Thread(target=self._load_early, args=args, name="adapter", daemon=True).start()
-        return future
-
-    def load(self, adapter: AdapterRef) -> str | None:
-        """Load an adapter in the background, if that has not begun. To be called until it is done.
-
-        Returns:
-            Why it cannot be loaded; empty: it is loaded; None: it is being loaded.
-        """
-        with self._lock:
-            if (reason := self._failures.pop(adapter.key, None)) is not None:
-                return reason
-        return "" if self._begin(adapter) is None else None
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended. Their rows run no more, whether they are freed yet or not."""
+        ended = set(request_ids)
+        for row, (request_id, _) in list(self._rows.items()):
+            if request_id in ended:
+                self.remove(row)
+        for request_id in ended:
+            self.memory.release(request_id)
+        self._tidy()
 
     def unload(self, number: int) -> bool:
         """Drop an adapter from memory; requests that use it go on. False: it is not loaded."""
-        with self._lock:
-            key = self._keys.get(number)
-            if key is None:
-                return False
-            self._drop(key)
-            return True
+        is_found = self.memory.unload(number)
+        self._tidy()
+        return is_found
 
-    def pin(self, number: int) -> bool:
-        """Keep an adapter in memory until it is unloaded. False: it is not loaded, or no place
-        would be left for those that are not pinned."""
-        with self._lock:
-            key = self._keys.get(number)
-            if key is None or len(self._pinned | {key}) > max(1, self._most - 1):
-                return False
-            self._pinned.add(key)
-            return True
-
-    def numbers(self) -> list[int]:
-        """Of the adapters in memory."""
-        with self._lock:
-            return sorted(self._keys)
-
-    def _drop(self, key: str) -> None:
-        self._loaded.pop(key, None)
-        self._pinned.discard(key)
-        self._keys = {number: each for number, each in self._keys.items() if each != key}
+    def _tidy(self) -> None:
+        """Keep no adapter in a slot that is neither in memory nor in use."""
+        for key in self._slots.unused():
+            if not self.memory.has(key):
+                self._store.clear(self._slots.forget(key))
 
     def add(self, row: int, request: EngineRequest) -> None:
         """Place a request in the row."""
@@ -127,12 +82,13 @@ class Adapters:
         if adapter is None:
             return
         try:
-            loaded = self._find(adapter)
+            loaded = self.memory.held(request.request_id)
         except RequestError as error:
             self._errors[row] = str(error)
             return
+        self._tidy()
         slot, is_new = self._slots.take(adapter.key)
-        self._rows[row] = adapter
+        self._rows[row] = request.request_id, adapter.key
         self.slot_of_row[row] = slot
         if is_new:
             self._store.put(slot, loaded)
@@ -140,56 +96,24 @@ class Adapters:
     def remove(self, row: int) -> None:
         """Clear the row."""
         self._errors.pop(row, None)
-        adapter = self._rows.pop(row, None)
-        if adapter is not None:
-            self._slots.release(adapter.key)
+        if row in self._rows:
+            _, key = self._rows.pop(row)
+            self._slots.release(key)
             self.slot_of_row[row] = -1
 
     def errors_of(self, rows: Iterable[int]) -> dict[int, str]:
         """row -> why its adapter could not be loaded."""
         return {row: self._errors[row] for row in rows if row in self._errors}
 
-    def _find(self, adapter: AdapterRef) -> Any:
-        """The adapter, read now if it was dropped since `prepare`.
-
-        Raises:
-            RequestError: it cannot be read.
-        """
-        with self._lock:
-            loaded = self._loaded.get(adapter.key)
-        return self._load(adapter) if loaded is None else loaded
-
-    def _load_early(self, adapter: AdapterRef, future: Future[None]) -> None:
+    def _read(self, adapter: AdapterRef) -> Any:
         try:
-            self._load(adapter)
-        # whatever it is, only the request fails: `add` reads the adapter again and has the error
-        except Exception as error:
-            logger.warning("the LoRA adapter %r could not be loaded: %s", adapter.name, error)
-            with self._lock:
-                self._failures[adapter.key] = str(error)
-        finally:
-            with self._lock:
-                del self._loading[adapter.key]
-            future.set_result(None)
-
-    def _load(self, adapter: AdapterRef) -> Any:
-        try:
-            loaded = self._store.prepare(self._layers.load(Path(adapter.path)))
+            return self._store.prepare(self._layers.load(Path(adapter.path)))
         except RequestError:
             raise
         except Exception as error:
             raise RequestError(
-                f"the LoRA adapter {adapter.name!r} cannot be loaded: {error}"
+                f"the LoRA adapter {adapter.name!r} cannot be loaded: {error!r}"
             ) from error
-        with self._lock:
-            self._failures.pop(adapter.key, None)
-            self._loaded[adapter.key] = loaded
-            self._keys[adapter.number] = adapter.key
-            others = [key for key in self._loaded if key not in {adapter.key, *self._pinned}]
-            unused = [key for key in others if not self._slots.has(key)]
-            for key in unused[: max(0, len(self._loaded) - self._most)]:
-                self._drop(key)
-        return loaded
 
 
 class RaggedRows(Adapters):
@@ -205,7 +129,7 @@ class RaggedRows(Adapters):
         self._host = HostSlots(layers.places, config.lora.max_loras, dtype)
         super().__init__(config, layers, self._host)
 
-    def of_rows(self, rows: IntArray, counts: IntArray | None = None) -> AdaptedRows | None:
+    def select(self, rows: IntArray, counts: IntArray | None = None) -> RaggedAdapters | None:
         """The adapters of the tokens of a launch; None if no token has one.
 
         Args:
@@ -217,17 +141,20 @@ class RaggedRows(Adapters):
             return None
         if counts is not None:
             slots = np.repeat(slots, counts)
-        return AdaptedRows(tuple(self._host.adapters), torch.from_numpy(slots))
+        return self._host.of_tokens(torch.from_numpy(slots))
 
-    def select(self, rows: IntArray, counts: IntArray) -> RaggedAdapters | None:
-        """The same for the layers of a model."""
-        found = self.of_rows(rows, counts)
-        return None if found is None else RaggedAdapters(found)
+    def change_head(self, rows: IntArray) -> bool:
+        """Whether the adapter of one of these rows adds to the output head."""
+        slots = set(self.slot_of_row[rows].tolist()) - {-1}
+        found = (self._host.adapters[slot] for slot in slots)
+        return any(each is not None and each.changes_head for each in found)
 
 
 def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:
     """The layers of a loaded model that adapters can change; they accept adapters from here on."""
-    return AdapterLayers(model, config.lora.max_lora_rank, adapter_dtype(config))
+    known = (config.model.model, config.model.path, *(config.model.served_model_name or ()))
+    names = [name for name in known if name]
+    return AdapterLayers(model, config.lora.max_lora_rank, adapter_dtype(config), names)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:

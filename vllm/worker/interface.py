@@ -10,6 +10,7 @@
 The messages here hold no tensors, so that a worker may live in another process.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -139,8 +140,12 @@ class Worker(Protocol):
         the last stage itself. A row runs again only after this."""
         ...
 
-    def prepare(self, request: EngineRequest) -> Future[None] | None:
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load in the background what the steps of a request need; see `Executor.prepare`."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Keep no longer what requests have needed; see `Executor.release`."""
         ...
 
     def stats(self) -> RunnerStats:

@@ -4,6 +4,7 @@ has its own class; this module calls them in order.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, share_context
+from vllm.attention import CachedLayer, LaunchAdapters, LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.lora.layers import AdapterLayers
@@ -161,7 +162,7 @@ class ModelRunner:
         self.batch = self._make_batch(config)
         self.sampling, self.sampler = self._make_sampler(config)
         self.grammars = grammars or GrammarMatchers(config)
-        self.prompt_logprobs = PromptLogprobs(model, self.sampler)
+        self.prompt_logprobs = PromptLogprobs(model, self.sampler, self._with_adapters)
         self.planner: LaunchPlanner = RaggedPlanner()
         self.embeddings: EmbeddingRows | None = None
         """Embeddings of requests; None: the engine accepts no embeddings."""
@@ -379,10 +380,25 @@ class ModelRunner:
         if len(rows):
             if model_input.logits_indices is not None:
                 hidden_states = hidden_states[model_input.logits_indices]
-            logits = self.model.compute_logits(hidden_states)
+            with self._with_adapters(rows):
+                logits = self.model.compute_logits(hidden_states)
             sampled = self.sampler(logits, self.sampling.metadata(rows, num_output, drafts=drafts))
         indices = np.arange(len(rows), dtype=np.int32)
         return LaunchResult(rows, indices, sampled, prompt_logprobs, num_drafts=num_drafts)
+
+    def _with_adapters(self, rows: IntArray) -> AbstractContextManager[None]:
+        """In which the output head runs for hidden states of these rows of the batch, [N]."""
+        adapters = self._head_adapters(rows)
+        if adapters is None:
+            return nullcontext()
+        launch = LaunchContext(None, torch.empty(0, dtype=torch.int64), adapters=adapters)
+        return self._launch_holder.running(launch)
+
+    def _head_adapters(self, rows: IntArray) -> LaunchAdapters | None:
+        """The adapters of hidden states of these rows [N]; None: none adds to the output head."""
+        if isinstance(self.adapters, RaggedRows) and self.adapters.change_head(rows):
+            return self.adapters.select(rows)
+        return None
 
     def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
         """The drafts of a launch, where the sampling of a row depends on them.

@@ -1,6 +1,7 @@
 """Log-probabilities of prompt tokens, for the few requests that ask for them."""
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,9 @@ from vllm.worker.launch import Launch
 
 PART_SIZE = 256
 """Positions whose logits are in memory at one time."""
+
+PADDING_ROW = -1
+"""The last entry of arrays over the rows of the batch and padding."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class PromptLogprobs:
     Args:
         model: has `compute_logits`.
         sampler: has the log-probabilities of given tokens, for the device of the model.
+        with_adapters: in which the head runs for hidden states of these rows [N]; None: as it is.
         round_width: likeliest tokens to compute when so many are wanted; for a device that
             compiles shapes. Positions are then taken in parts of one fixed size.
         end_stage: ends a recorded graph, for such a device.
@@ -61,11 +66,13 @@ class PromptLogprobs:
         self,
         model: CausalLM,
         sampler: Sampler,
+        with_adapters: Callable[[IntArray], AbstractContextManager[None]] | None = None,
         round_width: Callable[[int], int] | None = None,
         end_stage: Callable[[], None] | None = None,
     ) -> None:
         self._compute_logits = model.compute_logits
         self._gather_logprobs = sampler.gather_logprobs
+        self._with_adapters = with_adapters or (lambda _: nullcontext())
         self._round_width = round_width
         self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
@@ -114,13 +121,26 @@ class PromptLogprobs:
                 continue
             targets = batch.token_ids[row, start + 1 : start + 1 + count]
             first = int(starts[index])
-            found.append((row, self.gather(hidden_states, first, targets, self._wanted[row])))
+            found.append((row, self.gather(hidden_states, first, targets, self._wanted[row], row)))
         return found
 
     def gather(
-        self, hidden_states: Tensor, first: int, targets: IntArray, num_logprobs: int
+        self,
+        hidden_states: Tensor,
+        first: int,
+        targets: IntArray,
+        num_logprobs: int,
+        row: int = PADDING_ROW,
     ) -> PendingLogprobs:
-        """Log-probabilities of `targets`, which follow the positions from `first` on."""
+        """Log-probabilities of `targets`, which follow the positions from `first` on.
+
+        Args:
+            hidden_states: of a launch.
+            first: index of the first position among them.
+            targets: [n] token ids.
+            num_logprobs: likeliest tokens to give besides.
+            row: of the batch, whose adapter counts.
+        """
         parts = []
         for start in range(0, len(targets), PART_SIZE):
             chunk = targets[start : start + PART_SIZE]
@@ -131,7 +151,8 @@ class PromptLogprobs:
             else:
                 hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
                 width = self._round_width(num_logprobs)
-            logits = self._compute_logits(hidden)
+            with self._with_adapters(np.full(len(hidden), row)):
+                logits = self._compute_logits(hidden)
             token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
             parts.append(self._gather_logprobs(logits, token_ids, width))
             if self._end_stage is not None:

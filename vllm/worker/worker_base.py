@@ -4,7 +4,7 @@ Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from vllm.errors import RequestError
 from vllm.messages import AdapterRef, EngineRequest, RunnerStats, StepTokens
 from vllm.model_executor.quantization import inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.utils.futures import when_both
+from vllm.utils.futures import when_all
 from vllm.worker.adapters import Adapters
 from vllm.worker.block_store import BlockStore, hash_contents
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -268,28 +268,36 @@ class WorkerBase(ABC):
 
     # ---- for the engine -------------------------------------------------------------------
 
-    def prepare(self, request: EngineRequest) -> Future[None] | None:
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load in the background what the steps of a request need; see `Executor.prepare`."""
         grammar = self.grammars.prepare(request)
         adapters = getattr(self.runner, "adapters", None)
         adapter = None if adapters is None else adapters.prepare(request)
-        return when_both(grammar, adapter)
+        return when_all([grammar, adapter])
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Keep no longer what requests have needed; see `Executor.release`."""
+        self._adapters.release(request_ids)
 
     def load_adapter(self, name: str, path: str, key: str, number: int) -> str | None:
-        """Load a LoRA adapter; see `Adapters.load`."""
-        return self._adapters.load(AdapterRef(name, path, key, number))
+        """Load a LoRA adapter; see `AdapterMemory.load`."""
+        return self._adapters.memory.load(AdapterRef(name, path, key, number))
 
     def unload_adapter(self, number: int) -> bool:
         """Drop a LoRA adapter; see `Adapters.unload`."""
         return self._adapters.unload(number)
 
     def pin_adapter(self, number: int) -> bool:
-        """Keep a LoRA adapter; see `Adapters.pin`."""
-        return self._adapters.pin(number)
+        """Keep a LoRA adapter; see `AdapterMemory.pin`."""
+        return self._adapters.memory.pin(number)
 
     def adapter_numbers(self) -> list[int]:
         """The numbers of the LoRA adapters in memory."""
-        return self._adapters.numbers()
+        return list(self._adapters.memory.keys())
+
+    def has_adapter(self, number: int, key: str) -> bool:
+        """Whether a LoRA adapter in memory has this number, and this content."""
+        return self._adapters.memory.keys().get(number) == key
 
     @property
     def _adapters(self) -> Adapters:

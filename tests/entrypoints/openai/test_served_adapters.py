@@ -1,6 +1,7 @@
 """LoRA adapters of a server: their names, and the routes that add and remove them."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.config import LoRAConfig
 from vllm.entrypoints.openai import serving_lora, serving_models
 from vllm.entrypoints.server.served_adapters import ServedAdapters
 from vllm.errors import RequestError
+from vllm.lora.request import LoRARequest
 
 
 @pytest.fixture
@@ -47,11 +49,23 @@ def test_adapters_come_and_go_as_models(folder):
         lora=LoRAConfig(enable_lora=True),
         scheduler=SimpleNamespace(max_model_len=64),
     )
-    engine = SimpleNamespace(vllm_config=config)
+    loaded: dict[int, str] = {}
+
+    async def add_lora(adapter: LoRARequest) -> bool:
+        if adapter.lora_path.endswith("misfit"):
+            raise RequestError("x_proj does not belong to a layer that adapters can change")
+        loaded[adapter.lora_int_id] = adapter.lora_path
+        return True
+
+    async def remove_lora(number: int) -> bool:
+        return loaded.pop(number, None) is not None
+
+    engine = SimpleNamespace(vllm_config=config, add_lora=add_lora, remove_lora=remove_lora)
+    misfit = shutil.copytree(folder, folder.with_name("misfit"))
     routers = serving_models.router, serving_lora.router
     client = TestClient(make_app(engine, *routers, lora_modules=(f"one={folder}",)))
 
-    def post(route: str, **body: str) -> int:
+    def post(route: str, **body: str | bool) -> int:
         return client.post(f"/v1/{route}_lora_adapter", json=body).status_code
 
     def names() -> list[tuple[str, str | None]]:
@@ -61,9 +75,17 @@ def test_adapters_come_and_go_as_models(folder):
     assert post("load", lora_name="two", lora_path=str(folder)) == 200
     assert post("load", lora_name="two", lora_path=str(folder)) == 400
     assert post("load", lora_name="three", lora_path="/nope") == 400
+    assert post("load", lora_name="three", lora_path=str(misfit)) == 400
+    (number,) = loaded
+    other = shutil.copytree(folder, folder.with_name("other"))
+    assert post("load", lora_name="two", lora_path=str(misfit), load_inplace=True) == 400
+    assert loaded == {number: str(folder)}, "the one that was there stays"
+    assert post("load", lora_name="two", lora_path=str(other), load_inplace=True) == 200
+    assert loaded == {number: str(other)}
     assert post("unload", lora_name="one") == 200
     assert post("unload", lora_name="one") == 404
     assert names() == [("base", None), ("two", "base")]
+    assert post("unload", lora_name="two") == 200 and not loaded
 
 
 def test_a_folder_of_adapters_is_offered_when_one_is_named(folder, tmp_path):

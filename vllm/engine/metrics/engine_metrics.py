@@ -4,6 +4,7 @@ The names are the usual ones, which dashboards expect; docs/metrics.md lists the
 counts, so counting only adds numbers; see `vllm.engine.metrics.registry`. Independent of HTTP.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -228,6 +229,8 @@ class EngineMetrics:
             metrics.counter(f"vllm:{name}", help).value = value
         if self.config.scheduler.max_draft_tokens:
             _add_draft_metrics(metrics, totals.drafts)
+        if self.config.lora.enable_lora:
+            _add_adapters(metrics, totals, self.config.lora.max_loras)
         cache = self.config.cache
         info = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
         info["num_gpu_blocks"] = str(totals.num_kv_blocks)
@@ -235,6 +238,17 @@ class EngineMetrics:
             *info.values()
         ).value = 1
         return metrics
+
+
+def _add_adapters(metrics: MetricSet, stats: SchedulerStats, max_loras: int) -> None:
+    """Which adapters are in use, for routers that send requests where theirs is loaded."""
+    labels = {
+        "running_lora_adapters": ",".join(stats.running_adapters),
+        "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+        "max_lora": str(max_loras),
+    }
+    gauge = metrics.gauges("vllm:lora_requests_info", "Time; adapters in use as labels.", *labels)
+    gauge.cell(*labels.values()).value = time.time()
 
 
 class _RequestHistograms:

@@ -124,6 +124,8 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
     )
     return SchedulerStats(
         **{name: sum(getattr(stats, name) for stats in every) for name in numbers},
+        running_adapters=sorted({name for stats in every for name in stats.running_adapters}),
+        waiting_adapters=sorted({name for stats in every for name in stats.waiting_adapters}),
         num_kv_blocks=num_blocks,
         kv_cache_usage=num_used / num_blocks if num_blocks else 0.0,
         drafts=DraftStats(

@@ -189,7 +189,10 @@ class OutputProcessor:
 
     def _end(self, sample: SampleState, end: Finished) -> None:
         if end.error is not None:
-            logger.error("request %s failed: %s", sample.core_id, end.error)
+            if end.is_refused:
+                logger.warning("request %s was refused: %s", sample.core_id, end.error)
+            else:
+                logger.error("request %s failed: %s", sample.core_id, end.error)
         sample.end(end)
 
     def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:

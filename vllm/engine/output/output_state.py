@@ -45,6 +45,7 @@ class SampleState:
         "core_id",
         "finish_reason",
         "index",
+        "is_refused",
         "is_watched",
         "last_token_time",
         "request",
@@ -68,6 +69,7 @@ class SampleState:
         self.last_token_time: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.is_refused = False
         self._text = text
         self._text_of = text_of
         self._num_read = 0
@@ -117,6 +119,7 @@ class SampleState:
             return
         if self._text is not None:
             self._text.finish()
+        self.is_refused = finished.is_refused
         stop_reason = finished.stop_reason if finished.error is None else finished.error
         self._set_end(finished.reason, stop_reason)
 
@@ -160,6 +163,7 @@ class SampleState:
                 None,
                 self.finish_reason,
                 self.stop_reason,
+                is_refused=self.is_refused,
             )
         return CompletionOutput(
             index=self.index,
@@ -169,6 +173,7 @@ class SampleState:
             logprobs=self._logprobs[first_token:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            is_refused=self.is_refused,
         )
 
     def _set_end(self, reason: FinishReason, stop_reason: int | str | None) -> None:

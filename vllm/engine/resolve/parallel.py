@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 from vllm import envs
-from vllm.config import LoadConfig, LoRAConfig, ModelConfig, ParallelConfig
+from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 from vllm.config.parallel import even_partition
 from vllm.errors import ConfigError
 
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
-def resolve_parallel(
-    asked: ParallelConfig, model: ModelConfig, load: LoadConfig, lora: LoRAConfig
-) -> ParallelConfig:
+def resolve_parallel(asked: ParallelConfig, model: ModelConfig, load: LoadConfig) -> ParallelConfig:
     """The sizes of the groups, with the layers of each stage.
 
     Raises:
@@ -22,9 +20,7 @@ def resolve_parallel(
     if size == 1:
         return asked
     reason = None
-    if lora.enable_lora:
-        reason = "and enable_lora=True cannot be used together in this version"
-    elif model.pooler is not None:
+    if model.pooler is not None:
         reason = f"needs a model that generates, and '{model.model}' runs with pooling"
     elif load.load_format == "sharded_state":
         reason = "cannot read load_format='sharded_state', which is divided over tensor ranks alone"

@@ -50,7 +50,9 @@ async def search(
         refuse_failed(last.outputs[0])
         return last
 
-    async def run(beams: list[TokensPrompt], step: SamplingParams) -> list[RequestOutput]:
+    async def run(
+        beams: list[TokensPrompt], step: SamplingParams, _: list[int]
+    ) -> list[RequestOutput]:
         step.output_kind = RequestOutputKind.FINAL_ONLY
         tasks = [asyncio.ensure_future(run_one(beam, step)) for beam in beams]
         try:

@@ -127,8 +127,11 @@ def refuse_failed(sample: CompletionOutput) -> None:
     """Raise the error of a sample that has failed.
 
     Raises:
+        RequestError: it could not run, as it asks for what cannot be used.
         GenerationError: its request has failed in the engine; says why.
     """
+    if sample.is_refused:
+        raise RequestError(str(sample.stop_reason))
     if sample.finish_reason == "error":
         raise GenerationError(str(sample.stop_reason))
 

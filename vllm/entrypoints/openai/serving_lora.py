@@ -1,6 +1,8 @@
 """Routes that add and remove LoRA adapters of a server; only with
 VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
 
+from typing import TYPE_CHECKING
+
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
@@ -14,20 +16,28 @@ from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.entrypoints.server.served_adapters import ServedAdapters
 from vllm.errors import RequestError
 
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLM
+
 router = APIRouter(route_class=BodyRoute)
 
 
-def _updatable(request: Request) -> ServedAdapters:
+def _updatable(request: Request) -> tuple[ServedAdapters, "AsyncLLM"]:
     context: ServerContext = get_context(request)
     if context.adapters is None:
         raise RequestError("LoRA is off. Start the server with --enable-lora")
-    return context.adapters
+    return context.adapters, context.engine
 
 
 @router.post("/v1/load_lora_adapter", responses=error_responses(400, 404))
 async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> PlainTextResponse:
-    """Offer a LoRA adapter in a folder of the server under a name."""
-    _updatable(request).add(body.lora_name, body.lora_path)
+    """Load a LoRA adapter, and offer it under a name. With load_inplace it may take the place of
+    one of this name, which goes on to serve if the new one cannot be loaded."""
+    adapters, engine = _updatable(request)
+    await adapters.fetch(body.lora_path)
+    adapter = adapters.check(body.lora_name, body.lora_path, replaces=body.load_inplace)
+    await engine.add_lora(adapter)
+    adapters.offer(adapter)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -35,6 +45,7 @@ async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> P
 async def unload_lora_adapter(
     body: UnloadLoRAAdapterRequest, request: Request
 ) -> PlainTextResponse:
-    """Offer a LoRA adapter no longer. Requests that run keep it."""
-    _updatable(request).remove(body.lora_name)
+    """Offer a LoRA adapter no longer, and drop it from memory. Requests that run keep it."""
+    adapters, engine = _updatable(request)
+    await engine.remove_lora(adapters.remove(body.lora_name).lora_int_id)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,5 +1,6 @@
 """The LoRA adapters of a server, by the name that requests give as `model`."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ class ServedAdapters:
         self._by_name: dict[str, LoRARequest] = {}
         self._next_id = 1
         for module in modules:
-            self.add(*_read_module(module))
+            self.offer(self.check(*_read_module(module)))
 
     @property
     def all(self) -> list[LoRARequest]:
@@ -52,7 +53,7 @@ class ServedAdapters:
         """
         name = name or ""
         if name not in self._by_name and self._has_folder(name):
-            self.add(name, str(self._folder / name))  # type: ignore[operator]
+            self.offer(self.check(name, str(self._folder / name)))  # type: ignore[operator]
         return self._by_name.get(name)
 
     def _has_folder(self, name: str) -> bool:
@@ -61,32 +62,67 @@ class ServedAdapters:
             return False
         return (self._folder / name / CONFIG_FILE).is_file()
 
-    def add(self, name: str, path: str, base: str | None = None) -> None:
-        """Offer an adapter.
+    @staticmethod
+    async def fetch(path: str) -> None:
+        """Download an adapter, if its path is a name on the hub, without blocking the event loop.
+
+        Raises:
+            RequestError: there is no such folder or repository.
+        """
+        await asyncio.to_thread(adapter_folder, LoRARequest(path, 1, path))
+
+    def check(
+        self, name: str, path: str, base: str | None = None, *, replaces: bool = False
+    ) -> LoRARequest:
+        """What requests for an adapter will name, if it can be offered; its weights are not read.
+
+        Args:
+            name: of the adapter.
+            path: of its files.
+            base: the model that it was made for.
+            replaces: an adapter of this name may be there; it keeps its number.
 
         Raises:
             RequestError: the name is in use, or the files are missing or wrong.
         """
-        if not name or name in self._by_name or name in self._names:
+        self._check_name(name, replaces=replaces)
+        before = self._by_name.get(name)
+        if before is None:
+            number, self._next_id = self._next_id, self._next_id + 1
+        else:
+            number = before.lora_int_id
+        adapter = LoRARequest(name, number, path, base_model_name=base)
+        check_files(adapter_folder(adapter), self._max_rank)
+        return adapter
+
+    def offer(self, adapter: LoRARequest) -> None:
+        """Offer an adapter that `check` has made.
+
+        Raises:
+            RequestError: another one was offered under its name meanwhile.
+        """
+        before = self._by_name.get(adapter.lora_name)
+        is_same = before is not None and before.lora_int_id == adapter.lora_int_id
+        self._check_name(adapter.lora_name, replaces=is_same)
+        self._by_name[adapter.lora_name] = adapter
+
+    def _check_name(self, name: str, *, replaces: bool) -> None:
+        if not name or name in self._names or (name in self._by_name and not replaces):
             raise RequestError(
                 f"the name {name!r} of a LoRA adapter must not be empty, and no other model or "
-                f"adapter may have it",
+                f"adapter may have it. To replace an adapter of this name, send load_inplace=true",
                 param="lora_name",
             )
-        adapter = LoRARequest(name, self._next_id, path, base_model_name=base)
-        check_files(adapter_folder(adapter), self._max_rank)
-        self._by_name[name] = adapter
-        self._next_id += 1
 
-    def remove(self, name: str) -> None:
-        """Offer an adapter no longer; requests that run keep it.
+    def remove(self, name: str) -> LoRARequest:
+        """Offer an adapter no longer; requests that run keep it. Returns it.
 
         Raises:
             NotFoundError: there is none with this name.
         """
         if name not in self._by_name:
             raise NotFoundError(f"The adapter `{name:.200}` does not exist.", param="lora_name")
-        del self._by_name[name]
+        return self._by_name.pop(name)
 
 
 def _read_module(text: str) -> tuple[str, str, str | None]:

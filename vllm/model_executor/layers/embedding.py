@@ -12,6 +12,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Slice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
+from vllm.ops.low_rank import AdaptedLayer
 
 
 class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):
@@ -59,6 +60,8 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
 
     weight: nn.Parameter
     method: EmbeddingMethod
+    adapted: AdaptedLayer | None = None
+    """What adapters may add to its rows; None: nothing."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, tp: TPGroup) -> None:
         super().__init__()
@@ -76,9 +79,11 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
     def forward(self, input_ids: Tensor) -> Tensor:
         rows = self._look_up(input_ids)
         context = self.launch.context
-        if context is None or context.replaced is None:
+        if context is None:
             return rows
-        return context.replaced.put_into(rows)
+        if self.adapted is not None and context.adapters is not None:
+            rows = context.adapters.adapt_embeddings(self.adapted, input_ids, rows)
+        return rows if context.replaced is None else context.replaced.put_into(rows)
 
     def _look_up(self, input_ids: Tensor) -> Tensor:
         if self.tp.size == 1:

@@ -60,7 +60,11 @@ class CPUModelRunner(ModelRunner):
         if step.draft_token_ids is not None:
             num_drafts = len(step.draft_token_ids)
         if isinstance(self.adapters, RaggedRows):
-            adapted = self.adapters.of_rows(rows, counts if num_drafts else None)
+            adapters = self.adapters.select(rows, counts if num_drafts else None)
+            if adapters is not None:
+                if adapters.embeddings or self.adapters.change_head(rows):
+                    return super()._start(step)  # embeddings and heads are adapted by modules
+                adapted = adapters.rows
         found = self._decode_step.run(
             rows,
             step.num_computed_tokens,
@@ -103,7 +107,11 @@ class CPUModelRunner(ModelRunner):
         metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        adapted = context.adapters.rows if isinstance(context.adapters, RaggedAdapters) else None
+        adapted = None
+        if isinstance(context.adapters, RaggedAdapters):
+            if context.adapters.embeddings:
+                return super()._forward(model_input)
+            adapted = context.adapters.rows
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
         slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables

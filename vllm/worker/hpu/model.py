@@ -199,7 +199,13 @@ class HPUModel(LaunchModel):
         if not self._has_head:
             return hidden_states, hidden_states
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
-        return self._head(rows), hidden_states
+        if adapters is None:
+            return self._head(rows), hidden_states
+        chosen = adapters if last is None else adapters.select(last)
+        self.launch_holder.context = LaunchContext(attention, positions, adapters=chosen)
+        logits = self._head(rows)
+        self.launch_holder.context = None
+        return logits, hidden_states
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
         """The hidden states, and with a keeper also the inputs of its layers."""

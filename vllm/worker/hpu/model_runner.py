@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import StateLayer
+from vllm.attention import LaunchAdapters, StateLayer
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
@@ -83,6 +83,7 @@ class HPUModelRunner(ModelRunner):
         self.prompt_logprobs = PromptLogprobs(
             model,
             self.sampler,
+            self._with_adapters,
             lambda width: class_of(width, self._likeliest),
             bridge.mark_step,
         )
@@ -120,6 +121,12 @@ class HPUModelRunner(ModelRunner):
 
     def _make_adapters(self, config: VllmConfig, layers: AdapterLayers) -> Adapters:
         return DeviceRows(config, layers, self._bridge)
+
+    def _head_adapters(self, rows: IntArray) -> LaunchAdapters | None:
+        if not isinstance(self.adapters, DeviceRows):
+            return None
+        slots = torch.from_numpy(self.adapters.slot_of_row[rows])
+        return self.adapters.slots.of_tokens(slots.to(self.device))
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         state = SamplingState(

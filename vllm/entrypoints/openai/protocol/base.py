@@ -229,6 +229,8 @@ class LoadLoRAAdapterRequest(RequestBody):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool = False
+    """It may take the place of an adapter of this name."""
 
 
 class UnloadLoRAAdapterRequest(RequestBody):

@@ -1,0 +1,163 @@
+"""LoRA adapters under load, and over quantized weights: what each request gets does not depend on
+the others."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.lora_files import ALL, base_model, greedy, merge, write_adapter
+from tests.quantized_checkpoints import write
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import GuidedDecodingParams
+
+TOKENS = list(range(20, 27))
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+TINY = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "skip_tokenizer_init": True,
+    "enable_lora": True,
+}
+
+
+def request_of(folder: Path, number: int) -> LoRARequest:
+    return LoRARequest(folder.name, number, str(folder))
+
+
+def seen(output) -> tuple[list[int], list[float]]:
+    sample = output.outputs[0]
+    ids = list(sample.token_ids)
+    return ids, [row[i].logprob for i, row in zip(ids, sample.logprobs, strict=True)]
+
+
+def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
+    """A step has 64 rows; the last adapters follow when base rows have ended."""
+    model = make_tiny_model("llama", tmp_path / "model")
+    folders = [
+        write_adapter(tmp_path / str(n), model, n, 1 + n % 8, ("q_proj", "down_proj"), size=0.1)
+        for n in range(64)
+    ]
+    adapters = [request_of(folder, n + 1) for n, folder in enumerate(folders)]
+    mixed = [
+        each for n in range(64) for each in ([adapters[n], None] if n % 16 == 7 else [adapters[n]])
+    ]
+    llm = LLM(str(model), max_num_seqs=64, max_loras=64, **TINY)
+    prompts = [{"prompt_token_ids": TOKENS}] * len(mixed)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    reference = base_model(model)
+    base = greedy(reference, TOKENS, GREEDY.max_tokens)
+    for adapter, output in zip(mixed, outputs, strict=True):
+        want = base
+        if adapter is not None:
+            merge(reference, Path(adapter.path))
+            want = greedy(reference, TOKENS, GREEDY.max_tokens)
+            merge(reference, Path(adapter.path), -1)
+        ids, logprobs = seen(output)
+        assert ids == want[0], adapter
+        assert logprobs == pytest.approx(want[1], abs=1e-4)
+    assert len({tuple(seen(output)[1]) for output in outputs}) >= 65
+
+
+@pytest.fixture(scope="module")
+def coders(tmp_path_factory) -> list[LoRARequest]:
+    """Weak adapters of the bundled model."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [
+        request_of(write_adapter(root / str(n), BUNDLED_MODEL, n, 4 * n, ALL, size=0.04), n)
+        for n in (1, 2, 3, 4)
+    ]
+
+
+def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
+    """With packed weights, whose bits do not depend on the batch: preemption, abort, drop, pin."""
+    rng, params = random.Random(5), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = ["def main(args):", "import os", "class A:\n    "]
+    engine = {"max_model_len": 128, "max_num_seqs": 4, "max_loras": 2, "max_cpu_loras": 3}
+    llm = LLM(enable_lora=True, num_gpu_blocks_override=10, **engine)
+    choices = [*coders, None]
+    want = {
+        (prompt, None if adapter is None else adapter.lora_int_id): llm.generate(
+            prompt, params, use_tqdm=False, lora_request=adapter
+        )[0]
+        .outputs[0]
+        .token_ids
+        for prompt in prompts
+        for adapter in choices
+    }
+    assert len(set(map(tuple, want.values()))) > len(prompts), "the adapters change nothing"
+    core, engine = llm.llm_engine.engine_core, llm.llm_engine
+    asked, ended = {}, 0
+    for step in range(400):
+        if step < 250 and rng.random() < 0.4 and len(asked) < 12:
+            prompt, adapter = rng.choice(prompts), rng.choice(choices)
+            asked[str(step)] = prompt, None if adapter is None else adapter.lora_int_id
+            engine.add_request(str(step), prompt, params, lora_request=adapter)
+        if rng.random() < 0.05 and asked:
+            request = rng.choice(list(asked))
+            engine.abort_request(request)
+            del asked[request]
+        if rng.random() < 0.05:
+            engine.remove_lora(rng.randint(1, 4))
+        if rng.random() < 0.03 and (loaded := engine.list_loras()):
+            number = rng.choice(sorted(loaded))
+            engine.pin_lora(number) if rng.random() < 0.3 else engine.remove_lora(number)
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            if output.finished:
+                assert output.outputs[0].token_ids == want[asked.pop(output.request_id)]
+                ended += 1
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert output.outputs[0].token_ids == want[asked.pop(output.request_id)]
+    assert not asked and ended > 20
+    assert core.stats().num_preemptions and not core._resources._adapters
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("gptq-8-order", 1e-3), ("gptq-4", 0.1), ("awq", 0.1), ("fp8-block", 1e-3)],
+)
+def test_adapters_over_quantized_weights(name, tolerance, tmp_path):
+    """The log-probabilities of the same adapter over the dequantized weights. On the CPU int4
+    rounds the inputs of the model's own products to int8, which 0.1 allows for."""
+    folder, dense = write(name, tmp_path)
+    adapter = request_of(write_adapter(tmp_path / "adapter", dense, 1, 8, ALL, size=0.1), 1)
+    found = []
+    for model in (folder, dense):
+        llm = LLM(str(model), max_num_seqs=4, num_gpu_blocks_override=32, **TINY)
+        prompts = [{"prompt_token_ids": TOKENS}] * 2
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[adapter, None])
+        found.append([seen(output)[1][0] for output in outputs])
+    assert found[0] == pytest.approx(found[1], abs=tolerance)
+    assert abs(found[0][0] - found[0][1]) > 3 * tolerance or seen(outputs[0]) != seen(outputs[1])
+
+
+def test_a_grammar_holds_for_rows_with_an_adapter(coders):
+    guided = GuidedDecodingParams(regex=r"(yes|no), [0-9]{3}")
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, guided_decoding=guided)
+    llm = LLM(max_model_len=64, max_num_seqs=8, enable_lora=True)
+    mixed = [coders[0], None, coders[1], coders[2]]
+    for output in llm.generate(["x"] * 4, params, use_tqdm=False, lora_request=mixed):
+        answer, _, number = output.outputs[0].text.partition(", ")
+        assert answer in ("yes", "no") and number.isdigit() and len(number) == 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_there_after_sleep(coders, level):
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    llm = LLM(max_model_len=64, max_num_seqs=4, enable_lora=True, enable_sleep_mode=True)
+    mixed = [coders[0], None, coders[1]]
+
+    def tokens() -> list[list[int]]:
+        outputs = llm.generate(["def f("] * 3, params, use_tqdm=False, lora_request=mixed)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    before = tokens()
+    llm.sleep(level)
+    llm.wake_up()
+    assert llm.llm_engine.list_loras() == {1, 2}
+    assert tokens() == before

@@ -1,0 +1,102 @@
+"""Requests whose resources (a grammar, an adapter, blocks of other engines) are being loaded before
+they are scheduled, and the adapters that requests hold until they end."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from vllm.messages import AdapterRef, EngineRequest, Finished, FinishReason
+
+
+class RequestResources:
+    """What requests need besides the model.
+
+    Args:
+        release: tells the workers which requests with an adapter have ended.
+    """
+
+    def __init__(self, release: Callable[[Sequence[str]], None]) -> None:
+        self._release = release
+        self._loading: dict[str, tuple[EngineRequest, Future[str | None]]] = {}
+        self._refused: dict[str, Finished] = {}
+        self._adapters: dict[str, AdapterRef] = {}
+        """By the id of a request that has not ended."""
+        self._uses: Counter[str] = Counter()
+        """Key of an adapter -> requests that have not ended."""
+        self._names: dict[str, str] = {}
+        """By the keys of adapters in use."""
+
+    def __len__(self) -> int:
+        """Requests that are not scheduled yet."""
+        return len(self._loading) + len(self._refused)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._loading
+
+    def hold(self, request: EngineRequest) -> None:
+        """The workers are told to load what a request needs."""
+        if request.adapter is not None:
+            adapter = self._adapters[request.request_id] = request.adapter
+            self._uses[adapter.key] += 1
+            self._names[adapter.key] = adapter.name
+
+    def adapter_names(self, running: Mapping[str, int]) -> tuple[list[str], list[str]]:
+        """The names of the adapters of requests that run, and of those that wait.
+
+        Args:
+            running: key of an adapter -> requests that run.
+        """
+        waiting = [key for key, count in self._uses.items() if count > running.get(key, 0)]
+        found = (sorted(self._names[key] for key in keys) for keys in (running, waiting))
+        return next(found), next(found)
+
+    def await_load(self, request: EngineRequest, future: "Future[str | None]") -> None:
+        """Keep a request until what it needs is loaded.
+
+        Args:
+            request: that is not scheduled.
+            future: done when it is loaded; why the request cannot run, or None.
+        """
+        self._loading[request.request_id] = request, future
+
+    def take_loaded(self, timeout_s: float) -> list[EngineRequest]:
+        """The requests that can be scheduled now.
+
+        Args:
+            timeout_s: to wait for one of them.
+        """
+        if timeout_s and self._loading:
+            futures = [future for _, future in self._loading.values()]
+            wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        loaded = []
+        for request_id, (request, future) in list(self._loading.items()):
+            if not future.done():
+                continue
+            del self._loading[request_id]
+            if (reason := future.result()) is None:
+                loaded.append(request)
+            else:
+                end = Finished(FinishReason.ERROR, error=reason, is_refused=True)
+                self._refused[request_id] = end
+        return loaded
+
+    def take_refused(self) -> dict[str, Finished]:
+        """The requests that cannot run, each once."""
+        refused, self._refused = self._refused, {}
+        self.end(refused)
+        return refused
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended, some of which may need nothing."""
+        ended = list(request_ids)
+        for request_id in ended:
+            self._loading.pop(request_id, None)
+            self._refused.pop(request_id, None)
+        held = [each for each in ended if each in self._adapters]
+        for request_id in held:
+            key = self._adapters.pop(request_id).key
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key], self._names[key]
+        if held:
+            self._release(held)
