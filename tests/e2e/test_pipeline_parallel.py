@@ -145,7 +145,7 @@ def test_more_stages_than_layers_are_refused(folder):
 def two(folder: str) -> Iterator[LLM]:
     """An engine of two processes; the last of its tests kills one."""
     files = set(os.listdir("/dev/shm"))
-    llm = LLM(folder, pipeline_parallel_size=2, **ENGINE)
+    llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)
     yield llm
     llm.llm_engine.engine_core.shutdown()
@@ -163,6 +163,17 @@ def test_processes_give_the_tokens_of_one_under_a_random_load(two, folder):
     assert len(got) > 12 and scheduler.num_preemptions > before
     for index, token_ids in got.items():
         assert token_ids == want[index % len(PROMPTS)]
+
+
+def test_stages_read_their_weights_again_after_requests(two):
+    want = generate(two)
+    two.collective_rpc("reload_weights")
+    assert_same(generate(two), want)
+    for level in (1, 2):
+        two.sleep(level)
+        assert two.collective_rpc("sleeping_tags") == [["weights", "kv_cache"]] * 2
+        two.wake_up()
+        assert_same(generate(two), want)
 
 
 def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
