@@ -1,12 +1,13 @@
 """Where the ranks of one engine meet: from here on they can exchange tensors.
 
-Ranks that are processes of one machine share two pieces of memory that have no name in any folder,
-so nothing is left of them when the processes have ended, however that happened. Ranks of several
-machines meet at an address.
+The libraries of collectives exchange addresses through a store, which rank 0 serves at a port. Ranks
+that are processes of one machine share memory too, that has no name in any folder, so nothing is
+left of it when the processes have ended, however that happened.
 """
 
 import mmap
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -33,12 +34,12 @@ class Meeting:
     layout: RankLayout
     timeout_s: float
     """Longest wait for another rank in one exchange."""
-    store_fd: int | None = None
-    """Memory through which the libraries of collectives exchange addresses, on one machine."""
-    address: tuple[str, int] | None = None
-    """Host and port where the ranks meet in place of it, if not one process has started them."""
+    address: tuple[str, int]
+    """Host and port of the store."""
     is_host: bool = False
-    """This rank listens at the address."""
+    """This rank serves the store."""
+    listener: socket.socket | None = None
+    """Of the host: listens at the address already; None: the store opens the address itself."""
     name: str = ""
     """Of the engine, where several may use the address one after the other."""
     arena_fd: int | None = None
@@ -50,23 +51,27 @@ class Meeting:
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
-        """The meeting of a new engine, for rank 0.
+        """The meeting of a new engine on one machine, for rank 0.
 
         Raises:
             ConfigError: the system has no memory without a name.
         """
         arena_fd = _shared_memory("arena")
-        meeting = cls.of(parallel, 0, _shared_memory("store"), arena_fd)
+        listener = open_listener("127.0.0.1")
+        meeting = cls.of(parallel, 0, arena_fd, listener.getsockname()[1])
+        meeting.is_host, meeting.listener = True, listener
         os.ftruncate(arena_fd, meeting.layout.pipeline_size * meeting.arena_bytes)
         return meeting
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, rank: int, store_fd: int, arena_fd: int) -> "Meeting":
-        """The same for a rank that has inherited the memory."""
-        layout = RankLayout.of(parallel)
-        timeout_s = parallel.distributed_timeout_s
+    def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Meeting":
+        """The same for a rank that has inherited the memory, and was told the port."""
         return cls(
-            rank=rank, layout=layout, timeout_s=timeout_s, store_fd=store_fd, arena_fd=arena_fd
+            rank=rank,
+            layout=RankLayout.of(parallel),
+            timeout_s=parallel.distributed_timeout_s,
+            address=("127.0.0.1", port),
+            arena_fd=arena_fd,
         )
 
     @classmethod
@@ -77,6 +82,7 @@ class Meeting:
         address: tuple[str, int],
         *,
         is_host: bool,
+        listener: socket.socket | None = None,
         name: str = "",
     ) -> "Meeting":
         """The same for ranks that were not started by one process, or are on several machines.
@@ -85,7 +91,8 @@ class Meeting:
             parallel: of the engine.
             rank: of this process.
             address: where the ranks meet.
-            is_host: this rank listens there.
+            is_host: this rank serves the store there.
+            listener: of the host, if it listens at the address already.
             name: of the engine, if others use the same address.
         """
         return cls(
@@ -94,14 +101,9 @@ class Meeting:
             timeout_s=parallel.distributed_timeout_s,
             address=address,
             is_host=is_host,
+            listener=listener,
             name=name,
         )
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What other processes of this machine inherit."""
-        assert self.store_fd is not None and self.arena_fd is not None
-        return self.store_fd, self.arena_fd
 
     @property
     def arena_bytes(self) -> int:
@@ -124,29 +126,31 @@ class Meeting:
     @cached_property
     def store(self) -> "torch.distributed.Store":
         """Through which the libraries of collectives exchange addresses."""
-        size = self.layout.world_size
-        if self.address is None:
-            return torch.distributed.FileStore(f"/proc/self/fd/{self.store_fd}", size)
+        # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may be
+        # long after the engine has ended, when the number is that of another file.
         host, port = self.address
+        listener, self.listener = self.listener, None
         store = torch.distributed.TCPStore(
             host,
             port,
-            size,
+            self.layout.world_size,
             is_master=self.is_host,
             timeout=timedelta(seconds=self.timeout_s),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
 
     def close(self) -> None:
         """Leave, and close the memory."""
         self.leave()
-        for descriptor in (self.store_fd, self.arena_fd):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        if self.arena_fd is not None:
+            os.close(self.arena_fd)
 
     def leave(self) -> None:
-        """Close what `join` and `open_link` have opened. A store opens its file again when it ends,
-        so all that refer to it end before its descriptor can become that of another file."""
+        """Close what `join` and `open_link` have opened."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -222,6 +226,17 @@ class Meeting:
             if self.rank in ranks:
                 found = group
         return found
+
+
+def open_listener(host: str) -> socket.socket:
+    """A socket that listens at a free port of an address, for the host of a meeting. The port is not
+    free again before the meeting has ended.
+
+    Args:
+        host: address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def _shared_memory(name: str) -> int:

@@ -64,8 +64,10 @@ class _Rank:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
-        descriptors = (theirs.fileno(), *meeting.descriptors)
-        arguments = [str(number) for number in (*descriptors, os.getpid())]
+        assert meeting.arena_fd is not None, "the ranks are on one machine"
+        descriptors = (theirs.fileno(), meeting.arena_fd)
+        numbers = (*descriptors, meeting.address[1], os.getpid())
+        arguments = [str(number) for number in numbers]
         variables = envs.rank_variables(rank, meeting.layout.world_size)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.executor.rank_process", *arguments],
