@@ -10,7 +10,6 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class Meeting:
     has_joined: bool = False
     """The default process group of torch.distributed is that of `join`."""
     _link: CardLink | GlooLink | None = None
+    _store: "torch.distributed.Store | None" = None
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
@@ -123,9 +123,14 @@ class Meeting:
             with mmap.mmap(self.arena_fd, ARENA_HEADER_BYTES, offset=offset) as header:
                 header[0] = 1
 
-    @cached_property
+    @property
     def store(self) -> "torch.distributed.Store":
         """Through which the libraries of collectives exchange addresses."""
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store
+
+    def _open_store(self) -> "torch.distributed.Store":
         # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may be
         # long after the engine has ended, when the number is that of another file.
         host, port = self.address
@@ -157,7 +162,7 @@ class Meeting:
         if self.has_joined and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.has_joined = False
-        self.__dict__.pop("store", None)
+        self._store = None
 
     def join(self, backend: str) -> None:
         """Open the default process group of torch.distributed over all ranks; returns when all have
