@@ -1,8 +1,8 @@
 """Where the ranks of one engine meet: from here on they can exchange tensors.
 
-The libraries of collectives exchange addresses through a store, which rank 0 serves at a port. Ranks
-that are processes of one machine share memory too, that has no name in any folder, so nothing is
-left of it when the processes have ended, however that happened.
+The libraries of collectives exchange addresses through a store, which rank 0 serves at a port.
+Ranks that are processes of one machine share memory too, that has no name in any folder, so nothing
+is left of it when the processes have ended, however that happened.
 """
 
 import mmap
@@ -131,8 +131,8 @@ class Meeting:
         return self._store
 
     def _open_store(self) -> "torch.distributed.Store":
-        # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may be
-        # long after the engine has ended, when the number is that of another file.
+        # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may
+        # be long after the engine has ended, when the number is that of another file.
         host, port = self.address
         listener, self.listener = self.listener, None
         store = torch.distributed.TCPStore(
@@ -144,6 +144,21 @@ class Meeting:
             master_listen_fd=None if listener is None else listener.detach(),
         )
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
+
+    def least(self, name: str, value: int) -> int:
+        """The least of the values of all ranks; waits for those that have not called it yet.
+
+        Args:
+            name: of the value, used once in an engine.
+            value: of this rank.
+
+        Raises:
+            RuntimeError: a rank has not called it in time.
+        """
+        store: Any = self.store  # its stubs know of text alone
+        store.set(f"{name}/{self.rank}", str(value))
+        ranks = range(self.layout.world_size)
+        return min(int(store.get(f"{name}/{rank}")) for rank in ranks)
 
     def close(self) -> None:
         """Leave, and close the memory."""
@@ -234,8 +249,8 @@ class Meeting:
 
 
 def open_listener(host: str) -> socket.socket:
-    """A socket that listens at a free port of an address, for the host of a meeting. The port is not
-    free again before the meeting has ended.
+    """A socket that listens at a free port of an address, for the host of a meeting. The port is
+    not free again before the meeting has ended.
 
     Args:
         host: address of this machine.

@@ -23,8 +23,8 @@ class RankActor:
         return True
 
     def open_address(self) -> tuple[str, int]:
-        """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at the
-        address by which Ray knows the machine."""
+        """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at
+        the address by which Ray knows the machine."""
         import ray.util
 
         host = envs.get().VLLM_HOST_IP or ray.util.get_node_ip_address()
