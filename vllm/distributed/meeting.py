@@ -5,6 +5,7 @@ Ranks that are processes of one machine share memory too, that has no name in an
 is left of it when the processes have ended, however that happened.
 """
 
+import contextlib
 import mmap
 import os
 import socket
@@ -43,7 +44,9 @@ class Meeting:
     """Of the engine, where several may use the address one after the other."""
     arena_fd: int | None = None
     """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
-    buffers for each of its ranks. None: they are on several machines."""
+    buffers for each of its ranks. None: they were not started by one process."""
+    has_whole_stage: bool = False
+    """Without such memory: all ranks of the stage are on this machine."""
     has_joined: bool = False
     """The default process group of torch.distributed is that of `join`."""
     _link: CardLink | GlooLink | None = None
@@ -84,6 +87,7 @@ class Meeting:
         is_host: bool,
         listener: socket.socket | None = None,
         name: str = "",
+        has_whole_stage: bool = False,
     ) -> "Meeting":
         """The same for ranks that were not started by one process, or are on several machines.
 
@@ -94,6 +98,8 @@ class Meeting:
             is_host: this rank serves the store there.
             listener: of the host, if it listens at the address already.
             name: of the engine, if others use the same address.
+            has_whole_stage: all ranks of the stage of this rank are on this machine; the same on
+                all ranks.
         """
         return cls(
             rank=rank,
@@ -103,6 +109,7 @@ class Meeting:
             is_host=is_host,
             listener=listener,
             name=name,
+            has_whole_stage=has_whole_stage,
         )
 
     @property
@@ -114,6 +121,36 @@ class Meeting:
     def arena_offset(self) -> int:
         """Where the part of the stage of this rank begins."""
         return self.layout.pipeline_rank(self.rank) * self.arena_bytes
+
+    def stage_memory(self) -> tuple[int, int] | None:
+        """The memory that the ranks of one stage share; called on all ranks. Where one process has
+        started them it is inherited, else they open it through `/proc`.
+
+        Returns:
+            Its file descriptor and where in it the part of the stage begins; None: they are on
+            several machines, or cannot see each other's processes.
+        """
+        if self.arena_fd is not None:
+            return self.arena_fd, self.arena_offset
+        if not self.has_whole_stage:
+            return None
+        store: Any = self.store  # its stubs know of text alone
+        first = self.rank - self.layout.tensor_rank(self.rank)
+        found = -1
+        if self.rank == first:
+            found = _shared_memory("arena")
+            os.ftruncate(found, self.arena_bytes)
+            store.set(f"arena/{first}", f"/proc/{os.getpid()}/fd/{found}")
+        else:
+            with contextlib.suppress(OSError):
+                found = os.open(store.get(f"arena/{first}"), os.O_RDWR)
+        all_have_it = self.least("has_arena", int(found >= 0))
+        if all_have_it:
+            self.arena_fd = found
+            return found, 0
+        if found >= 0:
+            os.close(found)
+        return None
 
     def abort(self) -> None:
         """End the exchanges of all ranks that go through the arena, as one of them has failed."""
@@ -161,13 +198,14 @@ class Meeting:
         return min(int(store.get(f"{name}/{rank}")) for rank in ranks)
 
     def close(self) -> None:
-        """Leave, and close the memory."""
+        """Leave, and close the memory. Calling it again does nothing."""
         self.leave()
         if self.listener is not None:
             self.listener.close()
             self.listener = None
         if self.arena_fd is not None:
             os.close(self.arena_fd)
+            self.arena_fd = None
 
     def leave(self) -> None:
         """Close what `join` and `open_link` have opened."""

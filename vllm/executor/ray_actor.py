@@ -1,6 +1,7 @@
 """The actor of one rank in a Ray cluster. Nothing is unpickled but the bytes of messages."""
 
 import socket
+import threading
 import traceback
 
 from vllm import envs
@@ -8,6 +9,7 @@ from vllm.distributed import Meeting, open_listener
 from vllm.executor.rank_server import RankServer, failure_of, is_result_rank
 from vllm.executor.rank_wire import FromRank, StartRank, decode_to_rank
 from vllm.message_codec import encode
+from vllm.version import __version__
 
 
 class RankActor:
@@ -18,9 +20,16 @@ class RankActor:
         self._answers: list[FromRank] = []
         self._listener: socket.socket | None = None
 
-    def is_alive(self) -> bool:
+    def watch(self) -> None:
+        """Wait for the end of this actor, which the caller sees as an error of the call."""
+        threading.Event().wait()
+
+    def ping(self) -> None:
         """Answer, if this actor can."""
-        return True
+
+    def version(self) -> str:
+        """Of the package on this machine."""
+        return __version__
 
     def open_address(self) -> tuple[str, int]:
         """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at
@@ -42,9 +51,14 @@ class RankActor:
         assert isinstance(start, StartRank)
 
         def meet() -> Meeting:
-            listener = self._listener
-            parallel, is_host = start.config.parallel, listener is not None
-            return Meeting.at(parallel, start.rank, address, is_host=is_host, listener=listener)
+            return Meeting.at(
+                start.config.parallel,
+                start.rank,
+                address,
+                is_host=self._listener is not None,
+                listener=self._listener,
+                has_whole_stage=start.place is not None and start.place.has_whole_stage,
+            )
 
         try:
             self._server = RankServer(
