@@ -143,7 +143,7 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
 
 
 def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, want):
-    llm = LLM(folder, pipeline_parallel_size=2, **RAY)
+    llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=60.0, **RAY)
     assert_same(generate(llm), want)
     engine = llm.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
