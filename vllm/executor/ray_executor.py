@@ -33,6 +33,7 @@ from vllm.executor.ray_placement import Placement, place_ranks
 from vllm.executor.ray_utils import (
     import_ray,
     initialize_ray_cluster,
+    leave_ray_cluster,
     worker_environment,
 )
 from vllm.executor.ray_watch import WATCH_GROUP, ActorWatch, death_of
@@ -269,7 +270,7 @@ class RayExecutor(Executor):
             ray.util.remove_placement_group(placement.group)
         if self._has_joined:
             self._has_joined = False
-            ray.shutdown()
+            leave_ray_cluster()
 
     # ---- messages -------------------------------------------------------------------------
 

@@ -1,10 +1,19 @@
 """The Ray cluster of an engine. Ray is the extra `vllm[ray]`."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
+
+
+_caretakers: list[subprocess.Popen[bytes]] = []
+"""Of the local cluster of this process, if it has started one."""
 
 
 def import_ray() -> Any:
@@ -41,6 +50,7 @@ def initialize_ray_cluster(
     ray = import_ray()
     if ray.is_initialized():
         return
+    before = _processes_below()
     try:
         ray.init(address=ray_address, logging_level="WARNING")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -49,6 +59,23 @@ def initialize_ray_cluster(
             f"no Ray cluster could be joined or started: {reason}. Start one with `ray start "
             f"--head`, and set RAY_ADDRESS if it runs on another machine"
         ) from error
+    if cluster := _processes_below() - before:
+        program = Path(__file__).with_name("ray_caretaker.py")
+        names = [f"{each.pid}:{each.create_time()}" for each in cluster]
+        command = [sys.executable, str(program), *names]
+        _caretakers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+
+
+def leave_ray_cluster() -> None:
+    """Leave the cluster of this process; one that it has started ends."""
+    import_ray().shutdown()
+    while _caretakers:
+        caretaker = _caretakers.pop()
+        caretaker.communicate()
+
+
+def _processes_below() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def worker_environment() -> dict[str, str]:
