@@ -11,7 +11,6 @@ from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
 
-
 _caretakers: list[subprocess.Popen[bytes]] = []
 """Of the local cluster of this process, if it has started one."""
 
