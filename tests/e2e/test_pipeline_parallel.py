@@ -22,6 +22,7 @@ from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
+from vllm.executor.rank_group import RankError
 
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 """For layers with windows of their own."""
@@ -192,6 +193,11 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)
     (pid,) = ranks_of(llm)
     os.kill(pid, signal.SIGSTOP)
+    unanswered = rf"rank 1 \(process {pid}\) is stopped.*has not answered sleeping_tags\(\) within"
+    with pytest.raises(RankError, match=unanswered):
+        llm.collective_rpc("sleeping_tags")
+    with pytest.raises(TimeoutError, match=r"rank 1 has not answered sleeping_tags\(\) within 0.1"):
+        llm.collective_rpc("sleeping_tags", timeout=0.1)
     with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) is stopped"):
         llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0], use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()

@@ -138,8 +138,7 @@ class MultiprocExecutor(UniProcExecutor):
         started = monotonic()
         calls = self._running_ranks.call(name, args, kwargs, is_user=True)
         own = super().collective_rpc(method, timeout, args, kwargs)
-        left_s = None if timeout is None else max(0.0, timeout - (monotonic() - started))
-        results = self._running_ranks.results(f"{name}()", calls, left_s)
+        results = self._running_ranks.results(f"{name}()", calls, timeout, started)
         return own + [decode_value(value) for value in results]
 
     def shutdown(self) -> None:

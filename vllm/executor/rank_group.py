@@ -205,7 +205,11 @@ class RankGroup:
         return futures
 
     def results(
-        self, method: str, calls: "Sequence[Future[bytes]]", timeout: float | None = None
+        self,
+        method: str,
+        calls: "Sequence[Future[bytes]]",
+        timeout: float | None = None,
+        started: float | None = None,
     ) -> list[bytes]:
         """Wait for the results of a call. Without a limit a rank may work as long as it needs, but
         not be stopped for as long as an exchange may take.
@@ -214,13 +218,15 @@ class RankGroup:
             method: that was called, for messages.
             calls: from `call`.
             timeout: seconds; None: no limit.
+            started: when they count from (`time.monotonic`); None: now.
 
         Raises:
             TimeoutError: after `timeout`.
             RankError: a rank has failed, or is stopped.
         """
         look_s = self._meeting.timeout_s
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic() if started is None else started
+        deadline = None if timeout is None else started + timeout
         while True:
             left_s = look_s if deadline is None else max(0.0, deadline - time.monotonic())
             _, waiting = wait(calls, left_s, FIRST_EXCEPTION)
