@@ -156,3 +156,12 @@ def test_rope_arguments_go_into_the_overrides():
     flags = ["--rope-scaling", json.dumps(scaling), "--rope-theta", "5e5"]
     assert parse(*flags, "--hf-overrides", '{"a": 1}') == args
     assert EngineArgs(rope_scaling={}, rope_theta=None).hf_overrides == {}
+
+
+def test_replicas_on_other_machines_are_refused():
+    assert EngineArgs(data_parallel_size=2, data_parallel_size_local=2).data_parallel_size == 2
+    wanted = (
+        r"^data_parallel_size_local=2 and data_parallel_size=4: all replicas run on this machine"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        EngineArgs(data_parallel_size=4, data_parallel_size_local=2)

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.config.fields import ConfigField, config_fields, config_sections
-from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
+from vllm.engine.resolve.compat_args import (
+    COMPAT_ARGUMENTS,
+    CompatArgument,
+    accept,
+    refuse_replicas_elsewhere,
+)
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 
@@ -102,6 +107,10 @@ class EngineArgs:
                 accept(name, value)
         for name, config_field in _FIELDS.items():
             setattr(self, name, config_field.convert(settings.get(name)))
+        refuse_replicas_elsewhere(
+            settings.get("data_parallel_size_local"),
+            _FIELDS["data_parallel_size"].convert(settings.get("data_parallel_size")),
+        )
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:

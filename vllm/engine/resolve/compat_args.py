@@ -243,6 +243,25 @@ def accept(name: str, value: Any) -> None:
         raise ConfigError(describe_refusal(argument, value))
 
 
+def refuse_replicas_elsewhere(num_here: Any, size: int) -> None:
+    """Refuse to start all replicas here where some of them are to run on other machines.
+
+    Args:
+        num_here: data_parallel_size_local, as it was given; None: it was not.
+        size: data_parallel_size.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    if num_here is not None and str(num_here) != str(size):
+        raise ConfigError(
+            f"data_parallel_size_local={num_here} and data_parallel_size={size}: all replicas run "
+            f"on this machine in this version. Leave data_parallel_size_local out to run {size} "
+            f"here, or start a server with data_parallel_size={num_here} on each machine, behind a "
+            f"load balancer"
+        )
+
+
 def describe_refusal(argument: CompatArgument, value: Any) -> str:
     """The message that refuses an argument which is not available."""
     reason = f"not available in this version: {argument.reason}"
