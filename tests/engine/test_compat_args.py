@@ -27,6 +27,7 @@ MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.a
 VALUES = {
     "compilation_config": {"level": 3, "use_cudagraph": True},
     "limit_mm_per_prompt": {"image": 1},
+    "data_parallel_size_local": 1,
 }
 """What an argument is set to that does not take just anything."""
 

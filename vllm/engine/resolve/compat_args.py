@@ -243,7 +243,7 @@ def accept(name: str, value: Any) -> None:
         raise ConfigError(describe_refusal(argument, value))
 
 
-def refuse_replicas_elsewhere(num_here: Any, size: int) -> None:
+def refuse_replicas_elsewhere(num_here: Any, size: Any) -> None:
     """Refuse to start all replicas here where some of them are to run on other machines.
 
     Args:
