@@ -86,14 +86,22 @@ def test_a_stage_is_on_one_machine_and_stages_are_on_different_ones(
     ] * parallel.world_size
 
 
-def test_tensor_ranks_of_one_node_share_memory_and_those_of_two_do_not(cluster, folder, want):
-    for size, collectives in ((2, "SharedMemoryCollectives"), (4, "CheckedCollectives")):
-        llm = LLM(folder, tensor_parallel_size=size, **RAY)
-        assert_same(generate(llm), want)
-        assert_same(generate(llm), want)  # from the prefix cache
-        assert llm.collective_rpc("collectives") == [collectives] * size
-        assert llm.llm_engine.engine_core.executor.stats().num_steps > 0
-        llm.llm_engine.engine_core.shutdown()
+@pytest.mark.parametrize(
+    ("size", "collectives"),
+    [
+        (2, "SharedMemoryCollectives"),
+        pytest.param(4, "CheckedCollectives", marks=pytest.mark.exhaustive),  # on both nodes
+    ],
+)
+def test_tensor_ranks_share_memory_if_they_are_on_one_node(
+    cluster, folder, want, size, collectives
+):
+    llm = LLM(folder, tensor_parallel_size=size, **RAY)
+    assert_same(generate(llm), want)
+    assert_same(generate(llm), want)  # from the prefix cache
+    assert llm.collective_rpc("collectives") == [collectives] * size
+    assert llm.llm_engine.engine_core.executor.stats().num_steps > 0
+    llm.llm_engine.engine_core.shutdown()
     assert ray.is_initialized(), "the engine has not joined the cluster, so it does not leave it"
 
 
