@@ -147,3 +147,28 @@ def test_only_envs_touches_the_environment():
         if any(access.search(line.partition("#")[0]) for line in path.read_text().splitlines())
     }
     assert users == {"envs.py"}
+
+
+def test_workers_on_other_machines_get_what_is_not_of_one_machine_and_no_secret(monkeypatch):
+    passed = {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HABANA_LOGS": "/tmp",
+        "PT_HPU_LAZY_MODE": "1",
+        "GC_KERNEL_PATH": "/lib/kernels.so",
+        "OMP_NUM_THREADS": "4",
+        "LD_LIBRARY_PATH": "/lib",
+        "HCCL_SOCKET_IFNAME": "eth0",
+    }
+    kept = {
+        "VLLM_HOST_IP": "10.0.0.1",
+        "VLLM_API_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "HABANA_VISIBLE_MODULES": "0,1",
+        "HLS_MODULE_ID": "0",
+        "HOME": "/root",
+    }
+    for name, value in {**passed, **kept}.items():
+        monkeypatch.setenv(name, value)
+    found = envs.passed_on()
+    assert passed.items() <= found.items()
+    assert not kept.keys() & found.keys()

@@ -489,14 +489,20 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
     return {**defaults, **os.environ, **overrides}
 
 
-_PASSED_PREFIXES = (_PREFIX, "HCCL_", "GLOO_", "PT_HPU", "HF_")
-_OF_ONE_MACHINE = ("VLLM_HOST_IP",)
+_PASSED_PREFIXES = (
+    *(_PREFIX, "HCCL_", "GLOO_", "HF_", "OMP_", "KMP_"),
+    *("PT_", "HABANA_", "HLS_", "GC_KERNEL_PATH", "LD_LIBRARY_PATH"),
+)
+_OF_ONE_MACHINE = (
+    *("VLLM_HOST_IP", "HLS_MODULE_ID"),
+    *("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),  # Ray sets which a worker has
+)
 
 
 def passed_on() -> dict[str, str]:
     """The variables that workers on other machines get from this process: all of this package, of
-    the libraries that exchange tensors, and of the hub; not those of one machine, and no secrets:
-    everyone who can see the cluster could read them."""
+    the libraries that exchange tensors, of cards, of threads and of the hub; not those of one
+    machine, and no secrets: everyone who can see the cluster could read them."""
     return {
         name: value
         for name, value in os.environ.items()

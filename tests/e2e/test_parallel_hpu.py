@@ -6,7 +6,8 @@ from tests.e2e.ranks import assert_same, generate
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
-from vllm import LLM, envs
+from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LONG_PROMPTS
+from vllm import LLM, SamplingParams, envs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
@@ -82,6 +83,28 @@ def test_stages_on_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_pa
 def test_stages_of_every_family_give_the_tokens_of_the_cpu(family, tmp_path, monkeypatch):
     settings = {"pipeline_parallel_size": 2}
     assert_cards_are_the_cpu(family, settings, "HPU graphs", tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pool_mib", [60, 100])
+def test_a_card_with_less_memory_decides_which_launches_all_cards_run(pool_mib, monkeypatch):
+    """Rank 1 is another process, whose card has all of its memory."""
+    for name, value in envs.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)
+    variables = LARGE_BUCKETS | {"VLLM_GRAPH_RESERVED_MEM": 0.65, "VLLM_GRAPH_PROMPT_RATIO": 0.4}
+    prompts = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (200, 30)]
+    params = SamplingParams(temperature=0, max_tokens=5)
+    want = LLM(**LONG_PROMPTS).generate(prompts, params, use_tqdm=False)
+    with simulated_hpu(
+        pool_bytes=pool_mib * 2**20,
+        PT_HPU_LAZY_MODE=1,
+        PT_HPU_ENABLE_LAZY_COLLECTIVES=True,
+        **variables,
+    ):
+        llm = LLM(tensor_parallel_size=2, distributed_timeout_s=30.0, **LONG_PROMPTS)
+        got = llm.generate(prompts, params, use_tqdm=False)
+        llm.llm_engine.engine_core.shutdown()
+    assert_same(got, want)
 
 
 def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
+from vllm.executor.rank_group import RankError
 
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 """For layers with windows of their own."""
@@ -145,7 +146,7 @@ def test_more_stages_than_layers_are_refused(folder):
 def two(folder: str) -> Iterator[LLM]:
     """An engine of two processes; the last of its tests kills one."""
     files = set(os.listdir("/dev/shm"))
-    llm = LLM(folder, pipeline_parallel_size=2, **ENGINE)
+    llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)
     yield llm
     llm.llm_engine.engine_core.shutdown()
@@ -165,6 +166,17 @@ def test_processes_give_the_tokens_of_one_under_a_random_load(two, folder):
         assert token_ids == want[index % len(PROMPTS)]
 
 
+def test_stages_read_their_weights_again_after_requests(two):
+    want = generate(two)
+    two.collective_rpc("reload_weights")
+    assert_same(generate(two), want)
+    for level in (1, 2):
+        two.sleep(level)
+        assert two.collective_rpc("sleeping_tags") == [["weights", "kv_cache"]] * 2
+        two.wake_up()
+        assert_same(generate(two), want)
+
+
 def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
     engine = two.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
@@ -181,6 +193,11 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)
     (pid,) = ranks_of(llm)
     os.kill(pid, signal.SIGSTOP)
+    unanswered = rf"rank 1 \(process {pid}\) is stopped.*has not answered sleeping_tags\(\) within"
+    with pytest.raises(RankError, match=unanswered):
+        llm.collective_rpc("sleeping_tags")
+    with pytest.raises(TimeoutError, match=r"rank 1 has not answered sleeping_tags\(\) within 0.1"):
+        llm.collective_rpc("sleeping_tags", timeout=0.1)
     with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) is stopped"):
         llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0], use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()

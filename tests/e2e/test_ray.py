@@ -1,29 +1,43 @@
 """Workers of a Ray cluster of two nodes give the tokens of one process.
 
-Both nodes are on this machine. Each has one CPU, so each gets one worker.
+Both nodes are on this machine. Each has two CPUs and two simulated cards.
 """
 
+import os
+import select
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.e2e.ranks import ENGINE, PARAMS, PROMPTS, assert_same, generate
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
-from vllm.errors import ConfigError, EngineDeadError
+from vllm.config import ParallelConfig
+from vllm.errors import CollectiveError, ConfigError, EngineDeadError
 
 ray: Any = pytest.importorskip("ray")
 
-RAY: dict[str, Any] = ENGINE | {"distributed_executor_backend": "ray"}
+from vllm.executor import ray_executor  # noqa: E402
+from vllm.executor.rank_group import RankError  # noqa: E402
+from vllm.executor.ray_placement import Placement, place_ranks  # noqa: E402
+
+EXTENSION = "tests.e2e.worker_extension.WorkerExtension"
+RAY: dict[str, Any] = ENGINE | {
+    "distributed_executor_backend": "ray",
+    "worker_extension_cls": EXTENSION,
+}
+NODE: dict[str, Any] = {"num_cpus": 2, "resources": {"HPU": 2}}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes.add_node(num_cpus=1)
+    nodes = Cluster(initialize_head=True, head_node_args=NODE)
+    nodes.add_node(**NODE)
     ray.init(address=nodes.address, logging_level="ERROR")
     yield nodes
     ray.shutdown()
@@ -35,33 +49,110 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
 
 
+@pytest.fixture(scope="module")
+def want(folder: str) -> list[Any]:
+    return generate(LLM(folder, **ENGINE))
+
+
 def nodes_of(llm: LLM) -> list[str]:
     """The node of each rank."""
-    group = llm.llm_engine.engine_core.executor._placement.group
-    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return [table[bundle] for bundle in llm.llm_engine.engine_core.executor._placement.bundles]
+    return llm.llm_engine.engine_core.executor._placement.nodes
 
 
-def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one(cluster, folder):
-    llm = LLM(folder, tensor_parallel_size=2, **RAY)
-    assert len(set(nodes_of(llm))) == 2
-    want = generate(LLM(folder, **ENGINE))
+@pytest.mark.parametrize(
+    ("sizes", "nodes_of_stages"),
+    [
+        ((2, 1), [1]),
+        ((2, 2), [1, 1]),
+        ((4, 1), [2]),  # no machine has room for all of it
+        ((1, 2), [1, 1]),
+    ],
+)
+def test_a_stage_is_on_one_machine_and_stages_are_on_different_ones(
+    cluster, sizes, nodes_of_stages
+):
+    tensor_size, num_stages = sizes
+    parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+    found: Placement = place_ranks(parallel, {"CPU": 1})
+    ray.util.remove_placement_group(found.group)
+    stages = [
+        set(found.nodes[first : first + tensor_size])
+        for first in range(0, parallel.world_size, tensor_size)
+    ]
+    assert [len(stage) for stage in stages] == nodes_of_stages
+    assert len(set(found.nodes)) == (1 if sizes == (2, 1) else 2)
+    assert [place.has_whole_stage for place in found.places] == [
+        sizes != (4, 1)
+    ] * parallel.world_size
+
+
+@pytest.mark.parametrize(
+    ("size", "collectives"),
+    [
+        (2, "SharedMemoryCollectives"),
+        pytest.param(4, "CheckedCollectives", marks=pytest.mark.exhaustive),  # on both nodes
+    ],
+)
+def test_tensor_ranks_share_memory_if_they_are_on_one_node(
+    cluster, folder, want, size, collectives
+):
+    llm = LLM(folder, tensor_parallel_size=size, **RAY)
     assert_same(generate(llm), want)
     assert_same(generate(llm), want)  # from the prefix cache
-    assert llm.collective_rpc("sleeping_tags") == [[], []]
+    assert llm.collective_rpc("collectives") == [collectives] * size
     assert llm.llm_engine.engine_core.executor.stats().num_steps > 0
     llm.llm_engine.engine_core.shutdown()
     assert ray.is_initialized(), "the engine has not joined the cluster, so it does not leave it"
 
 
 def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster, folder):
-    with pytest.raises(ConfigError, match="4 workers need 4 CPU, and the Ray cluster has 2"):
-        LLM(folder, tensor_parallel_size=4, **RAY)
+    with pytest.raises(ConfigError, match="5 workers need 5 CPU, and the Ray cluster has 4"):
+        place_ranks(ParallelConfig(tensor_parallel_size=5), {"CPU": 1})
 
 
-def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder):
-    llm = LLM(folder, pipeline_parallel_size=2, **RAY)
-    assert_same(generate(llm), generate(LLM(folder, **ENGINE)))
+def test_another_version_on_a_machine_is_refused(cluster, folder, monkeypatch):
+    monkeypatch.setattr(ray_executor, "__version__", "0.0.9")
+    with pytest.raises(
+        ConfigError, match=r"rank 0 has version \S+ of vllm, and the engine is 0.0.9"
+    ):
+        LLM(folder, tensor_parallel_size=2, **RAY)
+
+
+@pytest.mark.exhaustive
+@needs_simulated_device
+def test_two_cards_of_the_cluster_give_the_tokens_of_the_cpu(cluster, folder):
+    engine = SMALL_ENGINE | {"skip_tokenizer_init": True}
+    want = generate(LLM(folder, device="cpu", **engine))
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        llm = LLM(
+            folder,
+            device="hpu",
+            tensor_parallel_size=2,
+            distributed_executor_backend="ray",
+            **engine,
+        )
+        assert_same(generate(llm), want)
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_named(cluster, folder):
+    llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=2.0, **RAY)
+    core = llm.llm_engine.engine_core
+    first, _ = llm.collective_rpc("process_id")
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(CollectiveError, match="rank 0 does not answer: its process is stopped"):
+        llm.collective_rpc("process_id")
+    os.kill(first, signal.SIGKILL)
+    readable, _, _ = select.select([core.executor.failure_fd], [], [], 60.0)
+    assert readable
+    with pytest.raises(RankError, match=r"rank 0 \(an actor of Ray\) has ended"):
+        core.executor.check_health()
+    core.shutdown()
+
+
+def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, want):
+    llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=60.0, **RAY)
+    assert_same(generate(llm), want)
     engine = llm.llm_engine
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
     engine.step()

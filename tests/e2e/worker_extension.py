@@ -1,5 +1,6 @@
 """Methods that tests add to the workers of an engine."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ class WorkerExtension:
 
     runner: Any
     device: Any
+    tp: Any
 
     def describe(self, text: str = "") -> dict[str, Any]:
         """Where the worker computes, and its memory in use."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"text": text, "device": str(self.device), "resident_pages": pages}
+
+    def process_id(self) -> int:
+        """Of the worker."""
+        return os.getpid()
+
+    def collectives(self) -> str:
+        """Name of the class that exchanges tensors."""
+        return type(self.tp.collectives).__name__
 
     def fill_cache(self) -> int:
         """Write every byte of the KV cache; how many there are."""

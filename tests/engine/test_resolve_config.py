@@ -226,6 +226,11 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
         resolve(model=model, tokenizer="/no/tokenizer")
 
 
+def test_the_machine_of_an_engine_on_ray_needs_no_card():
+    config = resolve(device="hpu", tensor_parallel_size=2, distributed_executor_backend="ray")
+    assert config.device.device == "hpu"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

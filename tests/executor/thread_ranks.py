@@ -29,8 +29,9 @@ class ThreadRanks(Executor):
         self._threads = [ThreadPoolExecutor(1) for _ in ranks]
         for rank, worker in enumerate(self.workers):
             worker.load(rank)
-        fds = self._meeting.descriptors
-        self._meetings = [Meeting.of(parallel, rank, *fds) for rank in ranks]
+        first = self._meeting
+        shared = first.arena_fd, first.address[1]
+        self._meetings = [first, *(Meeting.of(parallel, rank, *shared) for rank in ranks[1:])]
         self._on_all(lambda worker: worker.join(self._meetings[worker.rank]))
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:

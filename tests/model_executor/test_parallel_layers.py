@@ -23,11 +23,13 @@ SPLIT_OTHERWISE = tuple(
     family
     for family in (
         *("gpt_oss", "llama4", "qwen2_moe", "cohere_head_norms", "stablelm_head_norms"),
-        *("granite_hybrid", "mamba", "mamba2"),
+        *("granite_hybrid", "granite_hybrid_dense", "mamba", "mamba2"),
+        *("olmo2", "olmo3", "olmoe"),
     )
     if family in ALL_FAMILIES
 )
-"""Families with experts, sinks, norms of single heads, or mixers (of one group and of several)."""
+"""Families with experts, sinks, norms of single heads or of all together, or mixers (of one group
+and of several, which may be fewer than the ranks)."""
 
 
 class Meeting:

@@ -25,7 +25,7 @@ def test_without_card_and_simulation_auto_is_the_cpu(environment, resolve):
     environment()
     assert resolve("auto").name == "cpu"
     with pytest.raises(ConfigError, match="VLLM_HPU_SIM=gaudi2 to run on a simulated"):
-        create_hpu_platform()
+        create_hpu_platform().check_present()
 
 
 @pytest.mark.parametrize("device", ["auto", "hpu"])
@@ -38,8 +38,10 @@ def test_a_simulated_card_is_chosen(environment, resolve, device, variable):
 
 def test_the_hpu_without_a_card_is_an_error_that_names_the_simulation(environment, resolve):
     environment()
-    with pytest.raises(ConfigError, match=r"no usable Gaudi card.*VLLM_HPU_SIM=gaudi2"):
-        resolve("hpu")
+    platform = resolve("hpu")
+    for use in (platform.check_present, lambda: platform.bridge):
+        with pytest.raises(ConfigError, match=r"no usable Gaudi card.*VLLM_HPU_SIM=gaudi2"):
+            use()
 
 
 def test_the_cpu_can_be_asked_for_in_spite_of_a_card(environment, resolve):

@@ -8,7 +8,7 @@ from vllm.distributed.groups import (
     divide,
 )
 from vllm.distributed.layout import RankLayout
-from vllm.distributed.meeting import Meeting
+from vllm.distributed.meeting import Meeting, open_listener
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
@@ -29,4 +29,5 @@ __all__ = [
     "cleanup_dist_env_and_memory",
     "destroy_distributed_environment",
     "divide",
+    "open_listener",
 ]

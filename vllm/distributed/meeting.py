@@ -1,15 +1,16 @@
 """Where the ranks of one engine meet: from here on they can exchange tensors.
 
-Ranks that are processes of one machine share two pieces of memory that have no name in any folder,
-so nothing is left of them when the processes have ended, however that happened. Ranks of several
-machines meet at an address.
+The libraries of collectives exchange addresses through a store, which rank 0 serves at a port.
+Ranks that are processes of one machine share memory too, that has no name in any folder, so nothing
+is left of it when the processes have ended, however that happened.
 """
 
+import contextlib
 import mmap
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,40 +34,47 @@ class Meeting:
     layout: RankLayout
     timeout_s: float
     """Longest wait for another rank in one exchange."""
-    store_fd: int | None = None
-    """Memory through which the libraries of collectives exchange addresses, on one machine."""
-    address: tuple[str, int] | None = None
-    """Host and port where the ranks meet in place of it, if not one process has started them."""
+    address: tuple[str, int]
+    """Host and port of the store."""
     is_host: bool = False
-    """This rank listens at the address."""
+    """This rank serves the store."""
+    listener: socket.socket | None = None
+    """Of the host: listens at the address already; None: the store opens the address itself."""
     name: str = ""
     """Of the engine, where several may use the address one after the other."""
     arena_fd: int | None = None
     """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
-    buffers for each of its ranks. None: they are on several machines."""
+    buffers for each of its ranks. None: they were not started by one process."""
+    has_whole_stage: bool = False
+    """Without such memory: all ranks of the stage are on this machine."""
     has_joined: bool = False
     """The default process group of torch.distributed is that of `join`."""
     _link: CardLink | GlooLink | None = None
+    _store: "torch.distributed.Store | None" = None
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
-        """The meeting of a new engine, for rank 0.
+        """The meeting of a new engine on one machine, for rank 0.
 
         Raises:
             ConfigError: the system has no memory without a name.
         """
         arena_fd = _shared_memory("arena")
-        meeting = cls.of(parallel, 0, _shared_memory("store"), arena_fd)
+        listener = open_listener("127.0.0.1")
+        meeting = cls.of(parallel, 0, arena_fd, listener.getsockname()[1])
+        meeting.is_host, meeting.listener = True, listener
         os.ftruncate(arena_fd, meeting.layout.pipeline_size * meeting.arena_bytes)
         return meeting
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, rank: int, store_fd: int, arena_fd: int) -> "Meeting":
-        """The same for a rank that has inherited the memory."""
-        layout = RankLayout.of(parallel)
-        timeout_s = parallel.distributed_timeout_s
+    def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Meeting":
+        """The same for a rank that has inherited the memory, and was told the port."""
         return cls(
-            rank=rank, layout=layout, timeout_s=timeout_s, store_fd=store_fd, arena_fd=arena_fd
+            rank=rank,
+            layout=RankLayout.of(parallel),
+            timeout_s=parallel.distributed_timeout_s,
+            address=("127.0.0.1", port),
+            arena_fd=arena_fd,
         )
 
     @classmethod
@@ -77,7 +85,9 @@ class Meeting:
         address: tuple[str, int],
         *,
         is_host: bool,
+        listener: socket.socket | None = None,
         name: str = "",
+        has_whole_stage: bool = False,
     ) -> "Meeting":
         """The same for ranks that were not started by one process, or are on several machines.
 
@@ -85,8 +95,11 @@ class Meeting:
             parallel: of the engine.
             rank: of this process.
             address: where the ranks meet.
-            is_host: this rank listens there.
+            is_host: this rank serves the store there.
+            listener: of the host, if it listens at the address already.
             name: of the engine, if others use the same address.
+            has_whole_stage: all ranks of the stage of this rank are on this machine; the same on
+                all ranks.
         """
         return cls(
             rank=rank,
@@ -94,14 +107,10 @@ class Meeting:
             timeout_s=parallel.distributed_timeout_s,
             address=address,
             is_host=is_host,
+            listener=listener,
             name=name,
+            has_whole_stage=has_whole_stage,
         )
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What other processes of this machine inherit."""
-        assert self.store_fd is not None and self.arena_fd is not None
-        return self.store_fd, self.arena_fd
 
     @property
     def arena_bytes(self) -> int:
@@ -113,6 +122,36 @@ class Meeting:
         """Where the part of the stage of this rank begins."""
         return self.layout.pipeline_rank(self.rank) * self.arena_bytes
 
+    def stage_memory(self) -> tuple[int, int] | None:
+        """The memory that the ranks of one stage share; called on all ranks. Where one process has
+        started them it is inherited, else they open it through `/proc`.
+
+        Returns:
+            Its file descriptor and where in it the part of the stage begins; None: they are on
+            several machines, or cannot see each other's processes.
+        """
+        if self.arena_fd is not None:
+            return self.arena_fd, self.arena_offset
+        if not self.has_whole_stage:
+            return None
+        store: Any = self.store  # its stubs know of text alone
+        first = self.rank - self.layout.tensor_rank(self.rank)
+        found = -1
+        if self.rank == first:
+            found = _shared_memory("arena")
+            os.ftruncate(found, self.arena_bytes)
+            store.set(f"arena/{first}", f"/proc/{os.getpid()}/fd/{found}")
+        else:
+            with contextlib.suppress(OSError):
+                found = os.open(store.get(f"arena/{first}"), os.O_RDWR)
+        all_have_it = self.least("has_arena", int(found >= 0))
+        if all_have_it:
+            self.arena_fd = found
+            return found, 0
+        if found >= 0:
+            os.close(found)
+        return None
+
     def abort(self) -> None:
         """End the exchanges of all ranks that go through the arena, as one of them has failed."""
         assert self.arena_fd is not None
@@ -121,39 +160,62 @@ class Meeting:
             with mmap.mmap(self.arena_fd, ARENA_HEADER_BYTES, offset=offset) as header:
                 header[0] = 1
 
-    @cached_property
+    @property
     def store(self) -> "torch.distributed.Store":
         """Through which the libraries of collectives exchange addresses."""
-        size = self.layout.world_size
-        if self.address is None:
-            return torch.distributed.FileStore(f"/proc/self/fd/{self.store_fd}", size)
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store
+
+    def _open_store(self) -> "torch.distributed.Store":
+        # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may
+        # be long after the engine has ended, when the number is that of another file.
         host, port = self.address
+        listener, self.listener = self.listener, None
         store = torch.distributed.TCPStore(
             host,
             port,
-            size,
+            self.layout.world_size,
             is_master=self.is_host,
             timeout=timedelta(seconds=self.timeout_s),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
 
+    def least(self, name: str, value: int) -> int:
+        """The least of the values of all ranks; waits for those that have not called it yet.
+
+        Args:
+            name: of the value, used once in an engine.
+            value: of this rank.
+
+        Raises:
+            RuntimeError: a rank has not called it in time.
+        """
+        store: Any = self.store  # its stubs know of text alone
+        store.set(f"{name}/{self.rank}", str(value))
+        ranks = range(self.layout.world_size)
+        return min(int(store.get(f"{name}/{rank}")) for rank in ranks)
+
     def close(self) -> None:
-        """Leave, and close the memory."""
+        """Leave, and close the memory. Calling it again does nothing."""
         self.leave()
-        for descriptor in (self.store_fd, self.arena_fd):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        if self.arena_fd is not None:
+            os.close(self.arena_fd)
+            self.arena_fd = None
 
     def leave(self) -> None:
-        """Close what `join` and `open_link` have opened. A store opens its file again when it ends,
-        so all that refer to it end before its descriptor can become that of another file."""
+        """Close what `join` and `open_link` have opened."""
         if self._link is not None:
             self._link.close()
             self._link = None
         if self.has_joined and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.has_joined = False
-        self.__dict__.pop("store", None)
+        self._store = None
 
     def join(self, backend: str) -> None:
         """Open the default process group of torch.distributed over all ranks; returns when all have
@@ -222,6 +284,17 @@ class Meeting:
             if self.rank in ranks:
                 found = group
         return found
+
+
+def open_listener(host: str) -> socket.socket:
+    """A socket that listens at a free port of an address, for the host of a meeting. The port is
+    not free again before the meeting has ended.
+
+    Args:
+        host: address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def _shared_memory(name: str) -> int:

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.config.fields import ConfigField, config_fields, config_sections
-from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
+from vllm.engine.resolve.compat_args import (
+    COMPAT_ARGUMENTS,
+    CompatArgument,
+    accept,
+)
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 

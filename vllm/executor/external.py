@@ -57,12 +57,14 @@ class ExternalExecutor(UniProcExecutor):
                 "process takes"
             )
         self._size = world_size
+        num_local = _number("LOCAL_WORLD_SIZE", world_size)
         self._place = RankPlace(
             index=_number("LOCAL_RANK", self._rank),
-            count=_number("LOCAL_WORLD_SIZE", world_size),
+            count=num_local,
             has_own_devices=False,
+            has_whole_stage=num_local == world_size,
         )
-        self._meeting = _meeting(parallel, self._rank)
+        self._meeting = _meeting(parallel, self._rank, self._place)
         self._calls = itertools.count()
 
     def start_workers(self) -> None:
@@ -120,17 +122,24 @@ class ExternalExecutor(UniProcExecutor):
     def shutdown(self) -> None:
         """Drop the model and its caches, and leave the other ranks."""
         super().shutdown()
-        self._meeting.leave()
+        self._meeting.close()
 
 
-def _meeting(parallel: ParallelConfig, rank: int) -> Meeting:
+def _meeting(parallel: ParallelConfig, rank: int, place: RankPlace) -> Meeting:
     host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")
     # torchrun keeps the address open itself; elsewhere it is rank 0 that does.
     is_host = rank == 0 and envs.of_launcher("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = (host, _number("MASTER_PORT"))
-    return Meeting.at(parallel, rank, address, is_host=is_host, name=f"vllm-{next(_ENGINES)}")
+    return Meeting.at(
+        parallel,
+        rank,
+        address,
+        is_host=is_host,
+        name=f"vllm-{next(_ENGINES)}",
+        has_whole_stage=place.has_whole_stage,
+    )
 
 
 def _error_of(failure: Any, rank: int) -> Exception:

@@ -81,7 +81,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     def _results(self, method: str, calls: "Sequence[Future[bytes]]") -> list[Any]:
         decode = result_decoder(method)
-        return [decode(call.result()) for call in calls]
+        return [decode(value) for value in self._running_ranks.results(method, calls)]
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class MultiprocExecutor(UniProcExecutor):
         started = monotonic()
         calls = self._running_ranks.call(name, args, kwargs, is_user=True)
         own = super().collective_rpc(method, timeout, args, kwargs)
-        left_s = None if timeout is None else max(0.0, timeout - (monotonic() - started))
-        return own + [decode_value(call.result(left_s)) for call in calls]
+        results = self._running_ranks.results(f"{name}()", calls, timeout, started)
+        return own + [decode_value(value) for value in results]
 
     def shutdown(self) -> None:
         """End the other processes, after the steps that have been started, then as `Executor`."""

@@ -7,6 +7,7 @@ once, and ends all others: the engine cannot go on without it.
 
 import contextlib
 import itertools
+import logging
 import os
 import select
 import socket
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from vllm import envs
@@ -54,6 +55,23 @@ class RankError(RuntimeError):
     """A rank has failed, so the engine has to stop."""
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The ranks as messages name them.
+
+    >>> ranks_text([2]), ranks_text([0, 3])
+    ('rank 2', 'ranks 0, 3')
+    """
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+
+
+def warn_of_wait(
+    logger: logging.Logger, method: str, ranks: Sequence[int], waited_s: float
+) -> None:
+    """Log which ranks a call waits for."""
+    text = "%s has not answered %s for another %.0f s; still waiting"
+    logger.warning(text, ranks_text(ranks), method, waited_s)
+
+
 class _Rank:
     """One process, as the thread that has started it sees it."""
 
@@ -65,8 +83,10 @@ class _Rank:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
-        descriptors = (theirs.fileno(), *meeting.descriptors)
-        arguments = [str(number) for number in (*descriptors, os.getpid())]
+        assert meeting.arena_fd is not None, "the ranks are on one machine"
+        descriptors = (theirs.fileno(), meeting.arena_fd)
+        numbers = (*descriptors, meeting.address[1], os.getpid())
+        arguments = [str(number) for number in numbers]
         variables = envs.rank_variables(rank, meeting.layout.world_size)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.executor.rank_process", *arguments],
@@ -214,6 +234,46 @@ class RankGroup:
             }
             self._futures.update(futures)
         return call_id, list(futures.values())
+
+    def results(
+        self,
+        method: str,
+        calls: "Sequence[Future[bytes]]",
+        timeout: float | None = None,
+        started: float | None = None,
+    ) -> list[bytes]:
+        """Wait for the results of a call. Without a limit a rank may work as long as it needs, but
+        not be stopped for as long as an exchange may take.
+
+        Args:
+            method: that was called, for messages.
+            calls: from `call`.
+            timeout: seconds; None: no limit.
+            started: when they count from (`time.monotonic`); None: now.
+
+        Raises:
+            TimeoutError: after `timeout`.
+            RankError: a rank has failed, or is stopped.
+        """
+        look_s = self._meeting.timeout_s
+        started = time.monotonic() if started is None else started
+        deadline = None if timeout is None else started + timeout
+        while True:
+            left_s = look_s if deadline is None else max(0.0, deadline - time.monotonic())
+            _, waiting = wait(calls, left_s, FIRST_EXCEPTION)
+            if not waiting or any(each.done() and each.exception() for each in calls):
+                return [each.result() for each in calls if each.done()]
+            late = [each for each, call in zip(self._ranks, calls, strict=True) if call in waiting]
+            ranks = [each.rank for each in late]
+            if deadline is not None:
+                text = f"{ranks_text(ranks)} has not answered {method} within {timeout} s"
+                raise TimeoutError(text)
+            if stopped := [each.name for each in late if each.is_stopped]:
+                raise RankError(
+                    f"{', '.join(stopped)} is stopped (SIGSTOP), and has not answered {method} "
+                    f"within {look_s} s"
+                )
+            warn_of_wait(logger, method, ranks, look_s)
 
     def check(self) -> None:
         """Raise what has ended a rank, if one has ended."""

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m vllm.executor.rank_process SOCKET PARENT`.
+"""The process of one rank: `python -m vllm.executor.rank_process SOCKET ARENA PORT PARENT`.
 
 Does what its parent says, in order, and ends with it: the kernel kills it when the thread that
 started it ends, and it ends by itself when the socket is closed.
@@ -42,13 +42,13 @@ class RankLoop:
 
     Args:
         connection: to the engine.
-        meeting_fds: see `Meeting`.
+        arena_fd, port: see `Meeting.of`.
     """
 
-    def __init__(self, connection: socket.socket, meeting_fds: tuple[int, int]) -> None:
+    def __init__(self, connection: socket.socket, arena_fd: int, port: int) -> None:
         self._connection = connection
         self._reader = FrameReader(connection)
-        self._meeting_fds = meeting_fds
+        self._arena_fd, self._port = arena_fd, port
         self._server: RankServer | None = None
         self._lock = threading.Lock()
 
@@ -79,7 +79,7 @@ class RankLoop:
         from vllm.executor.rank_server import RankServer, is_result_rank
 
         def meet() -> Meeting:
-            return Meeting.of(start.config.parallel, start.rank, *self._meeting_fds)
+            return Meeting.of(start.config.parallel, start.rank, self._arena_fd, self._port)
 
         # Without a pipeline the engine has the result of its own rank.
         sends_results = start.config.parallel.pipeline_parallel_size > 1 and is_result_rank(start)
@@ -97,13 +97,13 @@ class RankLoop:
             logger.debug("the engine has ended before rank could report: %s", failure.message)
 
 
-def main(socket_fd: int, store_fd: int, arena_fd: int, parent: int) -> int:
+def main(socket_fd: int, arena_fd: int, port: int, parent: int) -> int:
     """Run a rank until its engine ends. Returns the exit code."""
     # The engine decides when to end, also at a Ctrl-C, which a terminal sends to all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(parent)
-    loop = RankLoop(socket.socket(fileno=socket_fd), (store_fd, arena_fd))
+    loop = RankLoop(socket.socket(fileno=socket_fd), arena_fd, port)
     import_module("torch")  # while the engine reads its model
     try:
         loop.run()

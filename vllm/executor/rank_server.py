@@ -115,7 +115,8 @@ class RankServer:
     def _own(self, method: str, args: list[Any]) -> Any:
         """A call of the start sequence."""
         if method == "join":
-            return self._worker.join(self._meet())
+            self._meeting = self._meet()  # kept, as others may still need the store that it serves
+            return self._worker.join(self._meeting)
         if method == "load":
             return self._worker.load(self._rank)
         result = getattr(self._worker, method)(*args)

@@ -43,6 +43,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the machine."""
     has_own_devices: bool
     """The rank sees its own devices alone, not those of all ranks of the machine."""
+    has_whole_stage: bool = False
+    """All ranks that share layers with it are on the machine, too."""
 
 
 class StartRank(_Message, frozen=True, kw_only=True):

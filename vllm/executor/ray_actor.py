@@ -1,13 +1,15 @@
 """The actor of one rank in a Ray cluster. Nothing is unpickled but the bytes of messages."""
 
 import socket
+import threading
 import traceback
 
 from vllm import envs
-from vllm.distributed import Meeting
+from vllm.distributed import Meeting, open_listener
 from vllm.executor.rank_server import RankServer, failure_of, is_result_rank
 from vllm.executor.rank_wire import FromRank, StartRank, decode_to_rank
 from vllm.message_codec import encode
+from vllm.version import __version__
 
 
 class RankActor:
@@ -16,20 +18,27 @@ class RankActor:
     def __init__(self) -> None:
         self._server: RankServer | None = None
         self._answers: list[FromRank] = []
+        self._listener: socket.socket | None = None
 
-    def is_alive(self) -> bool:
+    def watch(self) -> None:
+        """Wait for the end of this actor, which the caller sees as an error of the call."""
+        threading.Event().wait()
+
+    def ping(self) -> None:
         """Answer, if this actor can."""
-        return True
+
+    def version(self) -> str:
+        """Of the package on this machine."""
+        return __version__
 
     def open_address(self) -> tuple[str, int]:
-        """An address of this machine at which the ranks can meet: VLLM_HOST_IP, or the address by
-        which Ray knows the machine."""
+        """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at
+        the address by which Ray knows the machine."""
         import ray.util
 
         host = envs.get().VLLM_HOST_IP or ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        self._listener = open_listener(host)
+        return host, self._listener.getsockname()[1]
 
     def start(self, data: bytes, address: tuple[str, int]) -> list[bytes]:
         """Make the worker.
@@ -42,8 +51,14 @@ class RankActor:
         assert isinstance(start, StartRank)
 
         def meet() -> Meeting:
-            is_host = start.rank == 0
-            return Meeting.at(start.config.parallel, start.rank, address, is_host=is_host)
+            return Meeting.at(
+                start.config.parallel,
+                start.rank,
+                address,
+                is_host=self._listener is not None,
+                listener=self._listener,
+                has_whole_stage=start.place is not None and start.place.has_whole_stage,
+            )
 
         try:
             self._server = RankServer(

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import RankLayout
 from vllm.errors import CollectiveError, ConfigError
 from vllm.executor.base import Executor
-from vllm.executor.rank_group import RankError
+from vllm.executor.rank_group import RankError, ranks_text, warn_of_wait
 from vllm.executor.rank_wire import (
     CallRank,
     FromRank,
@@ -30,13 +30,14 @@ from vllm.executor.rank_wire import (
     decode_from_rank,
     result_decoder,
 )
+from vllm.executor.ray_placement import Placement, place_ranks
 from vllm.executor.ray_utils import (
-    Placement,
     import_ray,
     initialize_ray_cluster,
-    place_ranks,
+    leave_ray_cluster,
     worker_environment,
 )
+from vllm.executor.ray_watch import WATCH_GROUP, ActorWatch, death_of
 from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode, encode_arguments
@@ -49,6 +50,7 @@ from vllm.messages import (
 )
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import resolve_platform
+from vllm.version import __version__
 from vllm.worker.interface import StepHandleLike
 
 logger = init_logger(__name__)
@@ -71,12 +73,23 @@ class RayExecutor(Executor):
         self._has_joined = False
         self._placement: Placement | None = None
         self._actors: list[Any] = []
+        self._watch: ActorWatch | None = None
         self._call_ids = itertools.count()
         self._unread: dict[Any, int] = {}
         """Answers that nobody has waited for -> rank."""
         self._stats = RunnerStats()
         # The messages of the next step can be on their way while one runs.
         self.is_asynchronous = config.scheduler.async_scheduling
+
+    @property
+    def failure_fd(self) -> int | None:
+        """See `Executor.failure_fd`."""
+        return None if self._watch is None else self._watch.failure_fd
+
+    def check_health(self) -> None:
+        """See `Executor.check_health`."""
+        if self._watch is not None and self._watch.failure is not None:
+            raise self._watch.failure
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -108,8 +121,9 @@ class RayExecutor(Executor):
         self._placement = placement = place_ranks(config.parallel, resources)
         strategies = ray.util.scheduling_strategies
         more = {name: count for name, count in resources.items() if name != "CPU"}
+        actor_class = ray.remote(concurrency_groups={WATCH_GROUP: 2})(RankActor)
         for bundle in placement.bundles:
-            options = ray.remote(RankActor).options(
+            options = actor_class.options(
                 num_cpus=resources["CPU"],
                 resources=more,
                 runtime_env={"env_vars": worker_environment()},
@@ -118,6 +132,8 @@ class RayExecutor(Executor):
                 ),
             )
             self._actors.append(options.remote())
+        self._check_versions()
+        self._watch = ActorWatch(ray, self._actors)
         address = self._get([self._actors[0].open_address.remote()])[0]
         models = ModelRegistry.plugins()
         starts = [
@@ -128,8 +144,23 @@ class RayExecutor(Executor):
             [
                 actor.start.remote(encode(start), address)
                 for actor, start in zip(self._actors, starts, strict=True)
-            ]
+            ],
+            "start",
         )
+
+    def _check_versions(self) -> None:
+        """Raises: ConfigError: a machine has another version of this package."""
+        for rank, call in enumerate([actor.version.remote() for actor in self._actors]):
+            try:
+                (version,) = self._get([call])
+            except self._ray.exceptions.RayError as error:
+                raise death_of(rank, error) from error
+            if version != __version__:
+                raise ConfigError(
+                    f"distributed_executor_backend='ray': the machine of rank {rank} has version "
+                    f"{version} of vllm, and the engine is {__version__}. Install one version on "
+                    f"all machines of the Ray cluster"
+                )
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks at the same time."""
@@ -152,7 +183,7 @@ class RayExecutor(Executor):
             is_user=is_user,
         )
         found = []
-        for answers in self._answers(self._send(message), timeout):
+        for answers in self._answers(self._send(message), method, timeout):
             (answer,) = [each for each in answers if isinstance(each, RankResult)]
             if answer.error is not None:
                 raise answer.error.exception()
@@ -166,19 +197,22 @@ class RayExecutor(Executor):
         refs = self._send(RunStep(step=step))
         result = refs[self._layout.result_rank]
         self._unread.update((ref, rank) for rank, ref in enumerate(refs) if ref is not result)
-        return _RayStep(self, result)
+        return _RayStep(self, refs)
 
-    def finish_step(self, result: Any) -> ModelRunnerOutput:
-        """Wait for the result of a step, or for any rank that fails before it."""
+    def finish_step(self, refs: Sequence[Any]) -> ModelRunnerOutput:
+        """Wait for the result of a step, or for any rank that fails before it.
+
+        Args:
+            refs: of the answers to the step, by rank.
+        """
         limit_s, rank = self._config.parallel.distributed_timeout_s, self._layout.result_rank
-        deadline = time.monotonic() + limit_s
+        result, deadline = refs[rank], time.monotonic() + limit_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             waiting = [result, *self._unread]
             ready, _ = self._ray.wait(waiting, num_returns=1, timeout=left_s)
             if not ready:
-                reason = f"rank {rank} has no result after {limit_s} s"
-                raise CollectiveError("a step", rank, reason)
+                raise self._hang_of("a step", refs, limit_s)
             (ref,) = ready
             answers = self._read(ref, self._unread.pop(ref, rank))
             if ref == result:
@@ -235,6 +269,9 @@ class RayExecutor(Executor):
         """End the actors and give their resources back; leave the cluster if this engine has joined
         it."""
         ray, placement = self._ray, self._placement
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self._placement, self._unread = [], None, {}
@@ -242,7 +279,7 @@ class RayExecutor(Executor):
             ray.util.remove_placement_group(placement.group)
         if self._has_joined:
             self._has_joined = False
-            ray.shutdown()
+            leave_ray_cluster()
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -254,20 +291,49 @@ class RayExecutor(Executor):
         chosen = self._actors if ranks is None else [self._actors[rank] for rank in ranks]
         return [actor.handle.remote(data) for actor in chosen]
 
-    def _answers(self, refs: Sequence[Any], timeout: float | None = None) -> list[list[FromRank]]:
-        """The answers by rank. Raises the failure of the first rank that fails."""
+    def _answers(
+        self, refs: Sequence[Any], method: str, timeout: float | None = None
+    ) -> list[list[FromRank]]:
+        """The answers to a call, by rank. Raises the failure of the first rank that fails.
+
+        A rank may work as long as it needs, if there is no `timeout`, but it has to be there.
+        """
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         found: dict[int, list[FromRank]] = {}
         waiting = list(refs)
+        look_s = self._config.parallel.distributed_timeout_s
         deadline = None if timeout is None else time.monotonic() + timeout
         while waiting:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = look_s if deadline is None else max(0.0, deadline - time.monotonic())
             ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready and deadline is not None:
+                late = ranks_text([ranks[ref] for ref in waiting])
+                raise TimeoutError(f"{late} has not answered {method} within {timeout} s")
             if not ready:
-                raise TimeoutError(f"the workers have not answered within {timeout} s")
+                self._check_answers(method)
+                warn_of_wait(logger, method, [ranks[ref] for ref in waiting], look_s)
+                continue
             rank = ranks[ready[0]]
             found[rank] = self._read(ready[0], rank)
         return [found[rank] for rank in range(len(refs))]
+
+    def _hang_of(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
+        """The error of a call that has taken too long: names the ranks that have not finished,
+        unless one does not answer at all, which is raised."""
+        self._check_answers(what)
+        done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        late = [rank for rank, ref in enumerate(refs) if ref not in done]
+        late = late or [self._layout.result_rank]
+        reason = f"{ranks_text(late)} has no result after {limit_s} s"
+        return CollectiveError(what, late[0], reason)
+
+    def _check_answers(self, what: str) -> None:
+        """Raises: CollectiveError: actors do not answer, whatever they are doing."""
+        assert self._watch is not None
+        if silent := self._watch.silent_ranks():
+            reason = "its process is stopped, or its machine cannot be reached"
+            text = f"{ranks_text(silent)} does not answer: {reason}"
+            raise CollectiveError(what, silent[0], text)
 
     def _read(self, ref: Any, rank: int) -> list[FromRank]:
         """The answers of a rank, which are there.
@@ -278,32 +344,23 @@ class RayExecutor(Executor):
         try:
             answers = [decode_from_rank(data) for data in self._get([ref])[0]]
         except self._ray.exceptions.RayActorError as error:
-            raise self._death_of(rank, error) from error
+            raise death_of(rank, error) from error
         for answer in answers:
             if isinstance(answer, RankFailed):
                 if answer.is_config_error:
                     raise ConfigError(f"rank {rank}: {answer.message}")
                 if answer.is_of_another:
-                    self._raise_death()
+                    self._raise_failure_of_another()
                 raise RankError(f"rank {rank} failed: {answer.message}")
         return answers
 
-    def _raise_death(self) -> None:
-        """Raise the end of an actor that has ended without a word, if there is one."""
-        asked = {actor.is_alive.remote(): rank for rank, actor in enumerate(self._actors)}
-        deadline = time.monotonic() + _NOTICE_TIMEOUT_S
-        while asked and (left_s := deadline - time.monotonic()) > 0:
-            ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=left_s)
-            for ref in ready:
-                rank = asked.pop(ref)
-                try:
-                    self._get([ref])
-                except self._ray.exceptions.RayActorError as error:
-                    raise self._death_of(rank, error) from error
-
-    def _death_of(self, rank: int, error: Exception) -> RankError:
-        reason = " ".join(str(error).split())
-        return RankError(f"rank {rank} (an actor of Ray) has ended: {reason}")
+    def _raise_failure_of_another(self) -> None:
+        """Raise the end of an actor that has ended without a word, or name one that is stopped, if
+        there is one."""
+        assert self._watch is not None
+        if (failure := self._watch.wait(_NOTICE_TIMEOUT_S)) is not None:
+            raise failure
+        self._check_answers("an exchange")
 
     def _get(self, refs: Sequence[Any]) -> list[Any]:
         found: list[Any] = self._ray.get(list(refs))
@@ -313,10 +370,10 @@ class RayExecutor(Executor):
 class _RayStep:
     """A step in flight."""
 
-    def __init__(self, executor: RayExecutor, result: Any) -> None:
+    def __init__(self, executor: RayExecutor, refs: Sequence[Any]) -> None:
         self._executor = executor
-        self._result = result
+        self._refs = refs
 
     def result(self) -> ModelRunnerOutput:
         """The result; waits for it."""
-        return self._executor.finish_step(self._result)
+        return self._executor.finish_step(self._refs)

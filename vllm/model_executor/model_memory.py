@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention import Attention, CachedLayer
+from vllm.distributed import Stage, TPGroup
 
 _FINGERPRINT_COLUMNS = 1024
 
@@ -41,9 +42,12 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors below a value: through modules, containers, and objects of this package."""
+    """All tensors below a value: through modules, containers, and objects of this package, but for
+    connections to other ranks, which keep hidden states that are under way."""
     if isinstance(value, Tensor):
         yield value
+        return
+    if isinstance(value, (Stage, TPGroup)):
         return
     if isinstance(value, dict):
         below = list(value.values())

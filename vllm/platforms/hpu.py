@@ -49,7 +49,16 @@ class HPUPlatform(Platform):
     @cached_property
     def bridge(self) -> "HabanaBridge":
         """The card. The first use loads torch and, of a real card, the driver."""
+        self.check_present()
         return self._open_bridge()
+
+    def check_present(self) -> None:
+        """See `Platform.check_present`."""
+        if simulated_card() is None and not has_card():
+            raise ConfigError(
+                "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. "
+                "Set VLLM_HPU_SIM=gaudi2 to run on a simulated card"
+            )
 
     @property
     def collectives_backend(self) -> str:
@@ -126,20 +135,9 @@ class HPUPlatform(Platform):
 
 
 def create_hpu_platform() -> HPUPlatform:
-    """The platform of the simulated card if one is asked for, else of the real one.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """The platform of the simulated card if one is asked for, else of the real one."""
     model = simulated_card()
-    if model is not None:
-        return HPUPlatform(lambda: _open_simulation(model))
-    if has_card():
-        return HPUPlatform(_open_card)
-    raise ConfigError(
-        "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. Set "
-        "VLLM_HPU_SIM=gaudi2 to run on a simulated card"
-    )
+    return HPUPlatform(_open_card if model is None else lambda: _open_simulation(model))
 
 
 def simulated_card() -> str | None:

@@ -36,6 +36,14 @@ class Platform(ABC):
     """Tensors of the KV cache are [num_blocks * block_size, ...], and written as they are; False:
     [num_blocks, block_size, ...]."""
 
+    def check_present(self) -> None:
+        """Refuse a device that this machine does not have. Opens nothing.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return None
+
     @property
     def collectives_backend(self) -> str:
         """Of torch.distributed, for tensors on this device."""

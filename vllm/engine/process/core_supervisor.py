@@ -257,6 +257,9 @@ class CoreSupervisor:
             self._on_call_result(message)
         elif isinstance(message, CoreFailed):
             self._failure = message
+            self._on_end(
+                "it has failed"
+            )  # now: its own end, with that of its workers, takes longer
         elif isinstance(message, CoreReady) and self._ready is not None:
             self._ready.set_result(None)
 

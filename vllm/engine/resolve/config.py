@@ -171,6 +171,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     )
     for section in of_no_model:
         _section(cast(type, section), settings)
+    if settings["distributed_executor_backend"] != "ray":
+        platform.check_present()
     _resolve_cache(settings, platform)
     refuse_variables()
     if settings["max_model_len"] is not None:

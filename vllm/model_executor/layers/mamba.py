@@ -100,6 +100,7 @@ class GatedRMSNorm(SlicedModule):
         super().__init__()
         self.eps, self.tp = eps, tp
         self.group_size = divide(size, num_groups)
+        self.total_groups = num_groups
         self.num_groups = max(1, num_groups // tp.size)
         local = divide(size, tp.size)
         self.weight = nn.Parameter(torch.ones(local), requires_grad=False)
@@ -109,8 +110,10 @@ class GatedRMSNorm(SlicedModule):
         gated = x.float() * nn.functional.silu(gate.float())
         groups = gated.unflatten(-1, (self.num_groups, -1))
         squares = groups.square().sum(-1, keepdim=True)
-        if groups.shape[-1] < self.group_size:  # all ranks have a part of the one group
-            squares = self.tp.all_reduce(squares)
+        if groups.shape[-1] < self.group_size:  # this rank has a part of one group
+            before = self.tp.rank * self.total_groups // self.tp.size
+            of_all = nn.functional.pad(squares[..., 0], (before, self.total_groups - 1 - before))
+            squares = self.tp.all_reduce(of_all)[..., before : before + 1, None]
         normed = groups * torch.rsqrt(squares / self.group_size + self.eps)
         return normed.flatten(-2).to(gate.dtype) * self.weight
 
@@ -195,12 +198,12 @@ class Mamba2Mixer(SlicedModule, StateLayer):
     def __init__(self, sizes: Mamba2Sizes, tp: TPGroup) -> None:
         super().__init__()
         num_groups = sizes.num_groups
-        if num_groups != 1 and num_groups % tp.size:
+        if num_groups % tp.size and tp.size % num_groups:
             raise ConfigError(
                 f"tensor_parallel_size ({tp.size}) must divide the {num_groups} groups of heads in "
-                f"the model's Mamba layers"
+                f"the model's Mamba layers, or be a multiple of it"
             )
-        replicas = tp.size if num_groups == 1 else 1
+        replicas = max(1, tp.size // num_groups)
         self.in_proj = ColumnParallelLinear(
             sizes.hidden_size,
             sizes.in_parts,

@@ -1,5 +1,6 @@
 """Norms: root-mean-square with the residual addition fused in, and layer norm."""
 
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -38,6 +39,57 @@ class RMSNorm(nn.Module):
         if residual is None:
             return get_ops().rms_norm(x, self.weight, self.eps)
         return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class SplitRMSNorm(SlicedModule):
+    """An `RMSNorm` of features that are divided over ranks, whose mean of squares is that of all.
+
+    Args:
+        size: features over all ranks.
+        eps: added to the mean of squares.
+        tp: the ranks that share the features.
+        num_replicas: ranks that have the same features.
+
+    Shape: [..., features of this rank] -> the same
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float, tp: TPGroup, num_replicas: int = 1) -> None:
+        super().__init__()
+        self.eps, self.tp = eps, tp
+        self._num_summed = size * num_replicas
+        local = divide(self._num_summed, tp.size)
+        self.weight = nn.Parameter(torch.ones(local), requires_grad=False)
+        self.slices["weight"] = {"": Slice(0, 0, local, size, num_replicas)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SplitRMSNorm.of_each([self], [x])[0]
+
+    @staticmethod
+    def of_each(norms: "Sequence[SplitRMSNorm]", xs: Sequence[Tensor]) -> list[Tensor]:
+        """Each norm of its tensor, with one exchange between the ranks for all of them.
+
+        Args:
+            norms: of the same ranks.
+            xs: one for each norm, [..., features of this rank].
+        """
+        pairs = list(zip(norms, xs, strict=True))
+        tp = norms[0].tp
+        if tp.size == 1:
+            return [get_ops().rms_norm(x, norm.weight, norm.eps) for norm, x in pairs]
+        squares = torch.cat([x.float().square().sum(-1, keepdim=True) for x in xs], dim=-1)
+        sums = tp.all_reduce(squares).split(1, dim=-1)
+        return [norm._scaled(x, total) for (norm, x), total in zip(pairs, sums, strict=True)]
+
+    def _scaled(self, x: Tensor, total: Tensor) -> Tensor:
+        """
+        Args:
+            x: [..., features of this rank].
+            total: [..., 1] float32, sum of the squares of all ranks.
+        """
+        normed = x.float() * torch.rsqrt(total / self._num_summed + self.eps)
+        return self.weight * normed.to(x.dtype)
 
 
 class LayerNorm(nn.Module):

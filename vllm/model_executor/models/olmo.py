@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
-from vllm.model_executor.layers.norm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.norm import LayerNorm, SplitRMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
@@ -45,20 +44,17 @@ class Olmo2Attention(DecoderAttention):
         rotary_emb: RotaryEmbedding | None,
         tp: TPGroup,
     ) -> None:
-        if tp.size > 1:
-            raise ConfigError(
-                f"{arch.architecture} cannot be split over {tp.size} ranks: its norms need all "
-                f"heads. Set tensor_parallel_size=1"
-            )
         super().__init__(arch, options, window, rotary_emb, tp)
-        self.q_norm = RMSNorm(arch.num_heads * arch.head_size, arch.norm_eps)
-        self.k_norm = RMSNorm(arch.num_kv_heads * arch.head_size, arch.norm_eps)
+        replicas = max(1, tp.size // arch.num_kv_heads)
+        size, eps = arch.head_size, arch.norm_eps
+        self.q_norm = SplitRMSNorm(arch.num_heads * size, eps, tp)
+        self.k_norm = SplitRMSNorm(arch.num_kv_heads * size, eps, tp, replicas)
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None and self.k_norm is not None
-        q = self.q_norm(query.flatten(1)).unflatten(-1, (-1, self.head_size))
-        k = self.k_norm(key.flatten(1)).unflatten(-1, (-1, self.head_size))
-        return q, k
+        assert isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm)
+        parts = [query.flatten(1), key.flatten(1)]
+        q, k = SplitRMSNorm.of_each([self.q_norm, self.k_norm], parts)
+        return q.unflatten(-1, (-1, self.head_size)), k.unflatten(-1, (-1, self.head_size))
 
 
 class Olmo2Layer(Layer):

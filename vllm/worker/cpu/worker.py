@@ -151,16 +151,18 @@ class CPUWorker(WorkerBase):
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         kernels = load_cpu_kernels()
-        if kernels is not None and meeting.arena_fd is not None:
+        memory = None if kernels is None else meeting.stage_memory()
+        if kernels is not None and memory is not None:
+            arena_fd, offset = memory
             return SharedMemoryCollectives(
                 kernels,
-                meeting.arena_fd,
+                arena_fd,
                 self.tp.rank,
                 self.tp.size,
                 header_bytes=ARENA_HEADER_BYTES,
                 buffer_bytes=ARENA_BUFFER_BYTES,
                 timeout_s=meeting.timeout_s,
-                arena_offset=meeting.arena_offset,
+                arena_offset=offset,
             )
         meeting.join(self.platform.collectives_backend)
         group = meeting.open_groups(meeting.layout.tensor_groups)

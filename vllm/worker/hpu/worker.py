@@ -88,6 +88,7 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
         self._idle_warm_up: IdleWarmUp | None = None
+        self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
 
     def _load_model(self) -> None:
@@ -153,6 +154,7 @@ class HPUWorker(WorkerBase):
     def join(self, meeting: Meeting) -> None:
         """See `WorkerBase.join`."""
         meeting.join(self.platform.collectives_backend)
+        self._meeting = meeting
         super().join(meeting)
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
@@ -308,6 +310,9 @@ class HPUWorker(WorkerBase):
 
     def _profile(self, free_bytes: int) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
+        if self._meeting is not None:
+            # Launches exchange tensors, so all ranks have to run the same ones.
+            free_bytes = self._meeting.least("free_bytes", free_bytes)
         most = most_launch_bytes(self._memory_config, free_bytes, self._block_bytes())
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)

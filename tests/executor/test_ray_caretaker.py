@@ -1,0 +1,21 @@
+"""What a local Ray cluster leaves is ended with the process that has started it."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from vllm.executor import ray_caretaker
+
+
+def test_what_is_left_is_ended_and_no_process_that_has_its_number_by_now():
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left, other = subprocess.Popen(command), subprocess.Popen(command)
+    started = psutil.Process(left.pid).create_time()
+    names = [f"{left.pid}:{started}", f"{other.pid}:{started - 1}", "999999999:1.0"]
+    subprocess.run([sys.executable, ray_caretaker.__file__, *names], input=b"", check=True)
+    assert left.wait(60) == -signal.SIGKILL
+    assert other.poll() is None
+    other.kill()
+    other.wait()
