@@ -160,17 +160,23 @@ def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[
     if name.endswith(".input_linear.weight"):
         size = arch.intermediate_size
         parts = {"gate_proj": (0, size), "up_proj": (size, size)}
-        return _by_expert(name.removesuffix("input_linear.weight"), source, parts)
+        return split_by_expert(name.removesuffix("input_linear.weight"), source, parts)
     if name.endswith(".output_linear.weight"):
         parts = {"down_proj": (0, arch.hidden_size)}
-        return _by_expert(name.removesuffix("output_linear.weight"), source, parts)
+        return split_by_expert(name.removesuffix("output_linear.weight"), source, parts)
     return ((name, source),)
 
 
-def _by_expert(
+def split_by_expert(
     parent: str, source: Source, parts: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, Source]]:
-    """Rows of each expert's matrix in [E, rows, columns], by name of the part: (first, count)."""
+    """The matrices of each expert in a tensor of all experts.
+
+    Args:
+        parent: beginning of the names, up to `experts`.
+        source: [E, rows, columns].
+        parts: name of a matrix -> its first row and how many it has.
+    """
     for expert in range(source.shape[0]):
         matrix = source.rows(expert, 1).mapped(lambda x: x[0])
         for name, (first, count) in parts.items():
