@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.sizes import check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
@@ -20,7 +21,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     """Read config.json and apply `overrides`. Does not import transformers.
 
     Raises:
-        ConfigError: no config.json, or broken JSON.
+        ConfigError: no config.json, broken JSON, or absurd sizes.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -28,7 +29,9 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     raw = _with_floats(read_json_object(path))
     if "quantization_config" not in raw:
         raw |= _old_quantization(folder)
-    return _with_overrides(raw, overrides)
+    raw = _with_overrides(raw, overrides)
+    check_sizes(raw)  # before transformers makes lists of that length
+    return raw
 
 
 def complete_hf_config(
