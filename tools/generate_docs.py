@@ -210,7 +210,13 @@ def supported_models() -> Iterator[str]:
     yield "# Supported models"
     yield ""
     yield "A model runs if `architectures` in its config.json names one of these. Other models can"
-    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)`."
+    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)` in a program, or in a"
+    yield "function that an installed package names as an entry point of the group"
+    yield "`vllm.general_plugins`. Such functions run once at the start of every process of an"
+    yield "engine; `VLLM_PLUGINS` chooses among them. In the package's pyproject.toml:"
+    yield ""
+    yield '    [project.entry-points."vllm.general_plugins"]'
+    yield '    my_models = "my_package:register"'
     yield ""
     yield "Each decoder is compared with transformers on small random models, in float32: logits of"
     yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"

@@ -299,9 +299,7 @@ def test_weights_that_cannot_be_in_memory_are_refused_before_any_is_taken(llama,
     path = llama / "config.json"
     sizes = {"hidden_size": 2**16, "intermediate_size": 2**20, "num_hidden_layers": 64}
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
-    with pytest.raises(
-        ConfigError, match=r"weights of the model take \d+\.\d GiB, and this machine"
-    ):
+    with pytest.raises(ConfigError, match=r"weights of the model take \d+\.\d GiB, and"):
         load(llama, load_format=load_format)
 
 

@@ -54,6 +54,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
 
@@ -72,6 +73,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     Raises:
         ConfigError: the engine cannot start with these settings.
     """
+    load_general_plugins()
     check_settings(settings)
     platform = resolve_platform(settings["device"])
     load = _section(LoadConfig, settings)
