@@ -9,6 +9,7 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.text_config import text_config
 
 _LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
 """Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
@@ -20,6 +21,8 @@ _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rop
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Read config.json and apply `overrides`. Does not import transformers.
 
+    Of a model with a part for images it is the config of the language model (`text_config`).
+
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
     """
@@ -29,7 +32,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     raw = _with_floats(read_json_object(path))
     if "quantization_config" not in raw:
         raw |= _old_quantization(folder)
-    raw = _with_overrides(raw, overrides)
+    raw = _with_overrides(text_config(raw), overrides)
     check_sizes(raw)  # before transformers makes lists of that length
     return raw
 

@@ -54,6 +54,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.text_config import TEXT_TYPES
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -300,6 +301,11 @@ def _read_arch(
     runs_as = _class_of(arch.architecture, asked.model_impl)
     if runs_as == BY_TRANSFORMERS:
         logger.info("%s runs with the modules of transformers", arch.architecture)
+    elif runs_as in TEXT_TYPES:
+        logger.info(
+            "%s serves text input only: the part of the checkpoint for images is not loaded",
+            runs_as,
+        )
     return replace(arch, architecture=runs_as)
 
 
