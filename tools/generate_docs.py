@@ -239,8 +239,8 @@ def supported_models() -> Iterator[str]:
     for capability, meaning in _TESTED.items():
         yield f"- {capability}: {meaning}."
     yield ""
-    yield "Baichuan, ChatGLM and InternLM, which transformers does not have, are compared on the CPU"
-    yield "with what their own code computes. Models with a part for images are their language"
+    yield "Baichuan, ChatGLM and InternLM, which transformers does not have, are compared on the"
+    yield "CPU with what their own code computes. Models with a part for images are their language"
     yield "models with other names of tensors, and are compared with transformers on the CPU."
     yield ""
     yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run without"

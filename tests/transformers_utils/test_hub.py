@@ -27,6 +27,8 @@ REPOSITORIES = {
     "short": ["config.json"],
     "org/gated": ["config.json"],
     "org/gguf": ["config.json", "model-Q4_0.gguf", "model-Q8_0.gguf"],
+    "org/mistral": ["consolidated.safetensors", "params.json"],
+    "org/twice": ["config.json", "consolidated.safetensors", "model.safetensors", "params.json"],
     "org/large": ["config.json", "model.safetensors"],
 }
 LARGE = random.Random(0).randbytes(30 << 20)
@@ -165,6 +167,9 @@ def test_a_name_no_hub_accepts_is_an_error_on_one_line():
         ("org/both", "dummy", "config.json tokenizer.model"),
         ("org/pickles", "auto", "config.json pytorch_model.bin"),
         ("short", "auto", "config.json"),
+        ("org/mistral", "auto", "consolidated.safetensors params.json"),
+        ("org/twice", "auto", "config.json model.safetensors params.json"),
+        ("org/twice", "mistral", "config.json consolidated.safetensors params.json"),
     ],
 )
 def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_format, files):

@@ -8,6 +8,7 @@ from vllm.config.sizes import check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.text_config import text_config
 
@@ -19,7 +20,8 @@ _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rop
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Read config.json and apply `overrides`. Does not import transformers.
+    """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
+    transformers.
 
     Of a model with a part for images it is the config of the language model (`text_config`).
 
@@ -27,9 +29,12 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         ConfigError: no config.json, broken JSON, or absurd sizes.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if path.is_file():
+        raw = _with_floats(read_json_object(path))
+    elif (folder / PARAMS).is_file():
+        raw = read_params(folder)
+    else:
         raise ConfigError(f"model folder '{folder}' has no config.json")
-    raw = _with_floats(read_json_object(path))
     if "quantization_config" not in raw:
         raw |= _old_quantization(folder)
     raw = _with_overrides(text_config(raw), overrides)

@@ -10,6 +10,8 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import find_model
+from vllm.transformers_utils.mistral_params import PARAMS
+from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
@@ -75,10 +77,17 @@ def resolve_model_folder(
         return download(*_METADATA)
     if load_format == "pt":
         return download(*_METADATA, *_PICKLES)
+    if load_format == "mistral":
+        return download(*_METADATA, CONSOLIDATED)
+    ignore_patterns = (*ignore_patterns, CONSOLIDATED)  # the same weights once more
     folder = download(*_METADATA, *_SAFETENSORS)
-    if load_format == "auto" and not any(folder.glob("*.safetensors")):
-        return download(*_METADATA, *_PICKLES)
-    return folder
+    if load_format != "auto" or any(folder.glob("*.safetensors")):
+        return folder
+    folder = download(*_METADATA, *_PICKLES)
+    if (folder / "config.json").is_file() or not (folder / PARAMS).is_file():
+        return folder
+    ignore_patterns = ignore_patterns[:-1]
+    return download(*_METADATA, CONSOLIDATED)
 
 
 def find_folder(name: str) -> Path | None:

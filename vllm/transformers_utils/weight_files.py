@@ -11,7 +11,8 @@ _INDEX_NAMES = {
 }
 """Format -> single file, index of a sharded checkpoint, shards without an index."""
 
-
+CONSOLIDATED = "consolidated*.safetensors"
+"""Files in the format of Mistral AI."""
 _GGUF = "*.gguf"
 _SHARDS = "model-rank-*-part-0.safetensors"
 
@@ -26,8 +27,8 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
 
     Args:
         folder: the model's folder.
-        load_format: "safetensors", "pt", "gguf", "auto" for the first of them that is there, or
-            "sharded_state" for the files of all ranks.
+        load_format: "safetensors", "pt", "gguf", "mistral", "auto" for the first of them that is
+            there, or "sharded_state" for the files of all ranks.
 
     Raises:
         WeightLoadError: the folder has no weights, or the index names a file that is missing.
@@ -40,6 +41,14 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
                 f"tools/save_sharded_state.py writes"
             )
         return shards_of_ranks
+    consolidated = sorted(folder.glob(CONSOLIDATED))
+    if load_format == "mistral":
+        if not consolidated:
+            raise WeightLoadError(
+                f"no weights in {folder}: no file there is named {CONSOLIDATED}, which "
+                f"--load-format mistral reads; for files of another kind give --load-format auto"
+            )
+        return consolidated
     formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
     ggufs = sorted(folder.glob(_GGUF))
     if load_format == "gguf":
@@ -59,9 +68,13 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             return shards
     if ggufs and load_format == "auto":
         return ggufs
+    if consolidated and load_format == "auto":
+        return consolidated
     wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
     if ggufs:
         wanted += f". It has {ggufs[0].name}: use --load-format gguf"
+    if consolidated:
+        wanted += f". It has {consolidated[0].name}: use --load-format mistral"
     if shards_of_ranks:
         wanted += f". It has {shards_of_ranks[0].name}: use --load-format sharded_state"
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
