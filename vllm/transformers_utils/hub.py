@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
@@ -148,7 +149,8 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    startup_progress.report(f"getting {name} from the hub")
+    phase = f"getting {name} from the hub"
+    startup_progress.report(phase)
     for tries_left in reversed(range(_MAX_TRIES)):
         try:
             folder = snapshot_download(
@@ -158,6 +160,7 @@ def _download(
                 allow_patterns=list(allow_patterns),
                 ignore_patterns=list(ignore_patterns),
                 token=token,
+                tqdm_class=_reporting_bar(f"{phase} (MiB)"),
             )
             break
         # Network, proxy, disk and hub raise exceptions of different types.
@@ -167,6 +170,30 @@ def _download(
                 raise ConfigError(f"cannot get model {name!r}: {reason}") from error
             logger.warning("The download of %s goes on where it was lost: %s", name, reason)
     return Path(folder)
+
+
+def _reporting_bar(phase: str) -> Any:
+    """A class of progress bars that also reports the MiB that are on disk, where the installed
+    huggingface_hub counts bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts_disk = options.get("unit") == "B" and not str(
+                options.get("name", "")
+            ).endswith("transfer")
+            self._done = float(options.get("initial") or 0)
+            super().__init__(*args, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts_disk:
+                self._done += n or 0
+                startup_progress.report(
+                    phase, *(int(x or 0) >> 20 for x in (self._done, self.total))
+                )
+            return super().update(n)
+
+    return Bar
 
 
 def _explain(error: Exception, revision: str | None) -> str:

@@ -79,6 +79,8 @@ def get_tokenizer(
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         # The text of a KeyError is only the key.
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
+        if "trust_remote_code" in own_words:
+            own_words = "it has its own code, which runs only with trust_remote_code"
         reason = _what_lacks(folder) or _of_mistral(folder) or own_words
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
