@@ -177,7 +177,7 @@ def _reporting_bar(phase: str) -> Any:
     huggingface_hub counts bytes."""
     from huggingface_hub.utils import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts_disk = options.get("unit") == "B" and not str(
                 options.get("name", "")
@@ -188,9 +188,8 @@ def _reporting_bar(phase: str) -> Any:
         def update(self, n: float | None = 1) -> bool | None:
             if self._counts_disk:
                 self._done += n or 0
-                startup_progress.report(
-                    phase, *(int(x or 0) >> 20 for x in (self._done, self.total))
-                )
+                done, total = (int(count or 0) >> 20 for count in (self._done, self.total))
+                startup_progress.report(phase, done, total)
             return super().update(n)
 
     return Bar
