@@ -3,27 +3,18 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.e2e.reference import assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
 
 MAX_TOKENS = 5
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "block_size": 16,
-    "num_gpu_blocks_override": 60,
-}
 NAMES = {
     "model.embed_tokens.": "tok_embeddings.",
     "lm_head.": "output.",
@@ -85,7 +76,7 @@ def test_tokens_are_those_of_transformers(family, load_format, tmp_path):
     dense = make_tiny_model(family, tmp_path / "dense")
     folder = as_published(dense, tmp_path / "published")
     want = generate(dense, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
-    llm = LLM(str(folder), load_format=load_format, **SETTINGS)
+    llm = LLM(str(folder), load_format=load_format, **SHORT_TEXTS)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": r.prompt} for r in want], params, use_tqdm=False)
     for output, reference in zip(outputs, want, strict=True):
@@ -106,7 +97,7 @@ def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = [
-        LLM(str(each), load_format="mistral", **SETTINGS)
+        LLM(str(each), load_format="mistral", **SHORT_TEXTS)
         .generate(prompt, params, use_tqdm=False)[0]
         .outputs[0]
         .token_ids
@@ -129,7 +120,7 @@ def test_params_that_cannot_be_read_are_named(params, message, published, tmp_pa
     known = json.loads((folder / "params.json").read_text())
     (folder / "params.json").write_text(json.dumps(known | params))
     with pytest.raises(ConfigError, match=message):
-        LLM(str(folder), **SETTINGS)
+        LLM(str(folder), **SHORT_TEXTS)
 
 
 def test_what_is_missing_is_named(published, tmp_path):
@@ -138,8 +129,8 @@ def test_what_is_missing_is_named(published, tmp_path):
         path.unlink()
     (without_tokenizer / "tekken.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tekken\.json alone cannot be read\. Save"):
-        LLM(str(without_tokenizer), **SETTINGS)
+        LLM(str(without_tokenizer), **SHORT_TEXTS)
     without_weights = shutil.copytree(published, tmp_path / "empty")
     (without_weights / "consolidated.safetensors").unlink()
     with pytest.raises(WeightLoadError, match=r"no file there is named consolidated\*\.safetensor"):
-        LLM(str(without_weights), load_format="mistral", **SETTINGS)
+        LLM(str(without_weights), load_format="mistral", **SHORT_TEXTS)

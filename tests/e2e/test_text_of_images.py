@@ -9,22 +9,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.reference import assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.tiny_models import _DECODER, _GEMMA2, _LLAMA3_ROPE, is_version_4, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.text_config import TEXT_TYPES
 
 MAX_TOKENS = 5
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "block_size": 16,
-    "num_gpu_blocks_override": 60,
-}
+SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.e2e.reference import assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
@@ -16,15 +16,7 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.transformers_version import lets_attention_mask
 
 MAX_TOKENS = 5
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "block_size": 16,
-    "num_gpu_blocks_override": 60,
-}
+SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}
 TYPES = (
     *("arcee", "apertus", "cwm", "ernie4_5", "exaone4", "hyperclovax", "internlm3", "jais2"),
     *("mellum", "ministral3", "nanochat", "nemotron", "seed_oss", "smollm3", "vaultgemma"),

@@ -15,8 +15,8 @@ _MAX_LAYERS = 1024
 _MAX_HEADS = 2**16
 _MAX_HEAD_SIZE = 2**14
 _MAX_WIDTH = 2**20
-_MAX_EXPERTS = 4096
-_MAX_EXPERT_LAYERS = 2**16
+_MAX_EXPERTS = 2**16
+_MAX_EXPERT_LAYERS = 2**20
 """Layers times experts: each expert of each layer has an entry for every tensor."""
 
 _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
