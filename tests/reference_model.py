@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from vllm.transformers_utils.transformers_version import dtype_argument, is_version_4
@@ -18,7 +19,10 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         pytest.skip(f"this transformers is no reference: {reason}")
     # The faster attention of transformers 4 leaves out windows and soft caps; Falcon needs it.
     kind = {} if config["model_type"] == "falcon" else {"attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, **dtype_argument(dtype), **kind).eval()
+    (name,) = config["architectures"]
+    has_images = name.endswith("ForConditionalGeneration") and hasattr(transformers, name)
+    model_class = getattr(transformers, name) if has_images else AutoModelForCausalLM
+    return model_class.from_pretrained(folder, **dtype_argument(dtype), **kind).eval()
 
 
 def _what_version_4_does(config: dict[str, Any]) -> str:

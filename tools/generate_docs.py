@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
+from tests.tested_families import architectures_with  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
@@ -204,18 +205,43 @@ def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]"
     return all(isinstance(value, str) for value in values)
 
 
+_TESTED = {
+    "one call on the CPU": "a forward pass is one call of C++, with the bits of the modules, where "
+    "its weights are packed (bf16 and quantized)",
+    "tensor parallel": "2 and 4 ranks on the CPU give the results of one",
+    "pipeline": "2 stages on the CPU give the tokens of one process",
+    "LoRA": "adapters give the outputs of peft",
+    "GGUF": "a GGUF file gives the logits of the same weights in transformers",
+    "simulated Gaudi": "tokens on the simulated card, which computes on the CPU, are those of "
+    "transformers or of the CPU. The tests run nothing on a real card",
+}
+
+
 def supported_models() -> Iterator[str]:
     """The page about architectures."""
     yield _NOTE
     yield "# Supported models"
     yield ""
     yield "A model runs if `architectures` in its config.json names one of these. Other models can"
-    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)`."
+    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)` in a program, or in a"
+    yield "function that an installed package names as an entry point of the group"
+    yield "`vllm.general_plugins`. Such functions run once at the start of every process of an"
+    yield "engine; `VLLM_PLUGINS` chooses among them. In the package's pyproject.toml:"
+    yield ""
+    yield '    [project.entry-points."vllm.general_plugins"]'
+    yield '    my_models = "my_package:register"'
     yield ""
     yield "Each decoder is compared with transformers on small random models, in float32: logits of"
     yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"
-    yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
-    yield "computes on the CPU; the tests run none of them on a card."
+    yield "hits. The columns are read from the parameters of more tests: `yes` means that a small"
+    yield "random model of the architecture is tested so, an empty cell that it is not."
+    yield ""
+    for capability, meaning in _TESTED.items():
+        yield f"- {capability}: {meaning}."
+    yield ""
+    yield "Baichuan, ChatGLM and InternLM, which transformers does not have, are compared on the"
+    yield "CPU with what their own code computes. Models with a part for images are their language"
+    yield "models with other names of tensors, and are compared with transformers on the CPU."
     yield ""
     yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run without"
     yield "prefix caching, drafts and merged prefill. `max_num_seqs` is 32 by default for them: the"
@@ -224,13 +250,15 @@ def supported_models() -> Iterator[str]:
         yield ""
         yield f"## {title}"
         yield ""
-        yield _row("architecture", "what it is")
-        yield _row("---", "---")
+        tested = tuple(_TESTED) if kind is CausalLM else ()
+        yield _row("architecture", "what it is", *tested)
+        yield _row("---", "---", *("---" for _ in tested))
         for name in ModelRegistry.supported():
             model = ModelRegistry.resolve(name)
             if issubclass(model, kind):
                 text = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
-                yield _row(f"`{name}`", text)
+                marks = ("yes" * (name in architectures_with(column)) for column in tested)
+                yield _row(f"`{name}`", text, *marks)
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

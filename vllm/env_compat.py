@@ -209,7 +209,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """,
     ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
-    *_ignored("this version loads no plugins", "VLLM_PLUGINS"),
     # Processes, devices side by side, and the server.
     *_ignored(
         _ONE_DEVICE,

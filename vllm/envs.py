@@ -32,14 +32,17 @@ def env(
     at_most: float | None = None,
     *,
     section: str,
+    may_be_empty: bool = False,
 ) -> Any:
-    """Declare one variable. A default of None means "not set"."""
+    """Declare one variable. A default of None means "not set", and so does an empty value unless it
+    `may_be_empty`."""
     metadata = {
         "help": help,
         "choices": choices,
         "at_least": at_least,
         "at_most": at_most,
         "section": section,
+        "may_be_empty": may_be_empty,
     }
     return field(default=default, metadata=metadata)
 
@@ -94,6 +97,12 @@ class Envs:
     )
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
         10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
+    )
+    VLLM_PLUGINS: str | None = _general(
+        None,
+        "Names of the plug-ins of other packages to run, with commas between them. Empty: none; "
+        "not set: all that are installed.",
+        may_be_empty=True,
     )
     VLLM_PP_LAYER_PARTITION: str | None = _general(
         None,
@@ -356,7 +365,8 @@ class Envs:
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> "Envs":
-        """Read every declared variable once; an empty value means "not set".
+        """Read every declared variable once; an empty value means "not set", but for lists that
+        may be empty.
 
         Raises:
             ConfigError: a value does not parse; names variable, value and accepted form.
@@ -366,7 +376,7 @@ class Envs:
         values = {
             f.name: _parse(f.name, environ[f.name], types[f.name], f.metadata)
             for f in fields(cls)
-            if environ.get(f.name, "").strip()
+            if environ.get(f.name, "").strip() or (f.name in environ and f.metadata["may_be_empty"])
         }
         return cls(**values)
 

@@ -13,6 +13,16 @@ from vllm.transformers_utils.transformers_version import is_version_4
 
 NUM_LIKELIEST = 5
 
+SHORT_TEXTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "block_size": 16,
+    "num_gpu_blocks_override": 60,
+}
+"""Arguments of an engine for a few prompts that are compared with `transformers`."""
+
 
 @dataclass(frozen=True)
 class Reference:

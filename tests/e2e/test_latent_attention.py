@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.logprob_checks import logprobs_of, wanted_logprobs
 from tests.e2e.reference import Reference, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from vllm import LLM, SamplingParams
@@ -47,23 +48,6 @@ def run(folder: Path, prompts: list[list[int]], **settings) -> tuple[LLM, list]:
         prompt_logprobs=0,
     )
     return llm, llm.generate(prompts, params, use_tqdm=False)
-
-
-def logprobs_of(outputs: list) -> list[torch.Tensor]:
-    """Of each request: of its prompt after the first token, and of its output."""
-    found = []
-    for output in outputs:
-        tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
-        entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-        found.append(
-            torch.tensor([e[token].logprob for token, e in zip(tokens, entries, strict=True)])
-        )
-    return found
-
-
-def wanted_logprobs(reference: Reference) -> torch.Tensor:
-    tokens = torch.tensor([*reference.prompt[1:], *reference.token_ids])
-    return reference.logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def check(folder: Path, references: list[Reference], **settings) -> LLM:

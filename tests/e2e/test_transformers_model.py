@@ -8,23 +8,15 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.e2e.reference import assert_same_tokens, generate, random_prompts
-from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 from vllm.transformers_utils.transformers_version import lets_attention_mask
 
 MAX_TOKENS = 5
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "block_size": 16,
-    "num_gpu_blocks_override": 60,
-}
+SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}
 TYPES = (
     *("arcee", "apertus", "cwm", "ernie4_5", "exaone4", "hyperclovax", "internlm3", "jais2"),
     *("mellum", "ministral3", "nanochat", "nemotron", "seed_oss", "smollm3", "vaultgemma"),
@@ -70,10 +62,66 @@ def test_a_type_that_has_modules_here_can_run_with_those_of_transformers(family,
 
 
 @needs_backend
-def test_they_run_on_the_simulated_card(tmp_path):
-    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "granitemoeshared", "phimoe", "ernie4_5_moe", "gpt_neox"]
+)
+def test_checkpoints_have_other_names_than_the_modules(model_type, tmp_path):
+    """Experts one by one or all in one, names of other modules, and the output head's."""
+    check(make(model_type, tmp_path, num_key_value_heads=4), model_impl="transformers")
+
+
+ROTATIONS = {
+    "longrope": ("phi3_long", {}),
+    "dynamic": (
+        "llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+}
+
+
+@needs_backend
+@pytest.mark.parametrize("rope_type", ROTATIONS)
+def test_rotations_do_not_depend_on_the_other_prompts_of_a_launch(rope_type, tmp_path):
+    """Transformers chooses frequencies by the longest position that it sees; here they are those of
+    the longest request, as in our own modules."""
+    family, values = ROTATIONS[rope_type]
+    folder = make_tiny_model(family, tmp_path, **values)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    short, long = random_prompts(6, 30, 4096)[3], random_prompts(6, 100, 4096)[5]
+    settings = SETTINGS | {"max_model_len": 128, "max_num_batched_tokens": 256}
+    found = {}
+    for impl in ("vllm", "transformers"):
+        llm = LLM(model=str(folder), model_impl=impl, enable_prefix_caching=False, **settings)
+        for name, prompts in (("alone", [short]), ("beside a long one", [short, long])):
+            output = llm.generate(prompts, params, use_tqdm=False)
+            found[impl, name] = [o.outputs[0].token_ids for o in output]
+    assert found["transformers", "beside a long one"] == found["vllm", "beside a long one"]
+    assert found["transformers", "alone"] == found["vllm", "beside a long one"][:1]
+
+
+@needs_backend
+def test_prompts_with_a_common_beginning_share_its_blocks(tmp_path):
+    folder = make("smollm3", tmp_path)
+    prompt = random_prompts(6, 50, 4096)[5]
+    want = generate(folder, [prompt], MAX_TOKENS)[0]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    llm = LLM(model=str(folder), **SETTINGS)
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    for output in (first, second):
+        assert_same_tokens(output.outputs[0].token_ids, want)
+
+
+@needs_backend
+@pytest.mark.parametrize("mode", ["HPU graphs", "torch.compile"])
+def test_they_run_on_the_simulated_card(mode, tmp_path):
+    lazy, eager = MODES[mode]
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         before = bridge.counters()
-        check(make("smollm3", tmp_path))
+        check(make("smollm3", tmp_path), enforce_eager=eager)
         assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
 
 
@@ -97,6 +145,8 @@ def test_their_weights_can_be_stored_in_int8(models):
     ("model_type", "message"),
     [
         ("diffllama", "DiffLlamaForCausalLM .* 4 of its 2 layers used the attention interface"),
+        ("falcon_h1", r"FalconH1ForCausalLM .* layers.0.mamba \(FalconH1Mixer\) keeps a state"),
+        ("gptj", "GPTJForCausalLM .* choose their attention from a fixed table"),
         ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
         ("persimmon", r"PersimmonForCausalLM .* config.json says \(4, 2, 2\) heads of 16"),
         ("gpt_oss", "GptOssForCausalLM .* its attention is of a kind that has no kernel here"),
@@ -106,6 +156,17 @@ def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
     folder = make(model_type, tmp_path)
     with pytest.raises(ConfigError, match=message):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)
+
+
+@needs_backend
+def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, monkeypatch):
+    """Such as one with a convolution that no name or argument gives away."""
+    folder = make("smollm3", tmp_path)
+    mlp = transformers.models.smollm3.modeling_smollm3.SmolLM3MLP
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
+    with pytest.raises(ConfigError, match="depends on the tokens beside it, not through attention"):
+        LLM(model=str(folder), **SETTINGS)
 
 
 def test_with_the_modules_of_this_package_only_other_types_are_refused(tmp_path):
@@ -123,5 +184,5 @@ def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
 def test_a_transformers_that_is_too_old_is_named(monkeypatch, models):
     name = "vllm.model_executor.models.transformers_model.lets_attention_mask"
     monkeypatch.setattr(name, lambda: False)
-    with pytest.raises(ConfigError, match=r"of transformers \d.*: 4.53 is the first release"):
+    with pytest.raises(ConfigError, match=r"transformers \d.* is too old, 4.53 is the first"):
         LLM(model=str(models("llama")), model_impl="transformers", **SETTINGS)

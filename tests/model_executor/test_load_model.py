@@ -318,6 +318,15 @@ def test_a_group_that_cannot_split_the_model_is_a_config_error(llama):
         load(llama, TPGroup(rank=0, size=3))
 
 
+@pytest.mark.parametrize("load_format", ["dummy", "safetensors"])
+def test_weights_that_cannot_be_in_memory_are_refused_before_any_is_taken(llama, load_format):
+    path = llama / "config.json"
+    sizes = {"hidden_size": 2**16, "intermediate_size": 2**20, "num_hidden_layers": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    with pytest.raises(ConfigError, match=r"weights of the model take \d+\.\d GiB, and"):
+        load(llama, load_format=load_format)
+
+
 def test_dummy_weights_are_seeded_and_usable(tiny_model, tmp_path):
     for family in ("llama", "opt_post_norm"):
         (tmp_path / family).mkdir()

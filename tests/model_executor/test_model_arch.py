@@ -1,6 +1,7 @@
 """ModelArch reads configs of transformers 4 and 5 alike."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -179,6 +180,52 @@ def test_longest_sequence(scaling, length):
 def test_a_bad_config_is_named(values, message):
     with pytest.raises(ConfigError, match=message):
         ModelArch.from_hf(minimal(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "accepted"),
+    [
+        ({"num_hidden_layers": 2**40}, "a whole number from 1 to 1024"),
+        ({"num_hidden_layers": 0}, "a whole number from 1 to 1024"),
+        ({"num_hidden_layers": -1}, "a whole number from 1 to 1024"),
+        ({"num_hidden_layers": True}, "a whole number from 1 to 1024"),
+        ({"n_layer": 10**8}, "a whole number from 1 to 1024"),
+        ({"hidden_size": 2**40}, "a whole number from 1 to 1048576"),
+        ({"hidden_size": 64.5}, "a whole number from 1 to 1048576"),
+        ({"vocab_size": 2**40}, "a whole number from 1 to 67108864"),
+        ({"vocab_size": -16}, "a whole number from 1 to 67108864"),
+        ({"num_attention_heads": 0}, "a whole number from 1 to 65536"),
+        ({"num_attention_heads": -4}, "a whole number from 1 to 65536"),
+        ({"num_key_value_heads": [2, 4]}, "a whole number from 1 to 65536"),
+        ({"head_dim": -16}, "a whole number from 1 to 16384"),
+        ({"intermediate_size": -64}, "a whole number from 0 to 1048576"),
+        ({"max_position_embeddings": 2**40}, "a whole number from 1 to 16777216"),
+        ({"num_local_experts": 10**8}, "a whole number from 0 to 65536"),
+        ({"kv_lora_rank": 2**40}, "a whole number from 0 to 1048576"),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(values, accepted):
+    ((name, value),) = values.items()
+    message = re.escape(f"config.json: '{name}' must be {accepted}, got {value!r}")
+    with pytest.raises(ConfigError, match=message):
+        ModelArch.from_hf(minimal(**values))
+
+
+def test_layers_times_experts_and_stretched_positions_are_bounded():
+    with pytest.raises(ConfigError, match=r"'num_hidden_layers' times 'num_experts' .* 1000 times"):
+        ModelArch.from_hf(minimal(num_hidden_layers=1000, num_experts=40000))
+    with pytest.raises(ConfigError, match="16777216 positions of 16384 rotated elements"):
+        ModelArch.from_hf(minimal(max_position_embeddings=2**24, head_dim=2**14))
+    with pytest.raises(ConfigError, match="stretch 128 positions to 128000000000, and 1 to"):
+        ModelArch.from_hf(minimal(rope_scaling={"rope_type": "linear", "factor": 1e9}))
+
+
+@pytest.mark.parametrize("window", [-3, 0, "wide", 2.5])
+def test_a_window_that_is_no_number_of_tokens_is_refused(window):
+    config = minimal(model_type="mistral", sliding_window=window)
+    with pytest.raises(ConfigError, match=f"'sliding_window' must be .* got {window!r}"):
+        ModelArch.from_hf(config)
+    assert ModelArch.from_hf({**config, "model_type": "llama"}).layer_windows == (None,)
 
 
 def test_layer_types_may_be_longer_but_not_shorter_than_the_layers():

@@ -11,6 +11,7 @@ from tests.tiny_models import _FAMILIES
 from vllm.errors import ConfigError
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
+from vllm.transformers_utils.text_config import TEXT_TYPES
 
 
 @pytest.mark.parametrize("name", ModelRegistry.supported())
@@ -33,6 +34,7 @@ def test_every_decoder_is_compared_with_transformers():
         f"{name}ForCausalLM" for name in ("Baichuan", "BaiChuan", "InternLM2", "InternLM3")
     }
     elsewhere |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
+    elsewhere |= set(TEXT_TYPES)  # tests/e2e/test_text_of_images.py
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *elsewhere}
     # An older transformers does not know all families (`make test-vendor`).
     assert (decoders - compared) & known == elsewhere

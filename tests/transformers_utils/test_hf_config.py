@@ -64,7 +64,10 @@ DAMAGED = [
     ({**CONFIG, "model_type": "lama"}, "model_type 'lama' of .*: transformers .* does not support"),
     ({**CONFIG, "model_type": None}, "model_type None of "),
     ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: the model has its own code"),
-    ({**CONFIG, "hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+    (
+        {**CONFIG, "hidden_size": "wide"},
+        "'hidden_size' must be a whole number from 1 to 1048576, got 'wide'",
+    ),
     ({**CONFIG, "rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
 ]
 

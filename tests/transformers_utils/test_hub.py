@@ -16,6 +16,7 @@ import pytest
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
 from vllm.transformers_utils.hub import resolve_adapter_folder, resolve_model_folder
+from vllm.transformers_utils.transformers_version import is_version_4
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -29,6 +30,8 @@ REPOSITORIES = {
     "org/adapter": ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"],
     "org/pickled-adapter": ["adapter_config.json", "adapter_model.bin", "config.json"],
     "org/gguf": ["config.json", "model-Q4_0.gguf", "model-Q8_0.gguf"],
+    "org/mistral": ["consolidated.safetensors", "params.json"],
+    "org/twice": ["config.json", "consolidated.safetensors", "model.safetensors", "params.json"],
     "org/large": ["config.json", "model.safetensors"],
 }
 LARGE = random.Random(0).randbytes(30 << 20)
@@ -173,6 +176,9 @@ def test_a_name_no_hub_accepts_is_an_error_on_one_line():
         ("org/both", "dummy", "config.json tokenizer.model"),
         ("org/pickles", "auto", "config.json pytorch_model.bin"),
         ("short", "auto", "config.json"),
+        ("org/mistral", "auto", "consolidated.safetensors params.json"),
+        ("org/twice", "auto", "config.json model.safetensors params.json"),
+        ("org/twice", "mistral", "config.json consolidated.safetensors params.json"),
     ],
 )
 def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_format, files):
@@ -207,6 +213,23 @@ def test_a_download_goes_on_where_the_connection_was_lost(endpoint, tmp_path):
     assert weights.read_bytes() == LARGE
     resolve_in_new_process("org/large", tmp_path, HF_ENDPOINT=endpoint)
     assert len(FakeHub.ranges) == 2, "it was downloaded again"
+
+
+def test_the_bytes_of_a_download_are_reported(endpoint, tmp_path):
+    code = f"""
+from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.utils import startup_progress
+startup_progress.listen(lambda *report: print(report))
+resolve_model_folder("org/large", None, {str(tmp_path)!r})
+"""
+    env = {"PATH": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_ENDPOINT": endpoint}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    first, *_, last = result.stdout.splitlines()
+    assert first == "('getting org/large from the hub', 0, 0)"
+    if not is_version_4():  # whose hub counts files only
+        assert last == f"('getting org/large from the hub (MiB)', {len(LARGE) >> 20}, 30)"
 
 
 def test_one_gguf_file_of_a_repository_is_downloaded(endpoint, tmp_path):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.sizes import check_window
 from vllm.errors import ConfigError
 
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -18,12 +19,13 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     """Per layer: how many of the most recent keys a query sees, itself included; None: all.
 
     Raises:
-        ConfigError: the kinds of too few layers are given.
+        ConfigError: the kinds of too few layers are given, or the window is no number of tokens.
     """
     window, model_type = config.get("sliding_window"), config.get("model_type")
     is_on = config.get("use_sliding_window", model_type not in _WINDOWS_IF_SWITCHED_ON)
     if window is None or model_type in _NO_WINDOWS or is_on is False:
         return (None,) * num_layers
+    check_window(window)
     layer_types = config.get("layer_types")
     if layer_types:
         if len(layer_types) < num_layers:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy", "sharded_state", "gguf"]
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy", "sharded_state", "gguf", "mistral"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,8 @@ class LoadConfig:
     """Where weights come from, and in which format."""
 
     load_format: LoadFormat = "auto"
-    """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF;
+    """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF,
+    else mistral; mistral: consolidated*.safetensors with params.json, as Mistral AI publishes them;
     dummy: seeded random weights, for measuring without a checkpoint; sharded_state: one file per
     rank, which tools/save_sharded_state.py has written."""
 

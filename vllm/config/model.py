@@ -13,6 +13,7 @@ from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.inc import IncConfig
 from vllm.config.layer_kinds import has_no_positions, read_state_layers, read_windows
 from vllm.config.pooler import ModelTask, PoolerConfig
+from vllm.config.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
 from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
@@ -79,8 +80,9 @@ class ModelArch:
         """Read a Hugging Face config given as a plain dict.
 
         Raises:
-            ConfigError: no architecture, or a required number is missing or not divisible.
+            ConfigError: no architecture, or a required number is missing, not divisible or absurd.
         """
+        check_sizes(config)
         architectures = config.get("architectures") or ()
         if not architectures:
             raise ConfigError("config.json has no 'architectures'")
@@ -96,7 +98,7 @@ class ModelArch:
             )
         num_layers = _number(config, *_NUM_LAYERS)
         windows = read_windows(config, num_layers)
-        return cls(
+        arch = cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
@@ -116,6 +118,20 @@ class ModelArch:
             dtype=_read_dtype(config),
             hf_config=dict(config),
         )
+        if not 1 <= arch.derived_max_model_len <= MAX_POSITIONS:
+            raise ConfigError(
+                f"config.json: the rope parameters stretch {arch.max_position_embeddings} "
+                f"positions to {arch.derived_max_model_len}, and 1 to {MAX_POSITIONS} are "
+                f"possible. Correct their factor"
+            )
+        widest = max((rope.rotary_dim for rope in arch.layer_ropes if rope), default=0)
+        if arch.derived_max_model_len * widest > MAX_ROTATIONS:
+            raise ConfigError(
+                f"config.json: {arch.derived_max_model_len} positions of {widest} rotated elements "
+                f"are more than {MAX_ROTATIONS} together. Correct max_position_embeddings or "
+                f"head_dim"
+            )
+        return arch
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -206,11 +222,6 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     value = _first(config, names)
     if value is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}")
-    if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
-        name = next(name for name in names if config.get(name) is not None)
-        raise ConfigError(
-            f"config.json: '{name}' expected int, got {type(value).__name__} ({value!r})"
-        )
     return int(value)
 
 

@@ -21,6 +21,7 @@ from vllm.executor.rank_wire import (
 from vllm.executor.worker_call import call_worker, make_worker
 from vllm.message_codec import CallError, decode_arguments, encode, encode_value
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 from vllm.worker.interface import StepHandleLike, Worker
 
@@ -43,6 +44,7 @@ class RankServer:
         *,
         sends_results: bool,
     ) -> None:
+        load_general_plugins()
         for name, place in start.models.items():
             ModelRegistry.register_model(name, place)
         self._rank = start.rank

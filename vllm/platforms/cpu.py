@@ -75,6 +75,14 @@ class CPUPlatform(Platform):
         return torch.from_numpy(raw).view(dtype).view(shape)
 
 
+def machine_memory_bytes() -> int:
+    """Memory that all processes of the machine have together, swap included, or those of the
+    container if that is less."""
+    total = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
+    limit = _read_number(_CGROUP / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
 def _read_number(path: Path) -> int | None:
     """The number in a cgroup file; None without the file or when it says "max"."""
     if not path.is_file():

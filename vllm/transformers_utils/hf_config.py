@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.sizes import check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.text_config import text_config
 
 _LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
 """Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
@@ -17,21 +20,29 @@ _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rop
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Read config.json and apply `overrides`. Does not import transformers.
+    """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
+    transformers.
+
+    Of a model with a part for images it is the config of the language model (`text_config`).
 
     Raises:
-        ConfigError: no config.json, or broken JSON.
+        ConfigError: no config.json, broken JSON, or absurd sizes.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if path.is_file():
+        raw = _with_floats(read_json_object(path))
+    elif (folder / PARAMS).is_file():
+        raw = read_params(folder)
+    else:
         raise ConfigError(f"model folder '{folder}' has no config.json")
-    raw = _with_floats(read_json_object(path))
     if "quantization_config" not in raw:
         raw |= _other_quantization(raw, folder)
     own = raw.get("quantization_config")
     if isinstance(own, dict) and {"load_in_4bit", "load_in_8bit"} & own.keys():
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
-    return _with_overrides(raw, overrides)
+    raw = _with_overrides(text_config(raw), overrides)
+    check_sizes(raw)  # before transformers makes lists of that length
+    return raw
 
 
 def complete_hf_config(

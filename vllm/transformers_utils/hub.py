@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
@@ -11,6 +12,8 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import find_model
+from vllm.transformers_utils.mistral_params import PARAMS
+from vllm.transformers_utils.weight_files import CONSOLIDATED
 from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
@@ -77,10 +80,17 @@ def resolve_model_folder(
         return download(*_METADATA)
     if load_format == "pt":
         return download(*_METADATA, *_PICKLES)
+    if load_format == "mistral":
+        return download(*_METADATA, CONSOLIDATED)
+    ignore_patterns = (*ignore_patterns, CONSOLIDATED)  # the same weights once more
     folder = download(*_METADATA, *_SAFETENSORS)
-    if load_format == "auto" and not any(folder.glob("*.safetensors")):
-        return download(*_METADATA, *_PICKLES)
-    return folder
+    if load_format != "auto" or any(folder.glob("*.safetensors")):
+        return folder
+    folder = download(*_METADATA, *_PICKLES)
+    if (folder / "config.json").is_file() or not (folder / PARAMS).is_file():
+        return folder
+    ignore_patterns = ignore_patterns[:-1]
+    return download(*_METADATA, CONSOLIDATED)
 
 
 def resolve_adapter_folder(name: str) -> Path:
@@ -169,6 +179,7 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    phase = f"getting {name} from the hub"
     for tries_left in reversed(range(_MAX_TRIES)):
         try:
             folder = snapshot_download(
@@ -178,6 +189,7 @@ def _download(
                 allow_patterns=list(allow_patterns),
                 ignore_patterns=list(ignore_patterns),
                 token=token,
+                tqdm_class=_reporting_bar(f"{phase} (MiB)"),
             )
             break
         # Network, proxy, disk and hub raise exceptions of different types.
@@ -187,6 +199,29 @@ def _download(
                 raise ConfigError(f"cannot get {kind} {name!r}: {reason}") from error
             logger.warning("The download of %s goes on where it was lost: %s", name, reason)
     return Path(folder)
+
+
+def _reporting_bar(phase: str) -> Any:
+    """A class of progress bars that also reports the MiB that are on disk, where the installed
+    huggingface_hub counts bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts_disk = options.get("unit") == "B" and not str(
+                options.get("name", "")
+            ).endswith("transfer")
+            self._done = float(options.get("initial") or 0)
+            super().__init__(*args, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts_disk:
+                self._done += n or 0
+                done, total = (int(count or 0) >> 20 for count in (self._done, self.total))
+                startup_progress.report(phase, done, total)
+            return super().update(n)
+
+    return Bar
 
 
 def _explain(error: Exception, revision: str | None) -> str:

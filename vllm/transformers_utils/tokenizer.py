@@ -18,6 +18,9 @@ _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 """Files of tokenizers. The folder of a model must have at least one of them."""
 
 
+_MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*", "tokenizer.mm.model.v*")
+
+
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer of an engine; None with skip_tokenizer_init.
 
@@ -76,7 +79,9 @@ def get_tokenizer(
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         # The text of a KeyError is only the key.
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
-        reason = _what_lacks(folder) or own_words
+        if "trust_remote_code" in own_words:
+            own_words = "it has its own code, which runs only with trust_remote_code"
+        reason = _what_lacks(folder) or _of_mistral(folder) or own_words
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
@@ -101,7 +106,17 @@ def _what_lacks(folder: Path) -> str | None:
         return None
     if (folder / WITHOUT_TOKENIZER).is_file():
         return (folder / WITHOUT_TOKENIZER).read_text(encoding="utf-8")
+    if reason := _of_mistral(folder):
+        return reason
     return f"the folder has none of {', '.join(_FILES)}"
+
+
+def _of_mistral(folder: Path) -> str | None:
+    """Why a tokenizer cannot be read that is there in the format of Mistral AI alone."""
+    names = sorted(p.name for pattern in _MISTRAL_FILES for p in folder.glob(pattern))
+    if not names or (folder / "tokenizer.json").is_file():
+        return None
+    return f"{names[0]} alone cannot be read. Save tokenizer.json of the same model beside it"
 
 
 def _failure(tokenizer_name: str, reason: str) -> str:

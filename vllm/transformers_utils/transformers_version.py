@@ -3,6 +3,7 @@
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 
 @cache
@@ -20,3 +21,27 @@ def dtype_argument(dtype: object) -> dict[str, object]:
     """The argument of `from_pretrained` and `from_config` for the type of the weights: a
     torch.dtype, or "auto". The releases of 4 that images have know the older name only."""
     return {"torch_dtype" if is_version_4() else "dtype": dtype}
+
+
+def weight_conversions(model: Any) -> list[Any]:
+    """How names in checkpoints become those of the modules of a model of transformers, in its own
+    objects; version 4 has the names of the checkpoints."""
+    if find_spec("transformers.conversion_mapping") is None:
+        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def renamed_weight(name: str, conversions: list[Any]) -> tuple[str, str | None]:
+    """The name of the parameter that a tensor of a checkpoint fills, and the pattern of names of
+    which it is one if transformers computes the parameter from several tensors, or several
+    parameters from one."""
+    if not conversions:
+        return name, None
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    found: tuple[str, str | None] = rename_source_key(name, renamings, converters)
+    return found

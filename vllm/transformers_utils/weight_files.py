@@ -11,8 +11,10 @@ _INDEX_NAMES = {
 }
 """Format -> single file, index of a sharded checkpoint, shards without an index."""
 
-
-_GGUF = "*.gguf"
+CONSOLIDATED = "consolidated*.safetensors"
+"""Files in the format of Mistral AI."""
+_OTHER_PATTERNS = {"gguf": "*.gguf", "mistral": CONSOLIDATED}
+"""Format -> all of its files, for formats without an index."""
 _SHARDS = "model-rank-*-part-0.safetensors"
 
 
@@ -26,8 +28,8 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
 
     Args:
         folder: the model's folder.
-        load_format: "safetensors", "pt", "gguf", "auto" for the first of them that is there, or
-            "sharded_state" for the files of all ranks.
+        load_format: "safetensors", "pt", "gguf", "mistral", "auto" for the first of them that is
+            there, or "sharded_state" for the files of all ranks.
 
     Raises:
         WeightLoadError: the folder has no weights, or the index names a file that is missing.
@@ -41,14 +43,15 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             )
         return shards_of_ranks
     formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
-    ggufs = sorted(folder.glob(_GGUF))
-    if load_format == "gguf":
-        if not ggufs:
+    others = {name: sorted(folder.glob(pattern)) for name, pattern in _OTHER_PATTERNS.items()}
+    if load_format in others:
+        if not others[load_format]:
             raise WeightLoadError(
-                f"no weights in {folder}: no file there is named {_GGUF}, which --load-format gguf "
-                f"reads; for files of another kind give --load-format auto"
+                f"no weights in {folder}: no file there is named {_OTHER_PATTERNS[load_format]}, "
+                f"which --load-format {load_format} reads; for files of another kind give "
+                f"--load-format auto"
             )
-        return ggufs
+        return others[load_format]
     for name in formats:
         single, index, pattern = _INDEX_NAMES[name]
         if (folder / single).is_file():
@@ -57,11 +60,12 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             return _read_index(folder / index)
         if shards := sorted({*folder.glob(pattern)} - {*shards_of_ranks}):
             return shards
-    if ggufs and load_format == "auto":
-        return ggufs
+    found = next(((name, files) for name, files in others.items() if files), None)
+    if found and load_format == "auto":
+        return found[1]
     wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
-    if ggufs:
-        wanted += f". It has {ggufs[0].name}: use --load-format gguf"
+    if found:
+        wanted += f". It has {found[1][0].name}: use --load-format {found[0]}"
     if shards_of_ranks:
         wanted += f". It has {shards_of_ranks[0].name}: use --load-format sharded_state"
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")

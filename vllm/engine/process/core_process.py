@@ -46,6 +46,7 @@ from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
+from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 
 logger = init_logger(__name__)
@@ -257,6 +258,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
 def _start_core(start: StartCore) -> EngineCore:
     from vllm.model_executor.models.registry import ModelRegistry
 
+    load_general_plugins()
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
     startup_progress.report("starting the worker")

@@ -59,6 +59,8 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.text_config import TEXT_TYPES
+from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
 
@@ -77,6 +79,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     Raises:
         ConfigError: the engine cannot start with these settings.
     """
+    load_general_plugins()
     check_settings(settings)
     platform = resolve_platform(settings["device"])
     load = _section(LoadConfig, settings)
@@ -306,6 +309,11 @@ def _read_arch(
     runs_as = _class_of(arch.architecture, asked.model_impl)
     if runs_as == BY_TRANSFORMERS:
         logger.info("%s runs with the modules of transformers", arch.architecture)
+    elif runs_as in TEXT_TYPES:
+        logger.info(
+            "%s serves text input only: the part of the checkpoint for images is not loaded",
+            runs_as,
+        )
     return replace(arch, architecture=runs_as)
 
 

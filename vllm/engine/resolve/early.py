@@ -25,6 +25,7 @@ from vllm.transformers_utils.hub import find_folder, is_offline
 from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.tokenizer import check_tokenizer_files
 from vllm.transformers_utils.weight_files import find_files
+from vllm.utils.plugins import load_general_plugins
 
 
 def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
@@ -36,6 +37,7 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
     Raises:
         ConfigError: the engine cannot start with these settings.
     """
+    load_general_plugins()
     check_settings(settings)
     asked = ModelConfig(**{name: settings[name] for name in ("model", "max_model_len")})
     names = [settings["hf_config_path"] or model_name(asked), model_name(asked)]

@@ -43,14 +43,9 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         super().__init__()
         self.launch = ContextHolder()
         self.is_neox = is_neox
-        if rope.rope_type not in _FREQUENCIES:
-            raise ConfigError(
-                f"rope type {rope.rope_type!r} is not supported; supported: "
-                f"{', '.join(_FREQUENCIES)}"
-            )
         # Real memory even while a model is built on the meta device: no checkpoint fills it.
         with torch.device("cpu"):
-            inv_freq, attention_factor = _FREQUENCIES[rope.rope_type](rope, max_positions)
+            inv_freq, attention_factor = rotary_frequencies(rope, max_positions)
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.register_buffer("cos_sin_cache", table, persistent=False)
@@ -75,6 +70,20 @@ def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
     for index, table in enumerate(tables):
         table.index = index
     return tables
+
+
+def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair of elements, [rotary_dim / 2] float32, and the factor on
+    cosines and sines.
+
+    Raises:
+        ConfigError: the type is unknown, or a parameter of it is missing.
+    """
+    if rope.rope_type not in _FREQUENCIES:
+        raise ConfigError(
+            f"rope type {rope.rope_type!r} is not supported; supported: {', '.join(_FREQUENCIES)}"
+        )
+    return _FREQUENCIES[rope.rope_type](rope, max_positions)
 
 
 def _parameter(rope: RopeConfig, name: str) -> float:

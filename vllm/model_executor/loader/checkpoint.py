@@ -1,7 +1,7 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors, GGUF and PyTorch `.bin` files. Independent of models. Nothing here can run code
-from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
+Reads safetensors (also those of Mistral AI), GGUF and PyTorch `.bin` files. Independent of models.
+Nothing here can run code from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
 import pickle
@@ -17,7 +17,9 @@ from tqdm import tqdm
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.loader.gguf_file import read_gguf
+from vllm.model_executor.loader.mistral_file import in_the_order_of_transformers
 from vllm.model_executor.loader.safetensors_file import read_safetensors
+from vllm.transformers_utils.weight_files import CONSOLIDATED
 
 
 def iterate_tensors(
@@ -36,6 +38,15 @@ def iterate_tensors(
     if files and files[0].suffix == ".gguf":
         yield from _read_gguf(files, show_progress)
         return
+    tensors = _read_files(files, show_progress, on_file)
+    if files and files[0].match(CONSOLIDATED):
+        tensors = in_the_order_of_transformers(files[0].parent, tensors)
+    yield from tensors
+
+
+def _read_files(
+    files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None
+) -> Iterator[tuple[str, Source]]:
     bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
     for num_done, path in enumerate(bar):
         if on_file is not None:

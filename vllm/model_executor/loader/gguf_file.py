@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Index, Source
+from vllm.model_executor.loader.row_order import halves_of_neighbours
 from vllm.model_executor.quantization.gguf import BlockSource, GGUFBlocks
 from vllm.model_executor.quantization.gguf_blocks import (
     DENSE,
@@ -91,7 +92,7 @@ def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
         num_heads = num_heads[0]
     if num_heads is None:
         num_heads = model.get(".attention.head_count", int)
-    return torch.arange(num_rows).view(num_heads, -1, 2).mT.flatten()
+    return halves_of_neighbours(num_rows, num_heads)
 
 
 @dataclass(frozen=True)

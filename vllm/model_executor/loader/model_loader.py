@@ -29,11 +29,16 @@ from vllm.model_executor.models.interface import CausalLM, LoadableModel, Poolin
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
 from vllm.model_executor.speculators.interface import Speculator
+from vllm.platforms.cpu import machine_memory_bytes
 from vllm.transformers_utils.weight_files import find_files
 from vllm.utils import startup_progress
 from vllm.utils.imports import load_class
 
 logger = init_logger(__name__)
+
+_MOST_SAVED = 8
+"""How much less memory than in the checkpoint, at most, weights take that are quantized as they are
+loaded, a layer at a time: float32 to int4."""
 
 
 @torch.no_grad()
@@ -138,6 +143,8 @@ def _read(
     """Give a model on the meta device memory and weights; see `load_model`."""
     started = time.perf_counter()
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cpu":
+        _check_memory(num_bytes, is_quantized_here=config.model.quantization is not None)
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
@@ -340,6 +347,17 @@ class ParameterMemory:
                 new = nn.Parameter(memory, requires_grad=False)
                 for owner, name in self._places.pop(id(param)):
                     setattr(owner, name, new)
+
+
+def _check_memory(num_bytes: int, is_quantized_here: bool) -> None:
+    """Refuse weights that cannot be in the machine's memory, before any of it is taken."""
+    total = machine_memory_bytes()
+    if num_bytes > total * (_MOST_SAVED if is_quantized_here else 1):
+        raise ConfigError(
+            f"the weights of the model take {num_bytes / 2**30:.1f} GiB, and this machine has "
+            f"{total / 2**30:.1f} GiB of memory. Check the sizes in config.json, choose a smaller "
+            f"model or a quantized one, or use more machines"
+        )
 
 
 def _check_split(arch: ModelArch, tp: TPGroup) -> None:

@@ -167,7 +167,8 @@ def _converted(
 ) -> Iterator[tuple[str, str, Source]]:
     """Name in the checkpoint, name in the model, tensor; without what is ignored."""
     for checkpoint_name, whole in tensors:
-        if not checkpoint_name.endswith(model.ignored_tensors):
+        is_ignored = checkpoint_name.endswith(model.ignored_tensors)
+        if not is_ignored and not checkpoint_name.startswith(model.ignored_prefixes):
             for name, source in model.convert(renamed(checkpoint_name, model), whole):
                 yield checkpoint_name, name, source
 

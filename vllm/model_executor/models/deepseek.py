@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -133,15 +134,18 @@ _WEIGHTS: dict[tuple[str, bool], WeightsOfChosen] = {
 """Score of an expert, and whether weights sum to 1 before they are scaled."""
 
 
-def deepseek_routing(arch: ModelArch) -> Routing:
+def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing:
     """What config.json says.
+
+    Args:
+        arch: of the model.
+        default_method: where config.json has no topk_method.
 
     Raises:
         ConfigError: the method or the score is unknown, or the groups do not divide the experts.
     """
     config = arch.hf_config
-    is_v3 = arch.architecture == "DeepseekV3ForCausalLM"
-    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    method = config.get("topk_method") or default_method
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
         raise ConfigError(
             f"topk_method {method!r} in config.json is not supported; supported: greedy, "
@@ -188,7 +192,18 @@ class DeepseekLayer(DecoderLayer):
         step = int(config.get("moe_layer_freq") or 1)
         if config.get("n_routed_experts") is None or spec.index < first or spec.index % step:
             return super().make_mlp(spec)
-        return DeepseekMixture(spec.arch, deepseek_routing(spec.arch), spec.tp)
+        return DeepseekMixture(spec.arch, self.routing(spec.arch), spec.tp)
+
+    def routing(self, arch: ModelArch) -> Routing:
+        """How tokens choose experts."""
+        return deepseek_routing(arch)
+
+
+class DeepseekV3Layer(DeepseekLayer):
+    """A `DeepseekLayer` whose experts have biases to balance their load."""
+
+    def routing(self, arch: ModelArch) -> Routing:
+        return deepseek_routing(arch, default_method="noaux_tc")
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:
@@ -199,8 +214,10 @@ def deepseek_options(arch: ModelArch) -> DecoderOptions:
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
+    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekLayer
+
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, deepseek_options(arch), DeepseekLayer)
+        super().__init__(arch, tp, deepseek_options(arch), self.layer_type)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Layers behind the last one guess further tokens (multi-token prediction): they are not
@@ -213,3 +230,5 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437)."""
+
+    layer_type: ClassVar[type[DeepseekLayer]] = DeepseekV3Layer

@@ -26,6 +26,9 @@ class LoadableModel(nn.Module, ABC):
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     """Ends of checkpoint names that are not weights."""
 
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of checkpoint names of parts that are not loaded."""
+
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
         self.arch = arch

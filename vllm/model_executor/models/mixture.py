@@ -160,21 +160,29 @@ def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[
     """The parts of a tensor of Granite that has a matrix of every expert; other tensors as they
     are."""
     if name.endswith(".input_linear.weight"):
+        experts = experts_in(name, source, mixture_options(arch).num_experts)
         size = arch.intermediate_size
         parts = {"gate_proj": (0, size), "up_proj": (size, size)}
-        return _by_expert(arch, name, source, parts)
+        return split_by_expert(name.removesuffix("input_linear.weight"), source, parts, experts)
     if name.endswith(".output_linear.weight"):
+        experts = experts_in(name, source, mixture_options(arch).num_experts)
         parts = {"down_proj": (0, arch.hidden_size)}
-        return _by_expert(arch, name, source, parts)
+        return split_by_expert(name.removesuffix("output_linear.weight"), source, parts, experts)
     return ((name, source),)
 
 
-def _by_expert(
-    arch: ModelArch, name: str, source: Source, parts: dict[str, tuple[int, int]]
+def split_by_expert(
+    parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
 ) -> Iterator[tuple[str, Source]]:
-    """Rows of each expert's matrix in [E, rows, columns], by name of the part: (first, count)."""
-    parent = name.removesuffix("put_linear.weight").rpartition(".")[0]
-    for expert in experts_in(name, source, mixture_options(arch).num_experts):
+    """The matrices of each expert in a tensor of all experts.
+
+    Args:
+        parent: beginning of the names, up to `experts`.
+        source: [E, rows, columns].
+        parts: name of a matrix -> its first row and how many it has.
+        experts: from `experts_in`.
+    """
+    for expert in experts:
         matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
-        for part, (first, count) in parts.items():
-            yield f"{parent}.experts.{expert}.{part}.weight", matrix.narrow(0, first, count)
+        for name, (first, count) in parts.items():
+            yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.transformers_utils.text_config import TEXT_TYPES
 
 _PACKAGE = "vllm.model_executor.models"
 
@@ -63,6 +64,7 @@ _DECODERS = {
         "qwen3": ("Qwen3ForCausalLM",),
         "stablelm": ("StableLmForCausalLM",),
         "starcoder2": ("Starcoder2ForCausalLM",),
+        "text_of_images": tuple(TEXT_TYPES),
         "transformers_model": ("TransformersForCausalLM",),
     }.items()
     for name in names

@@ -8,30 +8,39 @@ layer, which knows which tokens belong together. What cannot run that way is ref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, ClassVar
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vllm.attention import Attention
-from vllm.config import ModelArch
+from vllm.config import ModelArch, RopeConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.rotary import rotary_frequencies
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.transformers_checkpoint import CheckpointNames
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
 """Name of our attention in transformers."""
+_CACHE_ARGUMENTS = frozenset(
+    ("past_key_values", "past_key_value", "layer_past", "cache_params", "state", "states")
+)
+"""Names that modules of transformers give to what they keep of earlier tokens."""
+_FIXED = "fixed"
+"""Type of rotations that no module of transformers changes as it runs."""
 
 
 class TransformersForCausalLM(CausalLM):
     """Any decoder that `AutoModelForCausalLM` knows, with attention through its interface."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {"": "inner."}
+    names: CheckpointNames
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
@@ -41,9 +50,13 @@ class TransformersForCausalLM(CausalLM):
         self.decoder = self.inner.base_model
         if self.decoder is self.inner:
             raise self._refusal("its decoder is not a module of its own")
+        self._refuse_states()
         self._use_our_attention()
+        self._fix_rotations()
         _replace_linear_layers(self.decoder)
         _replace_experts(self.decoder)
+        experts = (path for path, m in self.inner.named_modules() if isinstance(m, _Experts))
+        self.names = CheckpointNames(self.inner, tuple(experts))
         embedding = self.inner.get_input_embeddings()
         self.embedding_scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
         table = VocabParallelEmbedding(embedding.num_embeddings, embedding.embedding_dim, tp)
@@ -84,39 +97,102 @@ class TransformersForCausalLM(CausalLM):
         return hidden
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Checkpoints have some of the buffers, too."""
-        buffer = dict(self.named_buffers()).get(name)
-        if buffer is None:
-            return ((name, source),)
-        source.fill(buffer)
-        return ()
+        """Checkpoints have names of other versions of transformers, and some of the buffers."""
+        buffers = dict(self.inner.named_buffers())
+        for found, part in self.names.convert(name, source):
+            if found in buffers:
+                part.fill(buffers[found])
+            else:
+                yield f"inner.{found}", part
 
     def check(self) -> None:
-        """Refuse a model whose layers do not attend as they were built to."""
+        """Refuse a model whose layers do not attend as they were built to, or in which a token
+        depends on others by any other way than attention."""
         attended: list[nn.Module] = []
+
+        def attend_to_itself(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            attended.append(module)
+            query, key, value = args
+            groups = query.unflatten(1, (key.shape[1], -1))
+            return (groups + (key + value)[:, :, None]).flatten(1, 2)
+
         hooks = [
-            module.register_forward_hook(lambda module, args, out: attended.append(module))
+            module.register_forward_hook(attend_to_itself)
             for module in self.modules()
             if isinstance(module, Attention)
         ]
+        last = self.arch.derived_max_model_len - 1
         device = self.inner.get_input_embeddings().weight.device
-        ids = torch.zeros(2, dtype=torch.int64, device=device)
         try:
-            self.forward(ids, torch.arange(2, device=device))
+            # The second token is the same in both: what is before it and how far away differ.
+            first, second = (
+                self.forward(torch.tensor(ids).to(device), torch.tensor(at).to(device))[1]
+                for ids, at in (((0, 1), (0, 1)), ((2, 1), (last, 1)))
+            )
+        except ConfigError as error:
+            raise self._refusal(str(error)) from error
         except Exception as error:  # whatever the modules of an unknown architecture raise
             raise self._refusal(
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
+                f"its modules raise {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(attended) != self.num_layers:
+        if len(attended) != 2 * self.num_layers:
             raise self._refusal(
-                f"{len(attended)} of its {self.num_layers} layers used the attention interface"
+                f"{len(attended) // 2} of its {self.num_layers} layers used the attention interface"
+            )
+        error_limit = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
+        if (first - second).abs().max() > error_limit:
+            raise self._refusal(
+                "what it computes for a token depends on the tokens beside it, not through "
+                "attention alone"
             )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.logits_of(self.lm_head(hidden_states))
+
+    def _refuse_states(self) -> None:
+        """Refuse modules that remember tokens: they take a cache, and do not attend."""
+        for path, module in self.decoder.named_modules():
+            takes_cache = not _CACHE_ARGUMENTS.isdisjoint(signature(module.forward).parameters)
+            if isinstance(module, nn.Conv1d) or (
+                takes_cache and not any(_attends(part) for part in module.modules())
+            ):
+                raise self._refusal(
+                    f"its module {path} ({type(module).__name__}) keeps a state of its own beside "
+                    f"the keys and values of attention"
+                )
+
+    def _fix_rotations(self) -> None:
+        """Give modules that choose the frequencies of rotations by the longest position of a launch
+        those of the longest request, as our own have: another request must not change a token, and
+        a key in the cache has to stay right."""
+        kinds = list(self.arch.hf_config.get("layer_types") or ())
+        for module in self.decoder.modules():
+            given: Any = getattr(module, "rope_type", None)
+            if isinstance(given, str) and _varies(given):
+                self._fix_frequencies(module, "", self.arch.rope)
+                module.rope_type = _FIXED
+            elif isinstance(given, dict) and any(map(_varies, given.values())):
+                for kind in filter(kinds.__contains__, given):
+                    rope = self.arch.layer_ropes[kinds.index(kind)]
+                    self._fix_frequencies(module, f"{kind}_", rope)
+                module.rope_type = dict.fromkeys(given, _FIXED)
+
+    def _fix_frequencies(self, module: Any, prefix: str, rope: RopeConfig | None) -> None:
+        buffer = getattr(module, f"{prefix}inv_freq", None)
+        if rope is None or buffer is None:
+            raise self._refusal("its rotations depend on the longest position of a launch")
+        with torch.device("cpu"):
+            frequencies, factor = rotary_frequencies(rope, self.arch.derived_max_model_len)
+        if frequencies.shape != buffer.shape:
+            raise self._refusal(
+                f"its rotations have {buffer.numel()} frequencies, config.json says "
+                f"{frequencies.numel()}"
+            )
+        buffer.copy_(frequencies)
+        setattr(module, f"{prefix}attention_scaling", factor)
 
     def _use_our_attention(self) -> None:
         found = [m for m in self.decoder.modules() if hasattr(m, "layer_idx") and _attends(m)]
@@ -148,8 +224,16 @@ class TransformersForCausalLM(CausalLM):
         )
 
     def _refusal(self, reason: str) -> ConfigError:
-        names = self.arch.hf_config.get("architectures") or [self.arch.architecture]
-        return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+        return _refusal(self.arch, reason)
+
+
+def _refusal(arch: ModelArch, reason: str) -> ConfigError:
+    names = arch.hf_config.get("architectures") or [arch.architecture]
+    return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+
+
+def _varies(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _attends(module: nn.Module) -> bool:
@@ -164,26 +248,28 @@ def _build(arch: ModelArch) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not lets_attention_mask():
-        raise ConfigError(
-            f"{arch.architecture} cannot run with the modules of transformers "
-            f"{version('transformers')}: 4.53 is the first release whose attention can be "
-            f"replaced. Install a newer one: pip install -U transformers"
+        raise _refusal(
+            arch,
+            f"the installed transformers {version('transformers')} is too old, 4.53 is the first "
+            f"release whose attention can be replaced. Install a newer one: pip install -U "
+            f"transformers",
         )
     _register()
-    config = CONFIG_MAPPING[arch.model_type].from_dict(dict(arch.hf_config))
     try:
+        config = CONFIG_MAPPING[arch.model_type].from_dict(dict(arch.hf_config))
         with _parameters_without_memory():
             return AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=_INTERFACE,
                 **dtype_argument(torch.get_default_dtype()),
             )
-    except (ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # whatever the modules of an architecture raise
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{arch.architecture} of model_type {arch.model_type!r} cannot run with the modules of "
-            f"transformers: {reason}"
-        ) from error
+        if isinstance(error, KeyError) and error.args == (_INTERFACE,):
+            reason = "they choose their attention from a fixed table, which cannot be added to"
+        elif not isinstance(error, (ValueError, ImportError)):
+            reason = f"with this config.json they raise {type(error).__name__}: {reason}"
+        raise _refusal(arch, reason) from error
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
-from vllm.model_executor.models.deepseek import DeepseekLayer, deepseek_options
+from vllm.model_executor.models.deepseek import DeepseekV3Layer, deepseek_options
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.eagle import rotary_of
 from vllm.model_executor.speculators.interface import Speculator
 
 
-class MTPLayer(DeepseekLayer):
+class MTPLayer(DeepseekV3Layer):
     """A layer of the model over a projection of an embedding and a hidden state, both normed
     (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 

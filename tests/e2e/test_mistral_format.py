@@ -1,0 +1,136 @@
+"""Models as Mistral AI publishes them: params.json and consolidated*.safetensors."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.errors import ConfigError, WeightLoadError
+
+MAX_TOKENS = 5
+NAMES = {
+    "model.embed_tokens.": "tok_embeddings.",
+    "lm_head.": "output.",
+    "model.norm.": "norm.",
+    "model.layers.": "layers.",
+    "self_attn.": "attention.",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.": "feed_forward.",
+    "mlp.": "feed_forward.",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+    **{f"{part}_proj": f"w{part}" for part in "qkvo"},
+}
+
+
+def as_published(dense: Path, target: Path) -> Path:
+    """The same model in that format, with the tokenizer of the bundled model."""
+    target.mkdir()
+    config = json.loads((dense / "config.json").read_text())
+    heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        for theirs, native in NAMES.items():
+            name = name.replace(theirs, native)
+        for part, count in heads.items():
+            if f".{part}." in name:  # its heads rotate neighbours
+                size, columns = tensor.shape[0] // count, tensor.shape[1]
+                halves = tensor.view(count, 2, size // 2, columns)
+                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+        tensors[name] = tensor
+    save_file(tensors, target / "consolidated.safetensors")
+    params = {
+        "dim": config["hidden_size"],
+        "n_layers": config["num_hidden_layers"],
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads["wq"],
+        "hidden_dim": config["intermediate_size"],
+        "n_heads": heads["wq"],
+        "n_kv_heads": heads["wk"],
+        "norm_eps": config["rms_norm_eps"],
+        "vocab_size": config["vocab_size"],
+        "rope_theta": config["rope_parameters"]["rope_theta"]
+        if "rope_parameters" in config
+        else config["rope_theta"],
+        "sliding_window": config["sliding_window"],
+    }
+    if "num_local_experts" in config:
+        names = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+        params["moe"] = {key: config[name] for key, name in names.items()}
+    (target / "params.json").write_text(json.dumps(params))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, target)
+    return target
+
+
+@pytest.mark.parametrize(("family", "load_format"), [("mistral", "mistral"), ("mixtral", "auto")])
+def test_tokens_are_those_of_transformers(family, load_format, tmp_path):
+    dense = make_tiny_model(family, tmp_path / "dense")
+    folder = as_published(dense, tmp_path / "published")
+    want = generate(dense, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
+    llm = LLM(str(folder), load_format=load_format, **SHORT_TEXTS)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": r.prompt} for r in want], params, use_tqdm=False)
+    for output, reference in zip(outputs, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
+        assert output.outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistral")
+    return as_published(make_tiny_model("mistral", folder / "dense"), folder / "published")
+
+
+def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
+    """Repositories of Mistral AI often have both."""
+    folder = shutil.copytree(published, tmp_path / "both")
+    shutil.copy(published.parent / "dense" / "config.json", folder)
+    prompt = {"prompt_token_ids": [5, 6, 7, 8]}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    tokens = [
+        LLM(str(each), load_format="mistral", **SHORT_TEXTS)
+        .generate(prompt, params, use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+        for each in (published, folder)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"dim": None}, "has no 'dim'. Download the file again"),
+        ({"n_heads": 2**40}, "'num_attention_heads' must be a whole number from 1 to 65536"),
+        ({"vision_encoder": {}}, "has 'vision_encoder', and models with it are not read from this"),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "has 'quantization', and models with"),
+    ],
+)
+def test_params_that_cannot_be_read_are_named(params, message, published, tmp_path):
+    folder = shutil.copytree(published, tmp_path / "damaged")
+    known = json.loads((folder / "params.json").read_text())
+    (folder / "params.json").write_text(json.dumps(known | params))
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(folder), **SHORT_TEXTS)
+
+
+def test_what_is_missing_is_named(published, tmp_path):
+    without_tokenizer = shutil.copytree(published, tmp_path / "tekken")
+    for path in without_tokenizer.glob("tokenizer*"):
+        path.unlink()
+    (without_tokenizer / "tekken.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tekken\.json alone cannot be read\. Save"):
+        LLM(str(without_tokenizer), **SHORT_TEXTS)
+    without_weights = shutil.copytree(published, tmp_path / "empty")
+    (without_weights / "consolidated.safetensors").unlink()
+    with pytest.raises(WeightLoadError, match=r"no file there is named consolidated\*\.safetensor"):
+        LLM(str(without_weights), load_format="mistral", **SHORT_TEXTS)

@@ -1,0 +1,117 @@
+"""Plug-ins: entry points of an installed package, run once in every process of an engine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_model
+from vllm import envs
+from vllm.utils import plugins
+
+ENTRY_POINTS = """
+[vllm.general_plugins]
+broken = own_models:fail
+own = own_models:register
+"""
+MODULE = '''
+import os
+from pathlib import Path
+
+
+def register():
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    class OwnForCausalLM(LlamaForCausalLM):
+        """Cannot be sent to another process, as it has no place there."""
+
+    with Path(__file__).with_name("calls").open("a") as calls:
+        calls.write(f"{os.getpid()}\\n")
+    ModelRegistry.register_model("OwnForCausalLM", OwnForCausalLM)
+
+
+def fail():
+    raise OSError("no licence")
+'''
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder for sys.path with the package own_models and its dist-info."""
+    info = tmp_path / "own_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (tmp_path / "own_models.py").write_text(MODULE)
+    return tmp_path
+
+
+PROGRAM = """
+import asyncio, sys
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
+
+async def main():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=sys.argv[1], load_format="dummy", dtype="float32", skip_tokenizer_init=True,
+        hf_overrides={"architectures": ["OwnForCausalLM"]}, max_model_len=32,
+        tensor_parallel_size=2, num_gpu_blocks_override=8,
+    ))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    async for output in engine.generate({"prompt_token_ids": [5, 6]}, params, "r"):
+        last = output
+    print("tokens", last.finished)
+    engine.shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(installed, tmp_path):
+    folder = make_tiny_model("llama", tmp_path / "model")
+    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "tokens True" in result.stdout
+    # The process with the API, that of the core, which is rank 0 as well, and rank 1.
+    calls = (installed / "calls").read_text().split()
+    assert len(calls) == len(set(calls)) == 3
+    warning = "the plug-in 'broken' (own_models:fail) has failed, and its models are missing: OSErr"
+    assert result.stderr.count(warning) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "ran", "message"),
+    [
+        (None, ("own",), "'broken'"),
+        ("own", ("own",), None),
+        (
+            "own, other",
+            ("own",),
+            "'other', and no installed package has it; installed: broken",
+        ),
+        ("", (), None),
+    ],
+)
+def test_the_environment_chooses_plug_ins(installed, names, ran, message, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(installed)
+    if names is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+    monkeypatch.setattr(envs, "get", envs.Envs.load)
+    monkeypatch.setattr("vllm.model_executor.models.registry.ModelRegistry._models", {})
+    assert plugins.load_general_plugins.__wrapped__() == ran
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == (message is not None)
+    assert message is None or message in warnings[0]

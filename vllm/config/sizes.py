@@ -1,0 +1,96 @@
+"""Bounds on the numbers in config.json, checked before anything is made of that size."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.errors import ConfigError
+
+MAX_POSITIONS = 2**24
+"""Of a model, stretched rotations included: tables have a row for each."""
+
+MAX_ROTATIONS = 2**32
+"""Positions times rotated elements of a head: numbers in a table."""
+
+_MAX_LAYERS = 1024
+_MAX_HEADS = 2**16
+_MAX_HEAD_SIZE = 2**14
+_MAX_WIDTH = 2**20
+_MAX_EXPERTS = 2**16
+_MAX_EXPERT_LAYERS = 2**15
+"""Layers times experts: each expert of each layer has an entry for every tensor."""
+
+_RANGES: dict[tuple[str, ...], tuple[int, int]] = {
+    ("num_hidden_layers", "n_layer", "n_layers"): (1, _MAX_LAYERS),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, _MAX_HEADS),
+    ("num_key_value_heads", "num_kv_heads", "mamba_n_heads"): (1, _MAX_HEADS),
+    ("n_groups", "mamba_n_groups", "n_group", "topk_group"): (0, _MAX_HEADS),
+    (
+        *("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "state_size"),
+        *("mamba_d_head", "mamba_d_state"),
+    ): (1, _MAX_HEAD_SIZE),
+    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, _MAX_WIDTH),
+    (
+        *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
+        *("intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size"),
+        *("q_lora_rank", "kv_lora_rank", "rotary_dim", "expansion_ratio", "expand"),
+        *("mamba_expand", "conv_kernel", "mamba_d_conv"),
+    ): (0, _MAX_WIDTH),
+    ("vocab_size",): (1, 2**26),
+    ("type_vocab_size",): (0, 2**26),
+    (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+        *("model_max_length", "original_max_position_embeddings"),
+    ): (1, MAX_POSITIONS),
+    (
+        *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
+        "num_experts_per_tok",
+    ): (0, _MAX_EXPERTS),
+}
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse numbers of config.json that no model has.
+
+    Keys that are absent or null are left to whoever reads them.
+
+    Raises:
+        ConfigError: one is no whole number, or out of range. Names it.
+    """
+    for names, (least, most) in _RANGES.items():
+        for name in names:
+            value = config.get(name)
+            if value is None:
+                continue
+            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            if isinstance(value, bool) or not is_whole or not least <= value <= most:
+                raise ConfigError(
+                    f"config.json: '{name}' must be a whole number from {least} to {most}, got "
+                    f"{value!r}. Correct the file, or give another value with hf_overrides"
+                )
+    layers, experts = (
+        next((name for name in names if config.get(name)), None)
+        for names in (_NUM_LAYERS, _NUM_EXPERTS)
+    )
+    if not layers or not experts or config.get("is_moe") is False:  # Doge names some all the same
+        return
+    if config[layers] * config[experts] > _MAX_EXPERT_LAYERS:
+        raise ConfigError(
+            f"config.json: '{layers}' times '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
+            f"{config[layers]} times {config[experts]}. Correct the file, or give other values "
+            f"with hf_overrides"
+        )
+
+
+def check_window(window: object) -> None:
+    """Refuse a sliding window that is in use and is no number of tokens.
+
+    Raises:
+        ConfigError: it is not a whole number of 1 or more.
+    """
+    if type(window) is not int or window < 1:
+        raise ConfigError(
+            f"config.json: 'sliding_window' must be a whole number of tokens of 1 or more, or null "
+            f"for none, got {window!r}. Correct the file, or give another value with hf_overrides"
+        )

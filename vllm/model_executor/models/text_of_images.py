@@ -1,0 +1,35 @@
+"""Language models of checkpoints that also have a part for images, which is not loaded."""
+
+from typing import ClassVar
+
+from vllm.model_executor.models.gemma import Gemma3ForCausalLM
+from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+
+
+class _LanguageModel(CausalLM):
+    """Names in such checkpoints: transformers has moved the language model since 4.52."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        "language_model.": "",
+        "model.language_model.": "model.",
+    }
+    ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
+        f"{level}{part}."
+        for level in ("", "model.")
+        for part in ("vision_tower", "vision_model", "multi_modal_projector")
+    )
+
+
+class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
+    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
+
+
+class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
+    """Llama 4 Scout and Maverick with their part for images (Meta 2025), of which text input is
+    served."""
+
+
+class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
+    """Mistral Small 3.1 and 3.2 (Mistral AI 2025), of which text input is served."""

@@ -1,0 +1,70 @@
+"""Names in checkpoints of the modules of transformers.
+
+Version 5 has its experts in one parameter and has renamed other modules. It maps the names in older
+checkpoints as it loads them, with a table that it publishes (`get_model_conversion_mapping`); the
+same table is applied here, but for experts, which our layer takes one by one.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.mixture import split_by_expert
+from vllm.transformers_utils.transformers_version import renamed_weight, weight_conversions
+
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameter of a module of experts of transformers -> the matrices of one expert in it."""
+
+
+class CheckpointNames:
+    """What the tensors of a checkpoint are in the modules of transformers.
+
+    Args:
+        model: the model of transformers.
+        experts: paths in it of the modules whose place our experts have taken.
+    """
+
+    def __init__(self, model: Any, experts: Collection[str]) -> None:
+        self._conversions = weight_conversions(model)
+        self._experts = frozenset(experts)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Name and tensor in the checkpoint -> those of the model.
+
+        Raises:
+            WeightLoadError: transformers computes its weights from the tensor, and not by a rule
+                that is known here.
+        """
+        one = self._of_one_expert(name)
+        if one is not None:
+            return ((one, source),)
+        found, pattern = renamed_weight(name, self._conversions)
+        if pattern is not None:
+            raise WeightLoadError(
+                f"transformers makes {found} of the tensor {name} and others as it loads the "
+                f"checkpoint, which is not done here. Save the model again with the installed "
+                f"transformers (save_pretrained(folder, save_original_format=False)), and load that"
+            )
+        path, _, parameter = found.rpartition(".")
+        if path in self._experts and parameter in _PARTS:
+            parent = path.removesuffix("experts")
+            names = _PARTS[parameter]
+            size = source.shape[1] // len(names)
+            parts = {part: (index * size, size) for index, part in enumerate(names)}
+            return split_by_expert(parent, source, parts, range(source.shape[0]))
+        return ((found, source),)
+
+    def _of_one_expert(self, name: str) -> str | None:
+        """The name here of a tensor of one expert: a weight, or what a format of quantized weights
+        has in its place. None: it is no such tensor."""
+        stem, _, kind = name.rpartition(".")
+        found, pattern = renamed_weight(f"{stem}.weight", self._conversions)
+        path, _, parameter = found.rpartition(".")
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if pattern is None or expert is None or path not in self._experts:
+            return None
+        sources = next(c.source_patterns for c in self._conversions if pattern in c.source_patterns)
+        part = _PARTS[parameter][sources.index(pattern)]
+        return f"{path}.{expert.group(1)}.{part}.{kind}"

@@ -1,0 +1,75 @@
+"""Models in the format of Mistral AI: `params.json` with `consolidated*.safetensors`.
+
+The names of the tensors are in `loader/mistral_file`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.transformers_utils.json_file import read_json_object
+
+PARAMS = "params.json"
+
+_LENGTH = 32768
+"""Of models that do not say how long a text may be: that of the first ones, 7B and 8x7B."""
+_NEEDED = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+_OPTIONAL = {
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "sliding_window": "sliding_window",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Key there -> key in config.json."""
+_READ = frozenset(
+    (*_NEEDED, *_OPTIONAL, "rope_theta", "moe", "max_seq_len", "max_position_embeddings")
+)
+_WITHOUT_EFFECT = frozenset(
+    ("model_type", "max_batch_size", "causal", "use_cache", "ragged_attention")
+)
+
+
+def read_params(folder: Path) -> dict[str, Any]:
+    """`params.json` as the config.json of the same model.
+
+    Raises:
+        ConfigError: broken JSON, a size is missing, or the model has parts that are not read from
+            this format.
+    """
+    params = read_json_object(folder / PARAMS)
+    given = {key for key, value in params.items() if value not in (None, False)}
+    if unknown := sorted(given - _READ - _WITHOUT_EFFECT):
+        raise ConfigError(
+            f"{PARAMS} of '{folder}' has {unknown[0]!r}, and models with it are not read from this "
+            f"format. Load the files of the same model with a config.json"
+        )
+    config: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    for name, key in _NEEDED.items():
+        if params.get(name) is None:
+            raise ConfigError(f"{PARAMS} of '{folder}' has no {name!r}. Download the file again")
+        config[key] = params[name]
+    config |= {key: params[name] for name, key in _OPTIONAL.items() if name in params}
+    config.setdefault("sliding_window", None)
+    if experts := params.get("moe"):
+        config |= {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": experts["num_experts"],
+            "num_experts_per_tok": experts["num_experts_per_tok"],
+        }
+    length = params.get("max_position_embeddings") or params.get("max_seq_len") or _LENGTH
+    return config | {
+        "max_position_embeddings": length,
+        "rope_theta": float(params.get("rope_theta") or 10000.0),
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }

@@ -1,0 +1,50 @@
+"""Plug-ins of other packages: functions that run once at the start of each process of an engine.
+
+A package names them as entry points of the group `vllm.general_plugins`. They call, for example,
+`ModelRegistry.register_model`.
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from vllm import envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_GROUP = "vllm.general_plugins"
+
+
+@cache
+def load_general_plugins() -> tuple[str, ...]:
+    """Call every plug-in, or those that VLLM_PLUGINS names; later calls in this process do nothing.
+
+    One that raises is reported in a warning, and the others run.
+
+    Returns:
+        Names of those that have run.
+    """
+    found = {entry.name: entry for entry in entry_points(group=_GROUP)}
+    asked = envs.get().VLLM_PLUGINS
+    names = list(found) if asked is None else [name.strip() for name in asked.split(",")]
+    loaded = []
+    for name in filter(None, dict.fromkeys(names)):
+        if name not in found:
+            logger.warning(
+                "VLLM_PLUGINS names the plug-in '%s', and no installed package has it; installed: "
+                "%s",
+                *(name, ", ".join(found) or "none"),
+            )
+            continue
+        try:
+            found[name].load()()
+        except Exception as error:  # whatever the code of another package raises
+            logger.warning(
+                "the plug-in '%s' (%s) has failed, and its models are missing: %s: %s",
+                *(name, found[name].value, type(error).__name__, " ".join(str(error).split())),
+            )
+        else:
+            loaded.append(name)
+    if loaded:
+        logger.info("plug-ins of other packages have run: %s", ", ".join(loaded))
+    return tuple(loaded)
