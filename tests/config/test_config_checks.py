@@ -101,7 +101,8 @@ REFUSED = [
     (
         LoadConfig,
         {"load_format": "npz"},
-        "load_format must be one of auto, safetensors, pt, dummy, sharded_state, gguf, got 'npz'",
+        "load_format must be one of auto, safetensors, pt, dummy, sharded_state, gguf, mistral, "
+        "got 'npz'",
     ),
     (
         ModelConfig,

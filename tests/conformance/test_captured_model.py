@@ -30,8 +30,10 @@ _FOREIGN = {"TransformersForCausalLM"}
 _SAME_LAYERS = {
     *("BaichuanForCausalLM", "BaiChuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
     *("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+    *(f"{family}ForConditionalGeneration" for family in ("Gemma3", "Llama4", "Mistral3")),
 }
-"""Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM."""
+"""Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the
+language models of others."""
 _NEWER = ("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3")
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)

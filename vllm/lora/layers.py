@@ -214,8 +214,7 @@ class AdapterLayers:
                         parts[self.places.embedding.first_part] = part
                         continue
                     for target, source in self._projections(module, b, config):
-                        rows = source.picked(module).read(())
-                        own_a, own_b = target.of_rank(a, rows.to(self._dtype))
+                        own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
                         parts[target.number] = LowRank(own_a, own_b)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
@@ -325,7 +324,7 @@ class AdapterLayers:
         for is_transposed in (config.is_transposed, not config.is_transposed):
             try:
                 found = self._convert(module, rows.T if is_transposed else rows)
-            except RuntimeError:
+            except (RuntimeError, WeightLoadError):
                 continue
             if all(source.shape == (t.output_size, rows.shape[1]) for t, source in found):
                 break
@@ -338,7 +337,8 @@ class AdapterLayers:
         if not all(name in self._targets for name in names):
             return []
         targets = [self._targets[name] for name in names]
-        return [(target, source) for target, (_, source) in zip(targets, found, strict=True)]
+        sources = [source.picked(module) for _, source in found]
+        return list(zip(targets, sources, strict=True))
 
     def _check(
         self,
@@ -363,7 +363,7 @@ class AdapterLayers:
         output_size = sum(target.output_size for target, _ in found)
         sizes = [[rank, found[0][0].input_size], [output_size, rank]]
         self._compare(path, module, rank, [a_shape, b_shape], sizes)
-        shapes = [list(source.picked(module).shape) for _, source in found]
+        shapes = [list(source.shape) for _, source in found]
         if shapes != [[target.output_size, rank] for target, _ in found]:
             raise RequestError(
                 f"{path}: fan_in_fan_out of {module} does not fit the model. Is it an adapter of "

@@ -49,16 +49,12 @@ class HPUPlatform(Platform):
     @cached_property
     def bridge(self) -> "HabanaBridge":
         """The card. The first use loads torch and, of a real card, the driver."""
-        self.check_present()
         return self._open_bridge()
 
     def check_present(self) -> None:
         """See `Platform.check_present`."""
-        if simulated_card() is None and not has_card():
-            raise ConfigError(
-                "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. "
-                "Set VLLM_HPU_SIM=gaudi2 to run on a simulated card"
-            )
+        if simulated_card() is None:
+            _check_card()
 
     @property
     def collectives_backend(self) -> str:
@@ -177,7 +173,16 @@ def _open_simulation(model: str) -> "HabanaBridge":
     )
 
 
+def _check_card() -> None:
+    if not has_card():
+        raise ConfigError(
+            "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. Set "
+            "VLLM_HPU_SIM=gaudi2 to run on a simulated card"
+        )
+
+
 def _open_card() -> "HabanaBridge":
+    _check_card()
     settings = envs.get()
     # The library reads both while it is imported or used, so they come before the import.
     if _wants_lazy_collectives(settings):
