@@ -38,6 +38,7 @@ LEAVES = {
 LAYERS: dict[str, set[str]] = {
     "v1": {"engine"},
     "entrypoints": {
+        "distributed",
         "lora",
         "engine",
         "hpu_check",
