@@ -1,5 +1,5 @@
-"""Several ranks on one CPU machine: the exchanges between two processes, and two tensor ranks or two
-stages of one thread each against one process of two threads.
+"""Several ranks on one CPU machine: the exchanges between two processes, and two tensor ranks or
+two stages of one thread each against one process of two threads.
 
 Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of all
 kinds run in turn, each in a process of its own. Prints JSON, and a table on stderr; times in us are

@@ -1,8 +1,6 @@
 """Stages that run as programs: each takes what the one before has returned, and the last one has
 the bits of the whole model's modules."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,22 +20,15 @@ from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
-from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.operators import CPUOps
 
-pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+pytestmark = [
+    pytest.mark.usefixtures("cpu_ops"),
+    pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
+]
 
 FAMILIES = [family for family in ALL_FAMILIES if family not in STATE_FAMILIES]
 """No program has states."""
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = get_ops()
-    set_ops(CPUOps())
-    yield
-    set_ops(before)
 
 
 def load(folder, dtype: str, index: int = 0, count: int = 1) -> CausalLM:
