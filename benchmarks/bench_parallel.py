@@ -32,6 +32,8 @@ NUM_WARM_UPS, NUM_CALLS = 20, 200
 NUM_BYTES = (8192, 65536, 1 << 20)
 BATCH_SIZES = (1, 16, 32)
 PREFILL_TOKENS = 512
+PROMPT_TOKENS = 8
+"""Of each request whose decodes are timed."""
 SIZES: dict[str, dict[str, int]] = {
     "one": {},
     "tp 2": {"tensor_parallel_size": 2},
@@ -132,9 +134,9 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     prefill_s = min(run(1, PREFILL_TOKENS, 1, seed) for seed in range(num_runs))
     found["prefill_tokens_per_s"] = round(PREFILL_TOKENS / prefill_s)
     for batch_size in BATCH_SIZES:
-        first_s = min(run(batch_size, 32, 1, seed) for seed in range(num_runs))
+        first_s = min(run(batch_size, PROMPT_TOKENS, 1, seed) for seed in range(num_runs))
         broadcasts.times.clear()
-        whole_s = min(run(batch_size, 32, output_len, seed) for seed in range(num_runs))
+        whole_s = min(run(batch_size, PROMPT_TOKENS, output_len, seed) for seed in range(num_runs))
         decode_ms = (whole_s - first_s) / (output_len - 1) * 1e3
         found[f"decode_{batch_size}_ms"] = round(decode_ms, 3)
         if broadcasts.times:
@@ -194,6 +196,7 @@ def main() -> None:
             for engine in SIZES:
                 found = in_process(args, engine)
                 results.append({"round": number, "engine": engine, **found})
+                print(results[-1], file=sys.stderr)  # the rest may take minutes
         results += [ratios(engine, results) for engine in SIZES if SIZES[engine]]
     report("parallel", {"model": args.model, "output_len": args.output_len}, results)
 
