@@ -1,9 +1,12 @@
-"""Tensor parallelism on one CPU machine: the exchanges between two processes, and two ranks of one
-thread each against one process of two threads.
+"""Several ranks on one CPU machine: the exchanges between two processes, and two tensor ranks or
+two stages of one thread each against one process of two threads.
 
-Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of both
+Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of all
 kinds run in turn, each in a process of its own. Prints JSON, and a table on stderr; times in us are
 the tenth percentile and the median, others the least of the runs, which other work disturbs least.
+The last rows compare both kinds of two ranks with one process: above 1 is faster, of the start it
+is slower. A time of decodes is that of one token of each request. Two stages run 32 requests in
+steps of 16, so they read each weight as often as one process that runs 16.
 """
 
 import argparse
@@ -27,8 +30,16 @@ from vllm.ops.cpu.library import require_cpu_kernels
 
 NUM_WARM_UPS, NUM_CALLS = 20, 200
 NUM_BYTES = (8192, 65536, 1 << 20)
-BATCH_SIZES = (1, 16)
+BATCH_SIZES = (1, 16, 32)
 PREFILL_TOKENS = 512
+PROMPT_TOKENS = 8
+"""Of each request whose decodes are timed."""
+SIZES: dict[str, dict[str, int]] = {
+    "one": {},
+    "tp 2": {"tensor_parallel_size": 2},
+    "pp 2": {"pipeline_parallel_size": 2},
+}
+"""Of the groups of ranks of each engine. All of them have two threads."""
 
 
 def quantiles_us(times: list[float]) -> str:
@@ -87,25 +98,28 @@ class TimedBroadcasts:
         self.times: list[float] = []
         send = RankGroup.broadcast
 
-        def timed(group: RankGroup, message: Any) -> None:
+        def timed(group: RankGroup, *args: Any) -> None:
             started = time.perf_counter()
-            send(group, message)
+            send(group, *args)
             self.times.append(time.perf_counter() - started)
 
         RankGroup.broadcast = timed  # type: ignore[method-assign]
 
 
-def measure_engine(model: str, num_ranks: int, output_len: int, num_runs: int) -> dict[str, Any]:
+def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine, and time its prefills and decodes."""
+    output_len, num_runs = args.output_len, args.num_runs
     broadcasts = TimedBroadcasts()
     started = time.perf_counter()
     llm = LLM(
-        model,
-        tensor_parallel_size=num_ranks,
+        args.model,
+        load_format=args.load_format,
+        skip_tokenizer_init=True,
         max_model_len=2048,
         enable_prefix_caching=False,
         num_gpu_blocks_override=1024,
         use_tqdm_on_load=False,
+        **SIZES[args.engine],
     )
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}
     vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
@@ -120,9 +134,9 @@ def measure_engine(model: str, num_ranks: int, output_len: int, num_runs: int) -
     prefill_s = min(run(1, PREFILL_TOKENS, 1, seed) for seed in range(num_runs))
     found["prefill_tokens_per_s"] = round(PREFILL_TOKENS / prefill_s)
     for batch_size in BATCH_SIZES:
-        first_s = min(run(batch_size, 32, 1, seed) for seed in range(num_runs))
+        first_s = min(run(batch_size, PROMPT_TOKENS, 1, seed) for seed in range(num_runs))
         broadcasts.times.clear()
-        whole_s = min(run(batch_size, 32, output_len, seed) for seed in range(num_runs))
+        whole_s = min(run(batch_size, PROMPT_TOKENS, output_len, seed) for seed in range(num_runs))
         decode_ms = (whole_s - first_s) / (output_len - 1) * 1e3
         found[f"decode_{batch_size}_ms"] = round(decode_ms, 3)
         if broadcasts.times:
@@ -131,10 +145,11 @@ def measure_engine(model: str, num_ranks: int, output_len: int, num_runs: int) -
     return found
 
 
-def in_process(args: argparse.Namespace, num_ranks: int, num_threads: int) -> dict[str, Any]:
-    """The same in a process of its own with that many threads for each rank."""
-    arguments = ["--model", args.model, "--num-ranks", str(num_ranks)]
+def in_process(args: argparse.Namespace, engine: str) -> dict[str, Any]:
+    """The same in a process of its own, with two threads for all ranks."""
+    arguments = ["--model", args.model, "--load-format", args.load_format, "--engine", engine]
     arguments += ["--output-len", str(args.output_len), "--num-runs", str(args.num_runs)]
+    num_threads = 1 if SIZES[engine] else 2
     variables = {"OMP_NUM_THREADS": str(num_threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
@@ -147,24 +162,42 @@ def in_process(args: argparse.Namespace, num_ranks: int, num_threads: int) -> di
     return found
 
 
+def ratios(engine: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best of an engine's rounds over the best of one process."""
+
+    def best(name: str, key: str) -> float:
+        values = [float(row[key]) for row in results if row.get("engine") == name]
+        return max(values) if key.endswith("_per_s") else min(values)
+
+    found: dict[str, Any] = {"engine": f"{engine} / one"}
+    for key in ("start_s", "prefill_tokens_per_s", *(f"decode_{n}_ms" for n in BATCH_SIZES)):
+        ratio = best(engine, key) / best("one", key)
+        found[key] = round(1 / ratio if key.startswith("decode") else ratio, 3)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder of a model; not given: exchanges only")
-    parser.add_argument("--num-rounds", type=int, default=3, help="runs of each engine")
-    parser.add_argument("--num-runs", type=int, default=3, help="of each workload on an engine")
-    parser.add_argument("--output-len", type=int, default=64, help="output tokens per request")
-    parser.add_argument("--num-ranks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--load-format", default="auto", help="of the model; dummy: config.json is enough"
+    )
+    parser.add_argument("--num-rounds", type=int, default=2, help="runs of each engine")
+    parser.add_argument("--num-runs", type=int, default=2, help="of each workload on an engine")
+    parser.add_argument("--output-len", type=int, default=16, help="output tokens per request")
+    parser.add_argument("--engine", choices=SIZES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.num_ranks is not None:
-        found = measure_engine(args.model, args.num_ranks, args.output_len, args.num_runs)
-        print(json.dumps(found))
+    if args.engine is not None:
+        print(json.dumps(measure_engine(args)))
         return
     results = all_reduces()
-    for number in range(args.num_rounds if args.model else 0):
-        for num_ranks, num_threads in ((1, 2), (2, 1)):
-            found = in_process(args, num_ranks, num_threads)
-            name = f"{num_ranks} x {num_threads} threads"
-            results.append({"round": number, "engine": name, **found})
+    if args.model:
+        for number in range(args.num_rounds):
+            for engine in SIZES:
+                found = in_process(args, engine)
+                results.append({"round": number, "engine": engine, **found})
+                print(results[-1], file=sys.stderr)  # the rest may take minutes
+        results += [ratios(engine, results) for engine in SIZES if SIZES[engine]]
     report("parallel", {"model": args.model, "output_len": args.output_len}, results)
 
 

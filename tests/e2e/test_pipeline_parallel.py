@@ -19,10 +19,13 @@ from tests.e2e.ranks import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
+from tools.save_sharded_state import save
 from vllm import LLM, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor.rank_group import RankError
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.program import Program
 
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 """For layers with windows of their own."""
@@ -81,6 +84,25 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(family, tmp_path,
     assert_stages_are_one(family, 1, 2, tmp_path, monkeypatch)
 
 
+def test_stages_on_the_cpu_run_as_programs(folder, monkeypatch):
+    if load_cpu_kernels() is None:
+        pytest.skip("the kernels are not built")
+    # Weights of float32 are not packed. A prompt is not cut, as that rounds elsewhere.
+    values = MORE_BLOCKS | {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+    want = generate(LLM(folder, **values))
+    num_launches = []
+    forward = Program.forward
+    monkeypatch.setattr(
+        Program,
+        "forward",
+        lambda self, *args: num_launches.append(self.given_width) or forward(self, *args),
+    )
+    llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **values)
+    assert_same(generate(llm), want)
+    assert num_launches.count(0) * 2 == num_launches.count(64) > 0
+    executor_of(llm).shutdown()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
@@ -97,6 +119,20 @@ def test_a_stage_has_the_weights_of_its_layers_alone(folder, monkeypatch):
         {"1"},
         {"2", "model.norm.weight", "lm_head.weight"},
     ]
+    executor_of(llm).shutdown()
+
+
+def test_stages_read_files_of_their_own(folder, tmp_path, monkeypatch):
+    save(folder, tmp_path / "split", 2, "float32", 2)
+    llm = in_stages(
+        monkeypatch,
+        str(tmp_path / "split"),
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        load_format="sharded_state",
+        **ENGINE,
+    )
+    assert_same(generate(llm), generate(LLM(folder, **ENGINE)))
     executor_of(llm).shutdown()
 
 

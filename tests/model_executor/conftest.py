@@ -1,11 +1,13 @@
-"""The tiny checkpoint of a family, made once per session."""
+"""The tiny checkpoint of a family, made once per session, and the operators of the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import make_tiny_model
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.operators import CPUOps
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return get
+
+
+@pytest.fixture
+def cpu_ops() -> Iterator[None]:
+    """The operators are those of the CPU, as programs need, for one test."""
+    before = get_ops()
+    set_ops(CPUOps())
+    yield
+    set_ops(before)

@@ -203,6 +203,7 @@ def make_model(
 
 def prepare(model: Any, stored_as: Any, dtype: torch.dtype) -> Any:
     """Pack the weights, and bind caches."""
+    model.dtype = dtype
     model.to(dtype)
     for module in model.modules():
         if isinstance(module, (RotaryEmbedding, GroupedRouter)):
@@ -265,13 +266,13 @@ class Requests:
 
 def run_fused(
     fused: Program,
-    input_ids: Tensor,
+    inputs: Tensor,
     positions: Tensor,
     metadata: RaggedMetadata,
     replaced: ReplacedTokens | None = None,
 ) -> Tensor:
     return fused.forward(
-        input_ids,
+        inputs,
         positions,
         metadata.slot_mapping,
         metadata.block_tables,
@@ -284,10 +285,9 @@ def run_fused(
 
 def run_head(head: Program, hidden_states: Tensor) -> Tensor:
     """The logits of dense hidden states [T, hidden], as a step of decodes gets them."""
-    head._launch.given = hidden_states.data_ptr()
     counts = [1] * len(hidden_states)
     _, positions, metadata = Requests(len(counts)).launch(counts)
-    return run_fused(head, torch.zeros_like(positions), positions, metadata)
+    return run_fused(head, hidden_states, positions, metadata)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Ranks that run their parts as programs: the bits of their modules, near the results of one."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +29,13 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
-from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.operators import CPUOps
 
-pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+pytestmark = [
+    pytest.mark.usefixtures("cpu_ops"),
+    pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
+]
 
 NOT_HERE = (
     *("olmo2", "olmo3", "olmoe"),
@@ -56,14 +57,6 @@ WITH_EXPERTS = [
 ]
 LAUNCHES = [[9, 1, 23], [1, 1, 40], [1, 1, 1]]
 LaunchOfOne = tuple[Tensor, Tensor, Any]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = get_ops()
-    set_ops(CPUOps())
-    yield
-    set_ops(before)
 
 
 @dataclass

@@ -3,8 +3,6 @@
 An engine packs bfloat16 weights only, so nothing else compares the two without its roundings.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,10 +19,12 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
-from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.cpu.operators import load_cpu_kernels
 
-pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+pytestmark = [
+    pytest.mark.usefixtures("cpu_ops"),
+    pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
+]
 
 FAMILIES = [
     family
@@ -34,14 +34,6 @@ FAMILIES = [
 ]
 LAUNCHES = [23, 30, *[1] * 7]
 """New tokens of the one request: a prompt in two parts, then decodes."""
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = get_ops()
-    set_ops(CPUOps())
-    yield
-    set_ops(before)
 
 
 @torch.inference_mode()

@@ -1,15 +1,26 @@
 """Weights saved per rank are the weights that each rank loads from the checkpoint."""
 
 import shutil
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
+from tests.model_executor.helpers import (
+    load,
+    logits_of,
+    make_config,
+    prompt_of,
+    read_arch,
+    reference_logits,
+)
 from tools.save_sharded_state import save
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.loader import load_model
 
 INPUT_IDS = prompt_of(12)
 
@@ -47,6 +58,35 @@ def test_each_of_two_ranks_gets_its_own_part(tiny_model, tmp_path):
     files[1].write_bytes(files[1].read_bytes()[:-100])
     with pytest.raises(WeightLoadError, match="damaged"):
         load(tmp_path / "out", TPGroup(1, 2), load_format="sharded_state")
+
+
+def load_part(folder, tp: TPGroup, stage: Stage, **values: Any) -> nn.Module:
+    config = make_config(folder, **values)
+    return load_model(config, tp, torch.device("cpu"), stage=stage)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite_code"])  # the second one has tied embeddings
+def test_each_stage_gets_its_own_layers(tiny_model, tmp_path, family):
+    folder, out = tiny_model(family), tmp_path / "out"
+    files = save(str(folder), out, 2, "float32", 2)
+    assert [file.name for file in files] == [
+        f"model-rank-{rank}-part-0.safetensors" for rank in range(4)
+    ]
+    num_layers = read_arch(folder).num_layers
+    for index, rank in product((0, 1), (0, 1)):
+        part = TPGroup(rank, 2), Stage.of(index, 2, num_layers)
+        got = load_part(out, *part, load_format="sharded_state").state_dict()
+        want = load_part(folder, *part).state_dict()
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.raises(WeightLoadError, match=r"tensor-parallel-size is 1 and --pipeline.* is 2"):
+        load_part(out, TPGroup(), Stage.of(0, 2, num_layers), load_format="sharded_state")
+    message = r"tensor_parallel_size=2, .* this rank needs the part tensor_parallel_size=4, .* Save"
+    with pytest.raises(WeightLoadError, match=message):
+        load(out, TPGroup(1, 4), load_format="sharded_state")
+    uneven = Stage.of(1, 2, 4, (3, 1))
+    with pytest.raises(WeightLoadError, match=r"first_layer=., .* needs .* first_layer=3, last_l"):
+        load_part(out, TPGroup(0, 2), uneven, load_format="sharded_state")
 
 
 def test_scales_of_a_cache_are_kept(tiny_model, tmp_path):

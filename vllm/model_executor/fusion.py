@@ -30,6 +30,9 @@ _lock = threading.Lock()
 def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
     """The forward pass of a model whose weights are packed and whose caches are bound.
 
+    A stage of a pipeline is a program of its own: one after the first takes hidden states in place
+    of token ids.
+
     Args:
         model: to run.
         inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
@@ -40,28 +43,33 @@ def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
     """
 
     def record() -> Program:
-        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-        recorder = Recorder(next(dtypes, torch.float32))
+        recorder = Recorder(model.dtype)
         positions: Any = Ids(recorder, is_position=True)
         launch: Any = recorder  # whatever a launch replaces, and whatever adapters it has
         context = LaunchContext(
             attention=recorder, positions=positions, replaced=launch, adapters=launch
         )
         with _recording(recorder), share_context(model).running(context):
-            input_ids: Any = Ids(recorder, is_position=False)
+            given: Any = None
+            if not model.stage.is_first:
+                given = recorder.given(model.arch.hidden_size)
+            inputs: Any = Ids(recorder, is_position=False) if given is None else given
             taps: Any
             result: Any
             if inner_layers:
-                result, taps = model.forward_and_inputs(input_ids, positions, inner_layers)
+                result, taps = model.forward_and_inputs(inputs, positions, inner_layers)
             else:
-                result, taps = model(input_ids, positions), ()
-        return Program(recorder, result, taps=taps)
+                result, taps = model(inputs, positions), ()
+        return Program(recorder, result, given, taps)
 
     return _fused("forward pass", model, record)
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
-    """The same of `model.compute_logits`, for the hidden states that `forward` returns."""
+    """The same of `model.compute_logits`, for the hidden states that `forward` returns. A stage of
+    a pipeline that is not the last one has no head."""
+    if not model.stage.is_last:
+        return None
 
     def record() -> Program:
         recorder = Recorder(forward.dtype)
@@ -75,8 +83,6 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
 
 def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
     if load_cpu_kernels() is None:
-        return None
-    if model.stage.count != 1:
         return None
     try:
         program = record()

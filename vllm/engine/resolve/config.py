@@ -128,7 +128,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     hpu = resolve_hpu_config(
         _section(HPUConfig, settings), has_slices=may_move or not cache.enable_prefix_caching
     )
-    parallel = resolve_parallel(parallel, model, load)
+    parallel = resolve_parallel(parallel, model)
     config = VllmConfig(
         model=model,
         cache=cache,

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from vllm import envs
-from vllm.config import LoadConfig, ModelConfig, ParallelConfig
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.parallel import even_partition
 from vllm.errors import ConfigError
 
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
-def resolve_parallel(asked: ParallelConfig, model: ModelConfig, load: LoadConfig) -> ParallelConfig:
+def resolve_parallel(asked: ParallelConfig, model: ModelConfig) -> ParallelConfig:
     """The sizes of the groups, with the layers of each stage.
 
     Raises:
@@ -19,15 +19,10 @@ def resolve_parallel(asked: ParallelConfig, model: ModelConfig, load: LoadConfig
     size = asked.pipeline_parallel_size
     if size == 1:
         return asked
-    reason = None
     if model.pooler is not None:
-        reason = f"needs a model that generates, and '{model.model}' runs with pooling"
-    elif load.load_format == "sharded_state":
-        reason = "cannot read load_format='sharded_state', which is divided over tensor ranks alone"
-    if reason is not None:
         raise ConfigError(
-            f"pipeline_parallel_size={size} {reason}. Leave it out; tensor_parallel_size splits "
-            f"a model over devices, too"
+            f"pipeline_parallel_size={size} needs a model that generates, and '{model.model}' runs "
+            f"with pooling. Leave it out; tensor_parallel_size splits a model over devices, too"
         )
     num_layers = model.resolved_arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)

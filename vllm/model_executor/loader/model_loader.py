@@ -74,6 +74,8 @@ def load_model(
     files: list[Path] = []
     if config.load.load_format != "dummy":
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
+    if config.load.load_format == "sharded_state":
+        files = [shard_of(files, tp, stage or Stage(0, arch.num_layers))]
     asked = (quantization_of(config.model), stored_format(files), dense_format)
     formats = [f for f in asked if f is not None]
     for quantization in formats:
@@ -155,16 +157,13 @@ def _read(
     else:
         _check_size(num_bytes, files)
         memory = ParameterMemory(model, device, on_host)
-        is_split = config.load.load_format == "sharded_state"
-        if is_split:
-            files = [shard_of(files, tp)]
         show_bar = config.load.use_tqdm_on_load
         with closing(
             iterate_tensors(
                 files, show_bar, lambda done: startup_progress.report(phase, done, len(files))
             )
         ) as tensors:
-            if is_split:
+            if config.load.load_format == "sharded_state":
                 load_parameters(
                     model, tensors, prepare=memory.allocate, finish=finisher.finish_filled
                 )

@@ -1,7 +1,8 @@
 """Weights that were split over ranks beforehand: each rank reads its own file, and nothing else.
 
 A file has the parameters of one rank by their names in the model, as they are before a layer brings
-them into the layout that runs. So it does not depend on the device.
+them into the layout that runs. So it does not depend on the device. Its metadata says which part of
+the model that is.
 """
 
 from collections.abc import Callable
@@ -9,12 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.attention.cache_scales import is_one_number
-from vllm.distributed import TPGroup
+from vllm.distributed import RankLayout, Stage, TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
@@ -22,26 +24,66 @@ from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import find_files, shard_name
 
 
-def shard_of(files: list[Path], tp: TPGroup) -> Path:
+def shard_of(files: list[Path], tp: TPGroup, stage: Stage) -> Path:
     """The file of this rank, of all files of a folder.
 
     Raises:
-        WeightLoadError: they are for another number of ranks.
+        WeightLoadError: they are for another number of ranks, or for other parts of the model.
     """
+    layout = RankLayout(tensor_size=tp.size, pipeline_size=stage.count)
     names = [path.name for path in files]
-    if sorted(names) != sorted(shard_name(rank) for rank in range(tp.size)):
+    again = "Save them again with tools/save_sharded_state.py"
+    if sorted(names) != sorted(shard_name(rank) for rank in range(layout.world_size)):
         raise WeightLoadError(
             f"{files[0].parent} has weights for {len(files)} ranks ({', '.join(sorted(names))}), "
-            f"but --tensor-parallel-size is {tp.size}. Save them again for {tp.size} ranks with "
-            f"tools/save_sharded_state.py"
+            f"but --tensor-parallel-size is {tp.size} and --pipeline-parallel-size is "
+            f"{stage.count}. {again} for {layout.world_size} ranks"
         )
-    return files[names.index(shard_name(tp.rank))]
+    file = files[names.index(_file_name(tp, stage))]
+    found, wanted = _read_part(file), _part(tp, stage)
+    if found and found != wanted:
+        raise WeightLoadError(
+            f"{file} has the part {_named(found)} of the model, but this rank needs the part "
+            f"{_named(wanted)}. {again} for these sizes, or load them with those they were saved "
+            f"for"
+        )
+    return file
+
+
+def _file_name(tp: TPGroup, stage: Stage) -> str:
+    layout = RankLayout(tensor_size=tp.size, pipeline_size=stage.count)
+    return shard_name(layout.tensor_groups[stage.index][tp.rank])
+
+
+def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:
+    """Which part of a model a rank has, as the metadata of a file."""
+    return {
+        "tensor_parallel_size": str(tp.size),
+        "tensor_parallel_rank": str(tp.rank),
+        "first_layer": str(stage.first_layer),
+        "last_layer": str(stage.end_layer - 1),
+    }
+
+
+def _read_part(file: Path) -> dict[str, str]:
+    """What `_part` has said when the file was saved; empty where it says nothing."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise WeightLoadError(f"{file} is damaged or not a safetensors file: {error}") from error
+    return {name: metadata[name] for name in _part(TPGroup(), Stage(0, 1)) if name in metadata}
+
+
+def _named(part: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in part.items())
 
 
 @torch.no_grad()
 def save_shard(
     model: LoadableModel,
     tp: TPGroup,
+    stage: Stage,
     source: Path,
     target: Path,
     prepare: Callable[[nn.Module], None],
@@ -49,8 +91,9 @@ def save_shard(
     """Read one rank's weights from a checkpoint, and write them to its file.
 
     Args:
-        model: of this rank, on the meta device.
-        tp: the rank; needs no process group.
+        model: of this rank, with the layers of its stage alone, on the meta device.
+        tp: the rank among those that share its layers; needs no process group.
+        stage: of the rank.
         source: folder of the checkpoint.
         target: folder for the file.
         prepare: gives the parameters of a module memory.
@@ -72,6 +115,6 @@ def save_shard(
             for of, scales in (("k", module.key_scales), ("v", module.value_scales)):
                 if not (scales == 1).all():
                     state[f"{path}.{of}_scale"] = scales[:1] if is_one_number(scales) else scales
-    file = target / shard_name(tp.rank)
-    save_file(state, file)
+    file = target / _file_name(tp, stage)
+    save_file(state, file, metadata=_part(tp, stage))
     return file

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
@@ -15,6 +16,9 @@ class LoadableModel(nn.Module, ABC):
     """Parameters that a checkpoint fills.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
+
+    Attributes:
+        dtype: of activations, and of parameters unless a layer says otherwise.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
@@ -33,6 +37,7 @@ class LoadableModel(nn.Module, ABC):
         super().__init__()
         self.arch = arch
         self.tp = tp
+        self.dtype = torch.get_default_dtype()
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """What a tensor of the checkpoint is here: one or several tensors.

@@ -58,6 +58,8 @@ class Program:
         self.given_width = given.width if given is not None else 0
         if not recorder.operations or result.offset:
             raise NotFusibleError("the result begins inside a buffer, or there are no operations")
+        if given is not None and given.buffer is result.buffer:
+            raise NotFusibleError("what a launch brings is its result, too")
         kernels = library.of[self.dtype]
         self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
@@ -127,7 +129,7 @@ class Program:
 
     def forward(
         self,
-        input_ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
         block_tables: Tensor,
@@ -142,7 +144,8 @@ class Program:
         G groups of layers have block tables of their own; the dimension may lack where G is 1.
 
         Args:
-            input_ids: [T] int64.
+            inputs: token ids [T] int64; [T, given_width] where a launch brings rows, which may be
+                overwritten.
             positions: [T] int64.
             slot_mapping: [G, T] int64: where keys and values go; negative: nowhere.
             block_tables: [G, B, max_blocks] int32, rows dense.
@@ -161,15 +164,18 @@ class Program:
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
         """
-        num_tokens, num_requests = len(input_ids), len(seq_lens)
-        _check_vector("input_ids", input_ids, torch.int64, num_tokens)
-        _check_vector("positions", positions, torch.int64, num_tokens)
+        num_tokens, num_requests = len(inputs), len(seq_lens)
+        if self.given_width:
+            _check_dense("inputs", inputs, self.dtype, num_tokens, self.given_width)
+        else:
+            _check_dense("input_ids", inputs, torch.int64, num_tokens)
+        _check_dense("positions", positions, torch.int64, num_tokens)
         if slot_mapping.dim() == 1:
             slot_mapping, block_tables = slot_mapping[None], block_tables[None]
         num_groups = max(self.num_groups, 1)
-        _check_vector("slot_mapping", slot_mapping.flatten(), torch.int64, num_groups * num_tokens)
-        _check_vector("seq_lens", seq_lens, torch.int32, num_requests)
-        _check_vector("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
+        _check_dense("slot_mapping", slot_mapping.flatten(), torch.int64, num_groups * num_tokens)
+        _check_dense("seq_lens", seq_lens, torch.int32, num_requests)
+        _check_dense("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
         _check_tables(block_tables, num_groups, num_requests)
         if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
             num_decodes == num_requests != num_tokens
@@ -180,7 +186,10 @@ class Program:
         num_threads = _num_threads()
         out = torch.empty(num_tokens, self._out_width, dtype=self.dtype)
         launch = self._launch
-        launch.input_ids = input_ids.data_ptr()
+        if self.given_width:
+            launch.given = inputs.data_ptr()
+        else:
+            launch.input_ids = inputs.data_ptr()
         launch.positions = positions.data_ptr()
         launch.slot_mapping = slot_mapping.data_ptr()
         launch.block_tables = block_tables.data_ptr()
@@ -203,7 +212,7 @@ class Program:
         launch.taps = ctypes.addressof(taps)
         status = self._forward(*self._addresses, num_threads)
         if status != self._status.kDone:
-            self._refuse(status, input_ids, positions, slot_mapping, block_tables, seq_lens)
+            self._refuse(status, inputs, positions, slot_mapping, block_tables, seq_lens)
         return out if self.width == self._out_width else out[:, : self.width]
 
     def take_taps(self, num_tokens: int) -> ctypes.Array[ctypes.c_void_p]:
@@ -260,7 +269,7 @@ class Program:
     def _refuse(
         self,
         status: int,
-        input_ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
         block_tables: Tensor,
@@ -277,7 +286,7 @@ class Program:
                 f"at row {bad}"
             )
         if status == known.kBadToken:
-            raise IndexError(f"input_ids[{bad}] is {input_ids[bad]} of {program.vocab_size} rows")
+            raise IndexError(f"input_ids[{bad}] is {inputs[bad]} of {program.vocab_size} rows")
         if status == known.kBadPosition:
             raise IndexError(
                 f"positions[{bad}] is {positions[bad]}, the model has {program.max_positions} "
@@ -414,11 +423,11 @@ def _pointer(x: Operand | None) -> int | None:
     return x.data_ptr() if isinstance(x, Tensor) else x.address
 
 
-def _check_vector(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:
-    if x.dtype != dtype or x.shape != (size,) or not x.is_contiguous() or not x.is_cpu:
+def _check_dense(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
+    if x.dtype != dtype or x.shape != sizes or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(
             f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}, "
-            f"it must be {dtype} [{size}], dense on cpu"
+            f"it must be {dtype} {list(sizes)}, dense on cpu"
         )
 
 

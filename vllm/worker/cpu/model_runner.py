@@ -120,7 +120,7 @@ class CPUModelRunner(ModelRunner):
             slot_mapping = torch.stack([slot_mapping, *more_slots])
             block_tables = torch.stack([block_tables, *more_tables])
         result = self._fused.forward(
-            model_input.input_ids,
+            self._inputs(model_input.input_ids),
             context.positions,
             slot_mapping,
             block_tables,
@@ -144,8 +144,8 @@ class CPUModelRunner(ModelRunner):
             return
         self._is_fused_known = True
         self._fused = fuse(self.model, () if self.reader is None else self.reader.inner_layers)
-        if self._fused is None:
-            return
+        if self._fused is None or self.stage.count > 1:
+            return  # a stage has only a part of a step
         head = fuse_head(self.model, self._fused)
         if head is None:
             return
