@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.lora_files import greedy
 from tests.reference_model import load_reference
@@ -48,16 +49,18 @@ def save(
     seed: int,
     options: dict[str, Any],
     targets: dict[str, Any] | None = None,
+    size: float = 0.3,
 ) -> list[Any]:
     """Tokens and log-probabilities of peft, with the adapter beside the weights and merged; with
     targets, beside them alone."""
     torch.manual_seed(seed)
     chosen = targets or {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
-    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **chosen, **options)
+    chosen = chosen | options
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **chosen)
     adapted = peft.get_peft_model(load_reference(model), config).eval()
     for name, parameter in adapted.named_parameters():
         if ".lora_B." in name or ".lora_embedding_" in name:
-            parameter.data *= 0.3 / options["r"] ** 0.5
+            parameter.data *= size / options["r"] ** 0.5
     adapted.save_pretrained(folder)
     beside = greedy(adapted, PROMPT, NUM_TOKENS)
     if targets:  # merging would change what is tied to it, too
@@ -144,3 +147,59 @@ def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
         wanted.append(save(family, model, folder, number, options, chosen))
         adapters.append(LoRARequest("+".join(targets), number, str(folder)))
     assert_outputs(model, adapters, wanted)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+"""Parameters with the matrices of all experts of a layer."""
+OF_EXPERTS: list[dict[str, Any]] = [
+    {"target_modules": _ATTENTION, "target_parameters": EXPERTS},
+    {"target_modules": [], "target_parameters": EXPERTS[:1]},
+    {"target_modules": [], "target_parameters": EXPERTS[1:]},
+]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        "qwen2_moe",
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("deepseek_v2", "deepseek_v3")),
+    ],
+)
+def test_experts_are_those_of_peft(family, tmp_path):
+    model = make_tiny_model(family, tmp_path / "model")
+    wanted, adapters = [], []
+    for number, targets in enumerate(OF_EXPERTS, 1):
+        folder = tmp_path / str(number)
+        options = {"r": 3 * number, "lora_alpha": 8, "use_rslora": number == 2}
+        latent = family.startswith("deepseek") and targets["target_modules"]
+        chosen = targets | ({"target_modules": _LATENT} if latent else {})
+        wanted.append(save(family, model, folder, number, options | chosen, size=3))
+        adapters.append(LoRARequest(str(number), number, str(folder)))
+    assert_outputs(model, adapters, wanted)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_that_are_stored_one_by_one_are_those_of_peft(family, tmp_path):
+    """As peft saved them when transformers had a linear layer for each matrix of an expert."""
+    model = make_tiny_model(family, tmp_path / "model")
+    stored = {
+        name.removesuffix(".weight"): list(tensor.shape)
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if ".experts." in name
+    }
+    rng, tensors, rank = torch.Generator().manual_seed(5), {}, 4
+    for name, (outputs, inputs) in stored.items():
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            values = torch.randn(shape, generator=rng) * 0.5
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    names = sorted({name.rpartition(".")[2] for name in stored})
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2, target_modules=names)
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    reference = peft.PeftModel.from_pretrained(load_reference(model), folder).eval()
+    wanted = [greedy(reference, PROMPT, NUM_TOKENS)]
+    assert_outputs(model, [LoRARequest("one by one", 1, str(folder))], [wanted])

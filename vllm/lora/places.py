@@ -20,6 +20,9 @@ class AdaptedPlaces:
     """The input embedding, which is one of them, with a token of the vocabulary as each input;
     None: it is on another rank."""
 
+    experts: range = range(0)
+    """Numbers of the projections of experts, two layers for each expert of this rank."""
+
     def add(self, layer: AdaptedLayer) -> AdaptedLayer:
         """Add a layer, whose numbers are the next ones. Returns it."""
         assert (layer.number, layer.first_part) == (len(self.layers), self.num_parts)

@@ -61,6 +61,7 @@ class HPUModelRunner(ModelRunner):
         grammars: see `ModelRunner`.
     """
 
+    adapts_experts = False  # slots of all experts would take more memory than the experts
     drafter: PaddedDrafter | None
 
     def __init__(
