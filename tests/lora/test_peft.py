@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.lora_files import greedy
+from tests.lora_files import greedy, merged_model, write_expert_adapter
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, SamplingParams
@@ -185,38 +184,9 @@ def test_experts_that_are_stored_one_by_one_are_added(family, tmp_path):
     """As peft saved them when transformers had a linear layer for each matrix of an expert. Of
     these families, today's peft can only read them for Mixtral."""
     model = make_tiny_model(family, tmp_path / "model")
-    folder = tmp_path / "adapter"
-    wanted = [greedy(save_one_by_one(model, folder), PROMPT, NUM_TOKENS)]
+    folder = write_expert_adapter(tmp_path / "adapter", model, 5, 4, size=0.4)
+    wanted = [greedy(merged_model(model, folder), PROMPT, NUM_TOKENS)]
     if family == "mixtral":
         reference = peft.PeftModel.from_pretrained(load_reference(model), folder).eval()
         wanted.append(greedy(reference, PROMPT, NUM_TOKENS))
     assert_outputs(model, [LoRARequest("one by one", 1, str(folder))], [wanted])
-
-
-@torch.no_grad()
-def save_one_by_one(model: Path, folder: Path) -> Any:
-    """An adapter of every matrix of every expert. Returns the model that has it merged."""
-    stored = {
-        name.removesuffix(".weight"): list(tensor.shape)
-        for name, tensor in load_file(model / "model.safetensors").items()
-        if ".experts." in name
-    }
-    rng, tensors, rank, merged = torch.Generator().manual_seed(5), {}, 4, load_reference(model)
-    for name, (outputs, inputs) in stored.items():
-        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            values = torch.randn(shape, generator=rng) * 0.5
-            tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
-        a, b = list(tensors.values())[-2:]
-        path, number, matrix = name.rsplit(".", 2)
-        experts = merged.get_submodule(path.replace("block_sparse_moe", "mlp"))
-        if matrix in ("w2", "down_proj"):
-            weight = experts.down_proj[int(number)]
-        else:
-            weight = experts.gate_up_proj[int(number)].chunk(2)[matrix in ("w3", "up_proj")]
-        weight += b @ a * 2 / rank
-    folder.mkdir()
-    names = sorted({name.rpartition(".")[2] for name in stored})
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2, target_modules=names)
-    config.save_pretrained(folder)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return merged

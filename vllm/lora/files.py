@@ -196,9 +196,9 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     )
     if not is_known:
         raise RequestError(
-            f"{path}: target_parameters is {given!r}; only weights, and {' and '.join(_PARAMETERS)} "
-            f"of experts, are supported. Merge the adapter into the weights of its model (merge_and_unload of "
-            f"peft)"
+            f"{path}: target_parameters is {given!r}; only weights, and "
+            f"{' and '.join(_PARAMETERS)} of experts, are supported. Merge the adapter into the "
+            f"weights of its model (merge_and_unload of peft)"
         )
     return tuple(given)
 
