@@ -151,7 +151,11 @@ def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 """Parameters with the matrices of all experts of a layer."""
 OF_EXPERTS: list[dict[str, Any]] = [
-    {"target_modules": _ATTENTION, "target_parameters": EXPERTS},
+    {
+        "target_modules": _ATTENTION,
+        "target_parameters": ["mlp.gate.weight", *EXPERTS],
+        "rank_pattern": {"mlp.experts.down_proj": 5},
+    },
     {"target_modules": [], "target_parameters": EXPERTS[:1]},
     {"target_modules": [], "target_parameters": EXPERTS[1:]},
 ]
@@ -172,8 +176,9 @@ def test_experts_are_those_of_peft(family, tmp_path):
     for number, targets in enumerate(OF_EXPERTS, 1):
         folder = tmp_path / str(number)
         options = {"r": 3 * number, "lora_alpha": 8, "use_rslora": number == 2}
-        latent = family.startswith("deepseek") and targets["target_modules"]
-        chosen = targets | ({"target_modules": _LATENT} if latent else {})
+        chosen = targets
+        if family.startswith("deepseek") and targets["target_modules"]:
+            chosen = targets | {"target_modules": _LATENT, "target_parameters": EXPERTS}
         wanted.append(save(family, model, folder, number, options | chosen, size=3))
         adapters.append(LoRARequest(str(number), number, str(folder)))
     assert_outputs(model, adapters, wanted)

@@ -9,7 +9,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,12 @@ class AdapterConfig:
         ]
         place = len(found) - (2 if is_inner else 1)
         return found[place] if place >= 0 else None
+
+    def for_module(self, module: str) -> "AdapterConfig":
+        """What the config says of this module, as that of all modules."""
+        alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
+        return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def rank_of(self, module: str) -> int:
         """The rank that the matrices of a module must have."""

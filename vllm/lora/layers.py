@@ -248,9 +248,10 @@ class AdapterLayers:
                         name = config.parameter_of(experts, is_inner=module != experts)
                         if name is None:
                             raise self._misfit(path, pair[0])
-                        each = self._by_expert(path, config, f"{experts}.{name}", given_a, given_b)
+                        own = config.for_module(f"{experts}.{name}")
+                        each = self._by_expert(path, experts, own.rank, given_a, given_b)
                         for number, a, b in each:
-                            self._read(path, config, f"{experts}.{number}.{name}", a, b, parts)
+                            self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
                     else:
                         self._read(path, config, module, given_a, given_b, parts)
         except WeightLoadError as error:
@@ -280,25 +281,24 @@ class AdapterLayers:
             parts[self.places.embedding.first_part] = LowRank(a, b.to(self._dtype))
             return
         for target, source in self._projections(module, b, config):
-            rows = source.picked(module).read(())
-            own_a, own_b = target.of_rank(a, rows.to(self._dtype))
+            own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
             parts[target.number] = LowRank(own_a, own_b)
 
     def _by_expert(
-        self, path: Path, config: AdapterConfig, parameter: str, a: Source, b: Source
+        self, path: Path, experts: str, rank: int, a: Source, b: Source
     ) -> Iterator[tuple[int, Source, Source]]:
         """A and B of each expert of this rank, where a parameter has the matrices of all.
 
         Args:
-            parameter: its name in the model.
+            experts: name of their module.
+            rank: r.
             a: [E * r, in_features], one expert after the other.
             b: [out_features, r * E], for each of r the columns of all experts.
         """
-        experts = parameter.rpartition(".")[0]
-        count, rank = self._experts[experts], config.rank_of(parameter)
+        count = self._experts[experts]
         if [a.shape[:1], b.shape[1:]] != [(count * rank,)] * 2:
             raise RequestError(
-                f"{path}: {parameter} has A {list(a.shape)} and B {list(b.shape)}, and rank {rank} "
+                f"{path}: {experts} has A {list(a.shape)} and B {list(b.shape)}, and rank {rank} "
                 f"of {count} experts needs {count * rank} rows of A and columns of B. Is it an "
                 f"adapter of another model?"
             )
@@ -408,8 +408,9 @@ class AdapterLayers:
         # peft notes False for all modules where some are transposed and some are not.
         for is_transposed in (config.is_transposed, not config.is_transposed):
             try:
-                found = self._convert(module, rows.T if is_transposed else rows)
-            except RuntimeError:
+                parts = self._convert(module, rows.T if is_transposed else rows)
+                found = [(target, source.picked(module)) for target, source in parts]
+            except (RuntimeError, WeightLoadError):
                 continue
             if all(source.shape == (t.output_size, rows.shape[1]) for t, source in found):
                 break
@@ -451,7 +452,7 @@ class AdapterLayers:
         output_size = sum(target.output_size for target, _ in found)
         sizes = [[rank, found[0][0].input_size], [output_size, rank]]
         self._compare(path, module, rank, [a_shape, b_shape], sizes)
-        shapes = [list(source.picked(module).shape) for _, source in found]
+        shapes = [list(source.shape) for _, source in found]
         if shapes != [[target.output_size, rank] for target, _ in found]:
             raise RequestError(
                 f"{path}: fan_in_fan_out of {module} does not fit the model. Is it an adapter of "
