@@ -27,7 +27,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
-    "opt_post_norm": {"exclude_modules": ["project_in", "project_out"]},
     # peft has all experts of a layer as one parameter.
     **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},
     **{
@@ -38,7 +37,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
 }
 """Where not every linear layer of a family can have one."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
-OFTEN = ("llama", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
+OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 
 
 def save(

@@ -103,13 +103,9 @@ class HostSlots:
         """See `AdapterStore`."""
         places = self._places
         layers = [layer for layer in places.layers if layer is not places.embedding]
-        embedding, head = (
-            places.part_of(places.embedding, parts),
-            places.part_of(places.head, parts),
-        )
         prepared = get_ops().prepare_adapter(layers, parts, self._dtype)
-        changes_experts = any(parts[number] is not None for number in places.experts)
-        return HostAdapter(prepared, embedding, head is not None, changes_experts)
+        changes = places.change_head(parts), places.change_experts(parts)
+        return HostAdapter(prepared, places.embedding_of(parts), *changes)
 
     def put(self, slot: int, prepared: HostAdapter) -> None:
         """See `AdapterStore`."""

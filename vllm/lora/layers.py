@@ -183,11 +183,15 @@ class AdapterLayers:
                 continue
             if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
-            layer.method = WithAdapters(layer.method, self._add(path, layer), launch)
+            place = self._add(path, layer)
+            layer.method = WithAdapters(layer.method, place, launch)
+            if layer.is_of_head:
+                places.of_head.append(place)
         for path, layer in model.named_modules():
             if isinstance(layer, ParallelLMHead):
-                places.head = self._add(path, layer)
-                layer.method = HeadWithAdapters(layer.method, places.head, launch)
+                place = self._add(path, layer)
+                layer.method = HeadWithAdapters(layer.method, place, launch)
+                places.of_head.append(place)
             elif isinstance(layer, VocabParallelEmbedding) and self._table is None:
                 self._table = path, layer
                 sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
