@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
@@ -34,15 +35,41 @@ def attention(model, tmp_path_factory) -> LoRARequest:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, monkeypatch):
+def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path, monkeypatch):
     """Each has a part of every expert, or some experts whole."""
+    folders = write_down_projections(tmp_path, Path(adapter.path))
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": is_whole}
     llm = LLM(str(model), **ranks, **ENGINE)
     base, found, again = generate(llm, [None, adapter, None])
     assert_merged(found, model, Path(adapter.path))
     assert base == again != found
+    down, stacked = [LoRARequest(f.name, n, str(f)) for n, f in enumerate(folders, 2)]
+    found = generate(llm, [down, None]) + generate(llm, [stacked, None])
+    assert found[0] == found[2] != base
+    assert found[1] == found[3]
     llm.llm_engine.engine_core.shutdown()
+
+
+def write_down_projections(folder: Path, source: Path) -> list[Path]:
+    """Those of an adapter alone, each by itself; and the same as one parameter of all experts."""
+    given = load_file(source / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    given = {name: tensor for name, tensor in given.items() if ".w2." in name}
+    stacked = {}
+    for path in {name.partition(".experts.")[0] for name in given}:
+        a, b = (
+            [given[f"{path}.experts.{n}.w2.lora_{part}.weight"] for n in range(4)] for part in "AB"
+        )
+        stacked[f"{path}.experts.lora_A.weight"] = torch.cat(a)
+        stacked[f"{path}.experts.lora_B.weight"] = torch.stack(b, dim=-1).flatten(1)
+    folders = [folder / "down", folder / "stacked"]
+    names = {}, {"target_parameters": ["experts.down_proj"]}
+    for each, tensors, options in zip(folders, (given, stacked), names, strict=True):
+        each.mkdir()
+        save_file(tensors, each / "adapter_model.safetensors")
+        (each / "adapter_config.json").write_text(json.dumps(config | options))
+    return folders
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
