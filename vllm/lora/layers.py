@@ -246,18 +246,19 @@ class AdapterLayers:
             with _open_weights(path) as tensors:
                 self._check_unchanged(path, tensors)
                 for module, pair in self._pairs(path, list(tensors)).items():
-                    given_a, given_b = (tensors[name] for name in pair)
+                    given = (tensors[pair[0]], tensors[pair[1]])
                     experts = module.removesuffix(_INNER)
                     if experts in self._experts:
-                        name = config.parameter_of(experts, is_inner=module != experts)
+                        whole = pair[0].removeprefix(_PREFIX).partition(".lora_")[0]
+                        stem = whole.removesuffix(_INNER)  # as peft calls the module
+                        name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
                             raise self._misfit(path, pair[0])
-                        own = config.for_module(f"{experts}.{name}")
-                        each = self._by_expert(path, experts, own.rank, given_a, given_b)
-                        for number, a, b in each:
+                        own = config.for_module(f"{stem}.{name}")
+                        for number, a, b in self._by_expert(path, experts, own.rank, *given):
                             self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
                     else:
-                        self._read(path, config, module, given_a, given_b, parts)
+                        self._read(path, config, module, *given, parts)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
         except (SafetensorError, OSError) as error:
