@@ -60,6 +60,28 @@ def write_adapter(
             values = torch.randn(shape, generator=rng) * size
             tensors[f"base_model.model.{name}.{part}"] = values
     assert tensors, f"{modules} are no modules of {model}"
+    return _write(folder, tensors, rank, config)
+
+
+def write_expert_adapter(
+    folder: Path, model: str | Path, seed: int, rank: int, size: float = 0.05
+) -> Path:
+    """An adapter of every matrix of every expert of a model, each by itself."""
+    folder.mkdir(exist_ok=True)
+    rng, tensors, modules = torch.Generator().manual_seed(seed), {}, set()
+    for name, weight in load_file(Path(model) / "model.safetensors").items():
+        if ".experts." not in name:
+            continue
+        module = name.removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        outputs, inputs = weight.shape
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            values = torch.randn(shape, generator=rng) * size
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
+    return _write(folder, tensors, rank, {"target_modules": sorted(modules)})
+
+
+def _write(folder: Path, tensors: dict, rank: int, config: dict) -> Path:
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(given))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -86,10 +108,22 @@ def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedMod
         scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
         other = name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")
         delta = scale * tensors[other] @ a
+        if ".experts." in module:
+            _expert_weight(merged, module).add_(sign * delta)
+            continue
         target = merged.get_submodule(module)
         delta = delta.T if isinstance(target, (Conv1D, nn.Embedding)) else delta
         target.weight += sign * delta
     return merged
+
+
+def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
+    """A matrix of an expert in the parameter that has those of all."""
+    path, number, matrix = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+    experts = model.get_submodule(path)
+    if matrix in ("w2", "down_proj"):
+        return experts.down_proj[int(number)]
+    return experts.gate_up_proj[int(number)].chunk(2)[matrix in ("w3", "up_proj")]
 
 
 @torch.inference_mode()

@@ -170,6 +170,10 @@ def broken(folder: Path, kind: str) -> Path:
         ("use_dora=true", "use_dora is True; DoRA"),
         ('bias="all"', "bias is 'all'"),
         ('peft_type="IA3"', "peft_type is 'IA3'"),
+        (
+            'target_parameters=["mlp.bias"]',
+            "only weights, and gate_up_proj and down_proj of experts",
+        ),
         ('rank_pattern={"(": 4}', "no regular expression"),
     ],
 )

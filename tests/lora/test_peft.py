@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lora_files import greedy
+from tests.lora_files import greedy, merged_model, write_expert_adapter
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, SamplingParams
@@ -27,7 +27,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
-    "opt_post_norm": {"exclude_modules": ["project_in", "project_out"]},
     # peft has all experts of a layer as one parameter.
     **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},
     **{
@@ -38,7 +37,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
 }
 """Where not every linear layer of a family can have one."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
-OFTEN = ("llama", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
+OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 
 
 def save(
@@ -48,16 +47,18 @@ def save(
     seed: int,
     options: dict[str, Any],
     targets: dict[str, Any] | None = None,
+    size: float = 0.3,
 ) -> list[Any]:
     """Tokens and log-probabilities of peft, with the adapter beside the weights and merged; with
     targets, beside them alone."""
     torch.manual_seed(seed)
     chosen = targets or {"target_modules": "all-linear"} | OTHER_TARGETS.get(family, {})
-    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **chosen, **options)
+    chosen = chosen | options
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **chosen)
     adapted = peft.get_peft_model(load_reference(model), config).eval()
     for name, parameter in adapted.named_parameters():
         if ".lora_B." in name or ".lora_embedding_" in name:
-            parameter.data *= 0.3 / options["r"] ** 0.5
+            parameter.data *= size / options["r"] ** 0.5
     adapted.save_pretrained(folder)
     beside = greedy(adapted, PROMPT, NUM_TOKENS)
     if targets:  # merging would change what is tied to it, too
@@ -144,3 +145,56 @@ def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
         wanted.append(save(family, model, folder, number, options, chosen))
         adapters.append(LoRARequest("+".join(targets), number, str(folder)))
     assert_outputs(model, adapters, wanted)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+"""Parameters with the matrices of all experts of a layer."""
+OF_EXPERTS: list[dict[str, Any]] = [
+    {
+        "target_modules": _ATTENTION,
+        "target_parameters": ["mlp.gate.weight", *EXPERTS],
+        "rank_pattern": {"mlp.experts.down_proj": 5},
+    },
+    {"target_modules": [], "target_parameters": EXPERTS[:1]},
+    {"target_modules": [], "target_parameters": EXPERTS[1:]},
+]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        "qwen2_moe",
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("deepseek_v2", "deepseek_v3")),
+        pytest.param("granite_moe", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_are_those_of_peft(family, tmp_path):
+    model = make_tiny_model(family, tmp_path / "model")
+    wanted, adapters = [], []
+    for number, targets in enumerate(OF_EXPERTS, 1):
+        folder = tmp_path / str(number)
+        options = {"r": 3 * number, "lora_alpha": 8, "use_rslora": number == 2}
+        chosen = targets
+        if family.startswith("deepseek") and targets["target_modules"]:
+            chosen = targets | {"target_modules": _LATENT, "target_parameters": EXPERTS}
+        if family == "granite_moe":  # its router is no parameter of this name
+            names = [name.replace("mlp", "block_sparse_moe") for name in EXPERTS[number % 2 :]]
+            chosen = targets | {"target_parameters": names}
+        wanted.append(save(family, model, folder, number, options | chosen, size=3))
+        adapters.append(LoRARequest(str(number), number, str(folder)))
+    assert_outputs(model, adapters, wanted)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_that_are_stored_one_by_one_are_added(family, tmp_path):
+    """As peft saved them when transformers had a linear layer for each matrix of an expert. Of
+    these families, today's peft can only read them for Mixtral."""
+    model = make_tiny_model(family, tmp_path / "model")
+    folder = write_expert_adapter(tmp_path / "adapter", model, 5, 4, size=0.4)
+    wanted = [greedy(merged_model(model, folder), PROMPT, NUM_TOKENS)]
+    if family == "mixtral":
+        reference = peft.PeftModel.from_pretrained(load_reference(model), folder).eval()
+        wanted.append(greedy(reference, PROMPT, NUM_TOKENS))
+    assert_outputs(model, [LoRARequest("one by one", 1, str(folder))], [wanted])

@@ -56,6 +56,11 @@ def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden
         want = NATIVE.moe(x, topk_ids, topk_weights, gate_up, down)
         tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    first = packed.multiply_gate_up(1, x)
+    torch.testing.assert_close(first, F.linear(x, gate_up[1]), rtol=tolerance, atol=tolerance)
+    second = packed.multiply_down(1, first[:, :size])
+    want = F.linear(first[:, :size], down[1])
+    torch.testing.assert_close(second, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

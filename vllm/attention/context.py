@@ -61,6 +61,14 @@ class LaunchAdapters(Protocol):
         """
         ...
 
+    def expert_tokens(self) -> Tensor | None:
+        """The tokens whose adapters add to experts, by their indices [n] int64; None: no one's."""
+        ...
+
+    def select(self, tokens: Tensor) -> "LaunchAdapters":
+        """Those of some of the tokens, by their indices [n]."""
+        ...
+
 
 @dataclass(frozen=True)
 class LaunchContext:

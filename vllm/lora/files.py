@@ -9,7 +9,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are saved whole",
     "trainable_token_indices": "trained token embeddings",
-    "target_parameters": "parameters that are no linear layer",
     "lora_bias": "biases of the adapter",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA",
@@ -36,6 +35,8 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "adapters with pooled inputs",
 }
 """Keys of adapter_config.json that ask for what is not supported."""
+_PARAMETERS = ("gate_up_proj", "down_proj")
+"""Parameters of all experts of a layer, in the order in which peft wraps them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights with which peft has changed the weights of the model, too."""
 _MAX_PATTERN_CHARS = 256
@@ -54,6 +55,8 @@ class AdapterConfig:
     uses_rslora: bool
     is_transposed: bool
     """The weights that it changes are [inputs, outputs] in the checkpoint."""
+    parameters: tuple[str, ...] = ()
+    """Ends of the names of parameters that have the matrices of all experts of a layer."""
     base: str = ""
     """Name or folder of the model that it was trained on; empty: not known."""
 
@@ -66,6 +69,28 @@ class AdapterConfig:
         """
         alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
+
+    def parameter_of(self, experts: str, is_inner: bool) -> str | None:
+        """The parameter of experts that tensors of an adapter belong to. peft wraps the parameters
+        one around the other, so the name of a tensor does not have it.
+
+        Args:
+            experts: name of the module.
+            is_inner: the tensors are those of its base_layer.
+        """
+        found = [
+            name
+            for name in _PARAMETERS
+            if any(f".{experts}.{name}".endswith(f".{end}") for end in self.parameters)
+        ]
+        place = len(found) - (2 if is_inner else 1)
+        return found[place] if place >= 0 else None
+
+    def for_module(self, module: str) -> "AdapterConfig":
+        """What the config says of this module, as that of all modules."""
+        alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
+        return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def rank_of(self, module: str) -> int:
         """The rank that the matrices of a module must have."""
@@ -165,8 +190,23 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         alpha_pattern=patterns[1],
         uses_rslora=bool(given.get("use_rslora")),
         is_transposed=bool(given.get("fan_in_fan_out")),
+        parameters=_read_parameters(path, given.get("target_parameters") or []),
         base=str(given.get("base_model_name_or_path") or ""),
     )
+
+
+def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
+    is_known = isinstance(given, list) and all(
+        isinstance(name, str) and name.rpartition(".")[2] in ("weight", *_PARAMETERS)
+        for name in given
+    )
+    if not is_known:
+        raise RequestError(
+            f"{path}: target_parameters is {given!r}; only weights, and "
+            f"{' and '.join(_PARAMETERS)} of experts, are supported. Merge the adapter into the "
+            f"weights of its model (merge_and_unload of peft)"
+        )
+    return tuple(given)
 
 
 def _check_pattern(path: Path, key: str) -> None:

@@ -3,7 +3,7 @@ and on a device that compiles shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,7 @@ class HostAdapter:
     embedding: LowRank | None
     """What it adds to input embeddings: a [r, vocabulary], b [embedding_dim, r]."""
     changes_head: bool
+    changes_experts: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class RaggedAdapters:
     rows: AdaptedRows
     embeddings: Mapping[int, LowRank]
     """By the indices of `rows`, of the adapters that add to input embeddings."""
+    of_experts: frozenset[int]
+    """Indices of those that add to experts."""
+
+    @property
+    def need_modules(self) -> bool:
+        """A recorded program has no part of them: the launch runs module by module."""
+        return bool(self.embeddings or self.of_experts)
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
@@ -63,6 +71,17 @@ class RaggedAdapters:
             added = part.a[:, ids[chosen]].T.float() @ part.b.T.float()
             y[chosen] = (y[chosen].float() + added).to(y.dtype)
         return y
+
+    def expert_tokens(self) -> Tensor | None:
+        """See `LaunchAdapters`."""
+        if not self.of_experts:
+            return None
+        numbers = torch.tensor(sorted(self.of_experts), dtype=torch.int32)
+        return torch.isin(self.rows.of_rows, numbers).nonzero().flatten()
+
+    def select(self, tokens: Tensor) -> "RaggedAdapters":
+        """See `LaunchAdapters`."""
+        return replace(self, rows=replace(self.rows, of_rows=self.rows.of_rows[tokens]))
 
 
 class HostSlots:
@@ -84,12 +103,9 @@ class HostSlots:
         """See `AdapterStore`."""
         places = self._places
         layers = [layer for layer in places.layers if layer is not places.embedding]
-        embedding, head = (
-            places.part_of(places.embedding, parts),
-            places.part_of(places.head, parts),
-        )
         prepared = get_ops().prepare_adapter(layers, parts, self._dtype)
-        return HostAdapter(prepared, embedding, head is not None)
+        changes = places.change_head(parts), places.change_experts(parts)
+        return HostAdapter(prepared, places.embedding_of(parts), *changes)
 
     def put(self, slot: int, prepared: HostAdapter) -> None:
         """See `AdapterStore`."""
@@ -102,15 +118,15 @@ class HostSlots:
             slots: [T] int32 of its tokens; -1: none.
         """
         layers = tuple(None if each is None else each.layers for each in self.adapters)
-        embeddings = {
-            number: each.embedding
+        used = set(slots.unique().tolist())
+        known = {
+            number: each
             for number, each in enumerate(self.adapters)
-            if each is not None and each.embedding is not None
+            if each is not None and number in used
         }
-        if embeddings:
-            used = set(slots.unique().tolist())
-            embeddings = {number: part for number, part in embeddings.items() if number in used}
-        return RaggedAdapters(AdaptedRows(layers, slots), embeddings)
+        embeddings = {n: each.embedding for n, each in known.items() if each.embedding is not None}
+        of_experts = frozenset(number for number, each in known.items() if each.changes_experts)
+        return RaggedAdapters(AdaptedRows(layers, slots), embeddings, of_experts)
 
     def clear(self, slot: int) -> None:
         """See `AdapterStore`."""
@@ -145,8 +161,12 @@ class SlottedAdapters:
         a = self.slots.a[table.number]
         return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
 
+    def expert_tokens(self) -> Tensor | None:
+        """See `LaunchAdapters`. Slots have no room for experts."""
+        return None
+
     def select(self, tokens: Tensor) -> "SlottedAdapters":
-        """Those of some of the tokens, by their indices [n]."""
+        """See `LaunchAdapters`."""
         return SlottedAdapters(
             self.slots, self.is_own.index_select(0, tokens), self.has_one.index_select(0, tokens)
         )

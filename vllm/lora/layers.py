@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.attention import ContextHolder, share_context
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
+from vllm.lora.experts import ExpertPlace, ExpertsWithAdapters, can_adapt
 from vllm.lora.files import AdapterConfig, check_files, weights_file
 from vllm.lora.places import AdaptedPlaces
 from vllm.model_executor.layers.embedding import (
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
 from vllm.model_executor.loader.checkpoint import read_bin
@@ -43,6 +45,8 @@ _ENDINGS = {
     ".lora_embedding_A": 0,
     ".lora_embedding_B": 1,
 }
+_INNER = ".base_layer"
+"""End of the name of experts with a second parameter that is adapted, in an adapter's file."""
 _UNCHANGED = ".base_layer.weight"
 """End of the name of a weight of the model, which peft saves for embeddings and heads."""
 
@@ -109,18 +113,20 @@ class _Target:
 
     number: int
     """Of the projection among all that can be adapted."""
-    layer: ParallelLinear | ParallelLMHead
+    layer: ParallelLinear | ParallelLMHead | Experts
     place: Slice
+    other_size: int
+    """Of the dimension that is not split."""
 
     @property
     def input_size(self) -> int:
         """Over all ranks."""
-        return self.place.total if self.place.dim == 1 else self.layer.input_size
+        return self.place.total if self.place.dim == 1 else self.other_size
 
     @property
     def output_size(self) -> int:
         """Over all ranks."""
-        return self.place.total if self.place.dim == 0 else self.layer.output_size
+        return self.place.total if self.place.dim == 0 else self.other_size
 
     def of_rank(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """What this rank needs of A [r, input_size] and B [output_size, r]: the slice of the
@@ -144,19 +150,27 @@ class AdapterLayers:
         max_rank: of an adapter.
         dtype: of the adapter weights in memory.
         names: of the model.
+        adapts_experts: adapters can change experts, too.
 
     Attributes:
         places: of the layers.
     """
 
     def __init__(
-        self, model: CausalLM, max_rank: int, dtype: torch.dtype, names: Sequence[str] = ()
+        self,
+        model: CausalLM,
+        max_rank: int,
+        dtype: torch.dtype,
+        names: Sequence[str] = (),
+        adapts_experts: bool = False,
     ) -> None:
         self._model = model
         self._names = [PurePath(name).name for name in names]
         self._max_rank = max_rank
         self._dtype = dtype
         self._targets: dict[str, _Target] = {}
+        self._experts: dict[str, int] = {}
+        """Module of experts that can be changed -> how many there are, on all ranks."""
         self.places = places = AdaptedPlaces()
         self._table: tuple[str, VocabParallelEmbedding] | None = None
         """The input embedding, and its name."""
@@ -169,22 +183,53 @@ class AdapterLayers:
                 continue
             if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
-            layer.method = WithAdapters(layer.method, self._add(path, layer), launch)
+            place = self._add(path, layer)
+            layer.method = WithAdapters(layer.method, place, launch)
+            if layer.is_of_head:
+                places.of_head.append(place)
         for path, layer in model.named_modules():
             if isinstance(layer, ParallelLMHead):
-                places.head = self._add(path, layer)
-                layer.method = HeadWithAdapters(layer.method, places.head, launch)
+                place = self._add(path, layer)
+                layer.method = HeadWithAdapters(layer.method, place, launch)
+                places.of_head.append(place)
             elif isinstance(layer, VocabParallelEmbedding) and self._table is None:
                 self._table = path, layer
                 sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
                 layer.adapted = AdaptedLayer(len(places.layers), places.num_parts, *sizes)
                 places.embedding = places.add(layer.adapted)
+        if adapts_experts:
+            self._add_experts(launch)
+
+    def _add_experts(self, launch: ContextHolder) -> None:
+        first = self.places.num_parts
+        for path, layer in self._model.named_modules():
+            if not isinstance(layer, Experts) or not can_adapt(layer):
+                continue
+            self._experts[path] = len(layer.expert_ids) + len(layer.elsewhere)
+            self._absent |= {f"{path}.{number}" for number in layer.elsewhere}
+            places = [self._add_expert(f"{path}.{number}", layer) for number in layer.expert_ids]
+            layer.method = ExpertsWithAdapters(layer.method, places, launch)
+        self.places.experts = range(first, self.places.num_parts)
+
+    def _add_expert(self, path: str, layer: Experts) -> ExpertPlace:
+        places, hidden, size = self.places, layer.hidden_size, layer.intermediate_size
+        total, first = size * layer.tp.size, places.num_parts
+        for number, (name, dim, offset) in enumerate(
+            (("gate_proj", 0, 0), ("up_proj", 0, size), ("down_proj", 1, 0)), first
+        ):
+            place = Slice(dim, offset, size, total)
+            self._targets[f"{path}.{name}"] = _Target(number, layer, place, hidden)
+        halves = ((0, size), (size, size))
+        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))
+        down = AdaptedLayer(len(places.layers), first + 2, size, ((0, hidden),))
+        return ExpertPlace(gate_up, places.add(down))
 
     def _add(self, path: str, layer: ParallelLinear | ParallelLMHead) -> AdaptedLayer:
         first = self.places.num_parts
         for number, (name, part) in enumerate(layer.feature_slices.items(), first):
             target = checkpoint_name(path, name, "").removesuffix(".")
-            self._targets[target] = _Target(number, layer, part)
+            other_size = layer.input_size if part.dim == 0 else layer.output_size
+            self._targets[target] = _Target(number, layer, part, other_size)
         return self.places.add(_place(layer, len(self.places.layers), first))
 
     def load(self, folder: Path) -> list[LowRank | None]:
@@ -201,26 +246,71 @@ class AdapterLayers:
             with _open_weights(path) as tensors:
                 self._check_unchanged(path, tensors)
                 for module, pair in self._pairs(path, list(tensors)).items():
-                    sources = [tensors[name] for name in pair]
-                    self._check(path, config, module, *(list(s.shape) for s in sources))
-                    a, b = (source.read(()) for source in sources)
-                    if not (a.isfinite().all() and b.isfinite().all()):
-                        raise RequestError(f"{path}: {module} has values that are NaN or infinite")
-                    b = b.float() * config.scale_of(module, len(a))
-                    a = a.to(self._dtype)
-                    if self._is_table(module):
-                        assert self.places.embedding is not None
-                        part = LowRank(a, b.to(self._dtype))
-                        parts[self.places.embedding.first_part] = part
-                        continue
-                    for target, source in self._projections(module, b, config):
-                        own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
-                        parts[target.number] = LowRank(own_a, own_b)
+                    given = (tensors[pair[0]], tensors[pair[1]])
+                    experts = module.removesuffix(_INNER)
+                    if experts in self._experts:
+                        whole = pair[0].removeprefix(_PREFIX).partition(".lora_")[0]
+                        stem = whole.removesuffix(_INNER)  # as peft calls the module
+                        name = config.parameter_of(stem, is_inner=module != experts)
+                        if name is None:
+                            raise self._misfit(path, pair[0])
+                        own = config.for_module(f"{stem}.{name}")
+                        for number, a, b in self._by_expert(path, experts, own.rank, *given):
+                            self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
+                    else:
+                        self._read(path, config, module, *given, parts)
         except WeightLoadError as error:
             raise RequestError(str(error)) from None
         except (SafetensorError, OSError) as error:
             raise RequestError(f"{path} cannot be read: {error}") from None
         return parts
+
+    def _read(
+        self,
+        path: Path,
+        config: AdapterConfig,
+        module: str,
+        given_a: Source,
+        given_b: Source,
+        parts: list[LowRank | None],
+    ) -> None:
+        """Put what an adapter adds to a module in its place in `parts`."""
+        self._check(path, config, module, list(given_a.shape), list(given_b.shape))
+        a, b = given_a.read(()), given_b.read(())
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise RequestError(f"{path}: {module} has values that are NaN or infinite")
+        b = b.float() * config.scale_of(module, len(a))
+        a = a.to(self._dtype)
+        if self._is_table(module):
+            assert self.places.embedding is not None
+            parts[self.places.embedding.first_part] = LowRank(a, b.to(self._dtype))
+            return
+        for target, source in self._projections(module, b, config):
+            own_a, own_b = target.of_rank(a, source.read(()).to(self._dtype))
+            parts[target.number] = LowRank(own_a, own_b)
+
+    def _by_expert(
+        self, path: Path, experts: str, rank: int, a: Source, b: Source
+    ) -> Iterator[tuple[int, Source, Source]]:
+        """A and B of each expert of this rank, where a parameter has the matrices of all.
+
+        Args:
+            experts: name of their module.
+            rank: r.
+            a: [E * r, in_features], one expert after the other.
+            b: [out_features, r * E], for each of r the columns of all experts.
+        """
+        count = self._experts[experts]
+        if [a.shape[:1], b.shape[1:]] != [(count * rank,)] * 2:
+            raise RequestError(
+                f"{path}: {experts} has A {list(a.shape)} and B {list(b.shape)}, and rank {rank} "
+                f"of {count} experts needs {count * rank} rows of A and columns of B. Is it an "
+                f"adapter of another model?"
+            )
+        all_a, all_b = a.read(()).unflatten(0, (count, rank)), b.read(()).unflatten(1, (-1, count))
+        for number in range(count):
+            if not self._is_elsewhere(f"{experts}.{number}"):
+                yield number, _source(all_a[number]), _source(all_b[:, :, number])
 
     def _compare_base(self, folder: Path, base: str) -> None:
         """Warn of an adapter of another model. It may be the same one under another name."""
@@ -323,7 +413,8 @@ class AdapterLayers:
         # peft notes False for all modules where some are transposed and some are not.
         for is_transposed in (config.is_transposed, not config.is_transposed):
             try:
-                found = self._convert(module, rows.T if is_transposed else rows)
+                parts = self._convert(module, rows.T if is_transposed else rows)
+                found = [(target, source.picked(module)) for target, source in parts]
             except (RuntimeError, WeightLoadError):
                 continue
             if all(source.shape == (t.output_size, rows.shape[1]) for t, source in found):
@@ -333,12 +424,15 @@ class AdapterLayers:
     def _convert(self, module: str, weight: Tensor) -> list[tuple[_Target, Source]]:
         # As a weight of the checkpoint is, so that the rows go where those of the weight went.
         found = list(self._model.convert(f"{module}.weight", _source(weight)))
+        expert, _, name = module.rpartition(".")
+        if name == "gate_up_proj" and expert.rpartition(".")[0] in self._experts:
+            halves = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=False)
+            found = [(f"{expert}.{half}.weight", _source(rows)) for half, rows in halves]
         names = [name.removesuffix(".weight") for name, _ in found]
         if not all(name in self._targets for name in names):
             return []
         targets = [self._targets[name] for name in names]
-        sources = [source.picked(module) for _, source in found]
-        return list(zip(targets, sources, strict=True))
+        return [(target, source) for target, (_, source) in zip(targets, found, strict=True)]
 
     def _check(
         self,

@@ -14,11 +14,15 @@ class AdaptedPlaces:
     """By their numbers."""
     num_parts: int = 0
     """Projections of all of them."""
-    head: AdaptedLayer | None = None
-    """The output head, which is one of them; None: it is on another rank."""
+    of_head: list[AdaptedLayer] = field(default_factory=list)
+    """Those that compute logits: the output head, and what leads to it; none: they are on another
+    rank."""
     embedding: AdaptedLayer | None = None
     """The input embedding, which is one of them, with a token of the vocabulary as each input;
     None: it is on another rank."""
+
+    experts: range = range(0)
+    """Numbers of the projections of experts, two layers for each expert of this rank."""
 
     def add(self, layer: AdaptedLayer) -> AdaptedLayer:
         """Add a layer, whose numbers are the next ones. Returns it."""
@@ -27,7 +31,15 @@ class AdaptedPlaces:
         self.num_parts += len(layer.parts)
         return layer
 
-    @staticmethod
-    def part_of(place: AdaptedLayer | None, parts: Sequence[LowRank | None]) -> LowRank | None:
-        """What the parts of an adapter add to a layer with one projection."""
-        return None if place is None else parts[place.first_part]
+    def embedding_of(self, parts: Sequence[LowRank | None]) -> LowRank | None:
+        """What the parts of an adapter add to the input embedding."""
+        return None if self.embedding is None else parts[self.embedding.first_part]
+
+    def change_head(self, parts: Sequence[LowRank | None]) -> bool:
+        """Whether the parts of an adapter add to logits."""
+        starts = ((layer.first_part, len(layer.parts)) for layer in self.of_head)
+        return any(parts[first + n] is not None for first, count in starts for n in range(count))
+
+    def change_experts(self, parts: Sequence[LowRank | None]) -> bool:
+        """Whether the parts of an adapter add to experts."""
+        return any(parts[number] is not None for number in self.experts)

@@ -15,7 +15,7 @@ the CPU); on a device its effect is undefined.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -84,6 +84,20 @@ class PreparedExperts(Protocol):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """As `Ops.moe`."""
+        ...
+
+
+@runtime_checkable
+class ExpertProducts(Protocol):
+    """The two products of gated experts, one expert at a time."""
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this number on
+        this rank."""
+        ...
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """[n, I] -> [n, hidden], new."""
         ...
 
 

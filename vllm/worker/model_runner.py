@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -145,6 +145,9 @@ class ModelRunner:
         grammars: of the worker, which begin to load before the model; None makes new ones.
     """
 
+    adapts_experts: ClassVar[bool] = True
+    """Whether adapters can change experts."""
+
     def __init__(
         self,
         config: VllmConfig,
@@ -171,7 +174,8 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """LoRA adapters of requests; None: the engine accepts none."""
         if config.lora.enable_lora:
-            self.adapters = self._make_adapters(config, adapter_layers(config, model))
+            layers = adapter_layers(config, model, self.adapts_experts)
+            self.adapters = self._make_adapters(config, layers)
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""

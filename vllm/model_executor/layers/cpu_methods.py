@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat, can_pack
 from vllm.ops.cpu.moe import PackedExperts
+from vllm.ops.interface import ExpertProducts
 
 StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""
@@ -79,6 +80,9 @@ class CPUExperts(DenseExperts):
         if self.packed is None:
             return super().apply(layer, x, ids, weights)
         return self.packed.forward(x, ids, weights)
+
+    def products(self, layer: Experts) -> ExpertProducts | None:
+        return super().products(layer) if self.packed is None else self.packed
 
 
 class PackedTable(DenseTable):

@@ -7,6 +7,7 @@ is `Ops.moe`.
 from abc import abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import ExpertSlice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, Routing
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, ExpertProducts, Routing
 
 
 class ExpertsMethod(WeightMethod["Experts"]):
@@ -24,6 +25,24 @@ class ExpertsMethod(WeightMethod["Experts"]):
     @abstractmethod
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `Experts.forward`, before the sum over ranks."""
+
+    @abstractmethod
+    def products(self, layer: "Experts") -> ExpertProducts | None:
+        """The products of single experts, without biases; None: the loaded weights are only for
+        all experts at once."""
+
+
+class _DenseProducts:
+    """The `ExpertProducts` of dense parameters."""
+
+    def __init__(self, layer: "Experts") -> None:
+        self._gate_up, self._down = layer.gate_up, layer.down
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        return F.linear(x, self._gate_up[expert])
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        return F.linear(x, self._down[expert])
 
 
 class DenseExperts(ExpertsMethod):
@@ -51,6 +70,9 @@ class DenseExperts(ExpertsMethod):
             *(x, ids, weights, layer.gate_up, layer.down, layer.gate_up_bias, layer.bias_of_sum()),
             *(layer.options, layer.first_expert),
         )
+
+    def products(self, layer: "Experts") -> ExpertProducts | None:
+        return _DenseProducts(layer)
 
 
 class Experts(MethodLayer):

@@ -52,6 +52,8 @@ class ParallelLinear(MethodLayer):
 
     has_launch_rows: bool = True
     """Its inputs are the tokens of a launch, in their order; False: those of one request."""
+    is_of_head: bool = False
+    """Its rows are the hidden states whose logits are computed."""
     is_absorbed: bool = False
     """Launches multiply with what is made of the weight, and do not apply the layer."""
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored_linear import StoredLinear
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, PreparedExperts
+from vllm.ops.interface import SILU_EXPERTS, ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -70,6 +70,11 @@ class HandedOverExperts(DenseExperts):
         if self.packed is None:
             return super().apply(layer, x, ids, weights)
         return self.packed.forward(x, ids, weights)
+
+    def products(self, layer: Experts) -> ExpertProducts | None:
+        if self.packed is None:
+            return super().products(layer)
+        return self.packed if isinstance(self.packed, ExpertProducts) else None
 
 
 class RoundedExperts(HandedOverExperts):

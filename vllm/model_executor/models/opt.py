@@ -95,6 +95,7 @@ class OPTDecoder(nn.Module):
         if self.embed_size != size:
             self.project_in = _projection(self.embed_size, size, tp)
             self.project_out = _projection(size, self.embed_size, tp)
+            self.project_out.is_of_head = True
         self.layers = nn.ModuleList(OPTDecoderLayer(arch, tp) for _ in range(arch.num_layers))
         has_final_norm = config.get("do_layer_norm_before", True) and not config.get(
             "_remove_final_layer_norm", False
@@ -162,10 +163,9 @@ class OPTForCausalLM(CausalLM):
 
 
 def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Whole on every rank, in the model's dtype and without adapters, whatever others have."""
+    """Whole on every rank, and in the model's dtype, whatever others have."""
     layer = whole_linear(input_size, size, tp)
     layer.keeps_precision = True
-    layer.has_launch_rows = False
     return layer
 
 

@@ -154,6 +154,15 @@ class PackedExperts:
         """Memory of the weights with their scales."""
         return sum(weight.num_bytes for part in self._weights for weight in part)
 
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`. Biases are not added."""
+        gate, up, _ = self._weights
+        return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`. Biases are not added."""
+        return self._weights[2][expert].linear(x)
+
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """What `Ops.moe` says, for these experts.
 

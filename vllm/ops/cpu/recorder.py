@@ -206,6 +206,9 @@ class Recorder(CPUOps):
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
         return y
 
+    def expert_tokens(self) -> None:
+        """Launches with adapters of experts run by modules."""
+
     def adapt_embeddings(self, table: AdaptedLayer, ids: Any, y: Any) -> Any:
         """As they were looked up: launches with other embeddings run module by module."""
         return y

@@ -62,8 +62,8 @@ class CPUModelRunner(ModelRunner):
         if isinstance(self.adapters, RaggedRows):
             adapters = self.adapters.select(rows, counts if num_drafts else None)
             if adapters is not None:
-                if adapters.embeddings or self.adapters.change_head(rows):
-                    return super()._start(step)  # embeddings and heads are adapted by modules
+                if adapters.need_modules or self.adapters.change_head(rows):
+                    return super()._start(step)
                 adapted = adapters.rows
         found = self._decode_step.run(
             rows,
@@ -109,7 +109,7 @@ class CPUModelRunner(ModelRunner):
             return super()._forward(model_input)
         adapted = None
         if isinstance(context.adapters, RaggedAdapters):
-            if context.adapters.embeddings:
+            if context.adapters.need_modules:
                 return super()._forward(model_input)
             adapted = context.adapters.rows
         replaced = context.replaced

@@ -1,0 +1,133 @@
+"""LoRA adapters of experts, with ranks, packed weights and base rows in one batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
+from tests.executor.thread_ranks import ThreadRanks
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.lora_files import write_adapter, write_expert_adapter
+from tests.tiny_models import make_tiny_model
+from vllm import LLM
+from vllm.engine import engine_core
+from vllm.lora.request import LoRARequest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model("mixtral", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory) -> LoRARequest:
+    folder = write_expert_adapter(tmp_path_factory.mktemp("adapter"), model, 1, 4, size=0.2)
+    return LoRARequest("experts", 1, str(folder))
+
+
+@pytest.fixture(scope="module")
+def attention(model, tmp_path_factory) -> LoRARequest:
+    folder = write_adapter(tmp_path_factory.mktemp("adapter"), model, 2, 8, ("q_proj",), size=0.2)
+    return LoRARequest("attention", 2, str(folder))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path, monkeypatch):
+    """Each has a part of every expert, or some experts whole."""
+    folders = write_down_projections(tmp_path, Path(adapter.path))
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": is_whole}
+    llm = LLM(str(model), **ranks, **ENGINE)
+    base, found, again = generate(llm, [None, adapter, None])
+    assert_merged(found, model, Path(adapter.path))
+    assert base[0] == again[0] != found[0]
+    assert base[1] == pytest.approx(again[1], abs=1e-4)
+    down, stacked = [LoRARequest(f.name, n, str(f)) for n, f in enumerate(folders, 2)]
+    found = generate(llm, [down, None, stacked])
+    assert found[0][0] == found[2][0] != base[0]
+    assert found[0][1] == pytest.approx(found[2][1], abs=1e-4)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def write_down_projections(folder: Path, source: Path) -> list[Path]:
+    """Those of an adapter alone, each by itself; and the same as one parameter of all experts."""
+    given = load_file(source / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    given = {name: tensor for name, tensor in given.items() if ".w2." in name}
+    stacked = {}
+    for path in {name.partition(".experts.")[0] for name in given}:
+        a, b = (
+            [given[f"{path}.experts.{n}.w2.lora_{part}.weight"] for n in range(4)] for part in "AB"
+        )
+        stacked[f"{path}.experts.lora_A.weight"] = torch.cat(a)
+        stacked[f"{path}.experts.lora_B.weight"] = torch.stack(b, dim=-1).flatten(1)
+    folders = [folder / "down", folder / "stacked"]
+    names = {}, {"target_parameters": ["experts.down_proj"]}
+    for each, tensors, options in zip(folders, (given, stacked), names, strict=True):
+        each.mkdir()
+        save_file(tensors, each / "adapter_model.safetensors")
+        (each / "adapter_config.json").write_text(json.dumps(config | options))
+    return folders
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_packed_experts_keep_the_bits_of_other_rows(
+    quantization, model, adapter, attention, tmp_path
+):
+    """In bfloat16; the steps of the adapter of experts run module by module, others do not."""
+    engine = ENGINE | {"dtype": "bfloat16", "quantization": quantization, "max_loras": 2}
+    llm = LLM(str(model), enable_prefix_caching=False, **engine)
+    base, other = generate(llm, [None, attention])
+    again, found, other_again = generate(llm, [None, adapter, attention])
+    assert [again, other_again] == [base, other]
+    assert found not in (base, other)
+    assert generate(llm, [adapter])[0] == found
+    nothing = write_expert_adapter(tmp_path / "nothing", model, 1, 4, size=0)
+    (without,) = generate(llm, [LoRARequest("nothing", 3, str(nothing))])
+    assert without[1] == pytest.approx(base[1], abs=0.03)  # of the same weights, rounded elsewhere
+
+
+def reason(llm: LLM, folder: Path) -> str:
+    """Why an adapter is refused, while a row without one goes on."""
+    prompts = [{"prompt_token_ids": TOKENS}] * 2
+    mixed = [LoRARequest("broken", 9, str(folder)), None]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    return outputs[0].outputs[0].stop_reason
+
+
+def test_wrong_adapters_of_experts_are_refused(model, adapter, tmp_path):
+    llm = LLM(str(model), **ENGINE)
+    given = load_file(Path(adapter.path) / "adapter_model.safetensors")
+    config = json.loads((Path(adapter.path) / "adapter_config.json").read_text())
+    of_first = next(name for name in given if ".0.w1.lora_A" in name)
+    path = of_first.partition(".0.w1.")[0]
+    all_a, all_b = given[of_first].repeat(3, 1), given[of_first].T.repeat(1, 3)
+    whole = {f"{path}.lora_A.weight": all_a, f"{path}.lora_B.weight": all_b}
+    parameters = config | {"target_parameters": ["experts.gate_up_proj"]}
+    for tensors, options, message in (
+        (
+            given | {of_first: given[of_first][:, 1:]},
+            config,
+            "experts.0.gate_proj.lora_A has the shape",
+        ),
+        (whole, config, "does not belong to a layer that adapters can change here"),
+        (whole, parameters, "needs 16 rows of A and columns of B"),
+    ):
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors"
+        )
+        (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+        assert message in reason(llm, tmp_path)
+
+
+def test_a_card_refuses_adapters_of_experts(model, adapter):
+    settings = FEW_BUCKETS | {"VLLM_HPU_SIM_STRICT": 1}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, has_profiling_run=False, **settings):
+        engine = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True}
+        llm = LLM(str(model), **engine)
+        message = "does not belong to a layer that adapters can change here"
+        assert message in reason(llm, Path(adapter.path))
