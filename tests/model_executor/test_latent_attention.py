@@ -170,4 +170,4 @@ def test_routings_that_cannot_be_are_refused(tiny_model, values, message):
     arch = read_arch(tiny_model("deepseek_v3"))
     arch.hf_config.update(values)
     with pytest.raises(ConfigError, match=message):
-        deepseek_routing(arch)
+        deepseek_routing(arch, default_method="noaux_tc")

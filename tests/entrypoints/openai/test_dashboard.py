@@ -80,13 +80,17 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         if name.startswith(("vllm:", "http_"))
     }
     config = ready_engine().metrics.config
-    drafting = replace(config, scheduler=replace(config.scheduler, max_draft_tokens=2))
-    metrics = EngineMetrics("m", drafting)
+    more = replace(
+        config,
+        scheduler=replace(config.scheduler, max_draft_tokens=2),
+        lora=replace(config.lora, enable_lora=True),
+    )
+    metrics = EngineMetrics("m", more)
     metrics.record_output(
         SchedulerStats(drafts=DraftStats(num_drafts=2, num_draft_tokens=4, accepted=(2, 1))),
         IterationStats(0, 0, (), ()),
     )
     for family in (family for each in metrics.metric_sets() for family in each.collect()):
-        if "spec_decode" in family.name:
+        if "spec_decode" in family.name or "lora" in family.name:
             names |= {sample.name for sample in family.samples}
     assert names == documented
