@@ -26,7 +26,7 @@ FORMATS = {"autogptq": GPTQ, "autoawq": AWQ, "compressed_tensors": CompressedTen
 SCHEMES = [
     (library, scheme)
     for library in FORMATS
-    for scheme in safe_open(FOLDER / f"{library}.safetensors", "pt").metadata()
+    for scheme in sorted(safe_open(FOLDER / f"{library}.safetensors", "pt").metadata())
 ]
 
 
