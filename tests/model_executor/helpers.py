@@ -115,7 +115,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, LatentUpProjection):
-            found[path] = torch.cat((layer.key_up, layer.value_up.mT), dim=1)
+            found[path] = torch.cat((layer.key_up.dense(), layer.value_up.dense().mT), dim=1)
         elif isinstance(layer, ParallelLinear):
             packed: Any = getattr(layer.method, "packed", None)
             found[path] = layer.weight if packed is None else packed.weight
