@@ -89,7 +89,8 @@ def simulated_hpu(
         pool_bytes: memory of the card; None is what the real one has.
         has_profiling_run: measure the memory of launches at a start. False is for tests of tokens:
             a start takes half the time, since the profiling run compiles its launches for a cache
-            of its own.
+            of its own. Only for engines of one card: the cards of other processes would wait
+            for this one to measure as well.
         variables: environment variables by name; True and False are 1 and 0.
 
     Yields:

@@ -115,8 +115,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, LatentUpProjection):
-            key_up, value_up = layer.key_up.dense(), layer.value_up.dense()
-            found[path] = torch.cat((key_up, value_up.mT), dim=1)
+            found[path] = torch.cat((layer.key_up.dense(), layer.value_up.dense().mT), dim=1)
         elif isinstance(layer, ParallelLinear):
             packed: Any = getattr(layer.method, "packed", None)
             found[path] = layer.weight if packed is None else packed.weight

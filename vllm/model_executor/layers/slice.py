@@ -7,6 +7,7 @@ Independent of files and names of models.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class Source:
     features: Features | None = None
     """Only these output features of a layer are meant. Where they are in the tensor is known to the
     format of the layer, which says so to `picked`."""
+    path: Path | None = None
+    """Of the file that it is in, for errors; None: unknown."""
 
     def narrow(self, dim: int, start: int, count: int) -> "Source":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""
@@ -76,7 +79,7 @@ class Source:
             return self.read(tuple(inner))
 
         shape = torch.Size((*self.shape[:dim], count, *self.shape[dim + 1 :]))
-        return Source(shape, read, dtype=self.dtype, features=self.features)
+        return Source(shape, read, dtype=self.dtype, features=self.features, path=self.path)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Source":
         """What `function` makes of the tensor, whose whole is read for every part."""
@@ -86,6 +89,7 @@ class Source:
             lambda index: function(self.read(()))[index],
             dtype=self.dtype and made.dtype,
             features=self.features,
+            path=self.path,
         )
 
     def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "Source":

@@ -85,7 +85,7 @@ def read_bin(path: Path) -> Iterator[tuple[str, Source]]:
     if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
         raise WeightLoadError(f"{path} is not a dict of tensors")
     for name, tensor in loaded.items():
-        yield name, Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
+        yield name, Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype, path=path)
 
 
 def _first_line(error: Exception) -> str:

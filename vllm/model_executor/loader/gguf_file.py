@@ -6,7 +6,7 @@ keeps its blocks as they are reads their parts (`BlockSource`).
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -68,7 +68,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
                     source = source.mapped(partial(torch.index_select, dim=0, index=order))
                 if model.architecture.startswith("gemma") and name.endswith("norm.weight"):
                     source = source.mapped(_less_one)
-                yield name, source
+                yield name, replace(source, path=stored.path)
         except OSError as error:
             raise WeightLoadError(f"cannot read {stored.path}: {error.strerror}") from error
 

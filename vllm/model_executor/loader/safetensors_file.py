@@ -53,7 +53,10 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
         with path.open("rb") as file, ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for name, place in _read_header(path, file.fileno()).items():
                 tensor = _TensorInFile(path, file.fileno(), pool, *place)
-                yield name, Source(tensor.shape, tensor.read, tensor.copy_to, tensor.dtype)
+                yield (
+                    name,
+                    Source(tensor.shape, tensor.read, tensor.copy_to, tensor.dtype, path=path),
+                )
     except (SafetensorError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WeightLoadError(f"{path} is damaged or not a safetensors file: {reason}") from error

@@ -7,7 +7,9 @@ class. Independent of files.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -65,7 +67,7 @@ def load_weights(
 
     Raises:
         WeightLoadError: a tensor has the wrong shape, comes twice or has no place, or a
-            parameter stays empty. Names the tensors.
+            parameter stays empty. Names the tensors, and the file of one that is wrong.
     """
     _fill(model, _converted(tensors, model), _find_targets(model), tp, prepare, finish)
 
@@ -82,7 +84,7 @@ def load_parameters(
 
     Args and errors as of `load_weights`.
     """
-    entries = ((name, name, source) for name, source in tensors)
+    entries = ((name, name, source, source.path) for name, source in tensors)
     targets = _Targets(
         {name: Place(module, param, None) for name, module, param in own_parameters(model)}
     )
@@ -101,20 +103,24 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _fill(
     model: LoadableModel,
-    entries: Iterable[tuple[str, str, Source]],
+    entries: Iterable[tuple[str, str, Source, Path | None]],
     targets: _Targets,
     tp: TPGroup,
     prepare: ModuleHook,
     finish: ModuleHook,
 ) -> None:
-    """Fill the targets from (name in the checkpoint, name in the model, tensor)."""
+    """Fill the targets from (name in the checkpoint, name in the model, tensor, its file)."""
     todo, absent = dict(targets.by_name), absent_prefixes(model)
     unexpected = []
+    paths = set()
     num_empty = Counter(target.module for target in todo.values())
-    for checkpoint_name, name, source in entries:
+    for checkpoint_name, name, source, path in entries:
+        paths.add(path)
         if name in targets.aliases or name.startswith(absent):
             continue
-        if load_kv_scale(model, name, source, tp) or _SCALE_OF_ATTENTION.search(name):
+        with _naming(path):
+            is_scale = load_kv_scale(model, name, source, tp)
+        if is_scale or _SCALE_OF_ATTENTION.search(name):
             continue
         target = todo.pop(name, None)
         if target is None:
@@ -122,13 +128,16 @@ def _fill(
                 unexpected.append(checkpoint_name)
             continue
         prepare(target.module)
-        if isinstance(target.module, MethodLayer):
-            target.module.load(target, checkpoint_name, source, tp)
-        else:
-            target.fill(checkpoint_name, source, tp)
+        with _naming(path):
+            if isinstance(target.module, MethodLayer):
+                target.module.load(target, checkpoint_name, source, tp)
+            else:
+                target.fill(checkpoint_name, source, tp)
         num_empty[target.module] -= 1
         if not num_empty[target.module]:
-            finish(target.module)
+            # A layer may have tensors in several files.
+            with _naming(path if len(paths) == 1 else None):
+                finish(target.module)
     for name, target in list(todo.items()):
         layer = target.module
         if not isinstance(layer, MethodLayer):
@@ -151,6 +160,17 @@ def _fill(
         )
 
 
+@contextmanager
+def _naming(path: Path | None) -> Iterator[None]:
+    """Put the file of a tensor before what is wrong with the tensor; None: no file."""
+    try:
+        yield
+    except WeightLoadError as error:
+        if path is None or str(path) in str(error):
+            raise
+        raise WeightLoadError(f"{path}: {error}") from error
+
+
 def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
     """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
     where the model has none."""
@@ -164,13 +184,14 @@ def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
 
 def _converted(
     tensors: Iterable[tuple[str, Source]], model: LoadableModel
-) -> Iterator[tuple[str, str, Source]]:
-    """Name in the checkpoint, name in the model, tensor; without what is ignored."""
+) -> Iterator[tuple[str, str, Source, Path | None]]:
+    """Name in the checkpoint, name in the model, tensor, its file; without what is ignored."""
     for checkpoint_name, whole in tensors:
         is_ignored = checkpoint_name.endswith(model.ignored_tensors)
         if not is_ignored and not checkpoint_name.startswith(model.ignored_prefixes):
-            for name, source in model.convert(renamed(checkpoint_name, model), whole):
-                yield checkpoint_name, name, source
+            with _naming(whole.path):
+                for name, source in model.convert(renamed(checkpoint_name, model), whole):
+                    yield checkpoint_name, name, source, whole.path
 
 
 def renamed(name: str, model: LoadableModel) -> str:
