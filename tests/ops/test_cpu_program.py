@@ -133,7 +133,7 @@ def launch_of(num_decodes: int = 2, num_prefill: int = 3) -> dict[str, Any]:
     rows = torch.tensor([*range(num_decodes), *[num_decodes] * num_prefill], dtype=torch.int64)
     blocks = tables[rows, positions // BLOCK_SIZE]
     return {
-        "input_ids": torch.arange(len(positions)),
+        "inputs": torch.arange(len(positions)),
         "positions": positions,
         "slot_mapping": blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         "block_tables": tables,
@@ -154,8 +154,8 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
-        ("input_ids", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
-        ("input_ids", 0, -1, r"input_ids\[0\] is -1"),
+        ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
+        ("inputs", 0, -1, r"input_ids\[0\] is -1"),
         ("positions", 3, MAX_POSITIONS, r"positions\[3\] is 40, the model has 40 positions"),
         ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
         ("seq_lens", 1, 17, "request 1 has 17 tokens"),
@@ -177,7 +177,7 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("input_ids", lambda x: x.int()),
+        ("inputs", lambda x: x.int()),
         ("positions", lambda x: x[:-1]),
         ("slot_mapping", lambda x: x.repeat_interleave(2)[::2]),
         ("block_tables", lambda x: x.long()),
@@ -188,7 +188,7 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
         ("query_start_loc", lambda x: x + (x > 0)),  # a row between decodes and prefill
         ("num_decodes", lambda x: 3),
         ("num_decodes", lambda x: -1),
-        ("input_ids", lambda x: x.to("meta")),
+        ("inputs", lambda x: x.to("meta")),
         ("block_tables", lambda x: x.to("meta")),
     ],
 )
