@@ -1,5 +1,6 @@
 """Ranks as threads of one process, which exchange tensors through shared memory as processes do."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ class ThreadRanks(Executor):
 
     def __init__(self, config: VllmConfig) -> None:
         self._meeting = Meeting.create(config.parallel)
+        weakref.finalize(self, self._meeting.close)  # also if the start fails
         self._config = config
         self.workers: list[Any] = []
         self.most_in_flight = self._num_in_flight = 0
