@@ -166,6 +166,7 @@ class Steps:
             token_ids=rng.integers(0, vocab_size, (n, num_blocks * BLOCK_SIZE), np.int32),
             num_tokens=np.full(n, context, np.int32),
             num_prompt_tokens=np.ones(n, np.int32),
+            end_tokens=np.full((n, 1), -1, np.int32),
             block_tables=np.repeat(tables, max(programs[0].num_groups, 1), 0),
             features=np.zeros(n, np.int32),
             params=np.zeros((8, n), np.float32),
