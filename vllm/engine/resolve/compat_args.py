@@ -82,8 +82,8 @@ _DP_LOCAL = (
     "see docs/data_parallel.md"
 )
 _MERGE = (
-    "LoRA adapters are not supported; merge the adapter into the weights of its model "
-    "(merge_and_unload of peft) and load the merged model"
+    "adapters are given with enable_lora and lora_modules, or with each request; the model may be "
+    "quantized while it is loaded (quantization)"
 )
 
 
