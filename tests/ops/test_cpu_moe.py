@@ -12,7 +12,7 @@ from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.interface import ExpertOptions
+from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import StoredWeight
 

@@ -19,9 +19,10 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_agrees_with_reference,
     test_silu_and_mul_of_extreme_gates,
 )
+from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_quantized import HPUFp8Experts
-from vllm.ops.interface import ExpertOptions, Ops
+from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import Fp8Weight
 from vllm.platforms.habana.bridge import FusedKernels

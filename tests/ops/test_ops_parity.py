@@ -14,7 +14,8 @@ from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import ExpertGroups, Ops, Routing
+from vllm.ops.expert_options import ExpertGroups, Routing
+from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,8 +9,9 @@ from torch import Tensor
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, ExpertProducts
+from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.low_rank import AdaptedLayer
+from vllm.ops.prepared import ExpertProducts
 
 
 @dataclass(frozen=True)

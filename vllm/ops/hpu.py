@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, PreparedExperts, PreparedWeight
 from vllm.ops.native import NativeOps
+from vllm.ops.prepared import PreparedExperts, PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform

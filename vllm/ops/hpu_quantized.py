@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.ops.native import choices_of
+from vllm.ops.native_experts import choices_of
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,

@@ -14,114 +14,18 @@ the CPU); on a device its effect is undefined.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
-
-Routing = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
-"""The weight of a chosen expert: its part of a softmax over all experts, or over the chosen ones;
-its sigmoid, or that divided by the sum of the chosen ones."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
-    """What an expert computes besides its products, and where its weight counts."""
-
-    alpha: float = 1.702
-    """Of the clamped activation; no effect without `limit`."""
-    limit: float | None = None
-    """None: the middle is silu(gate) * up. Else it is gate * sigmoid(alpha * gate) * (up + 1), of
-    gates up to this and ups between its negative and this (GPT-OSS), rounded once."""
-    scales_inputs: bool = False
-    """The weight of a choice multiplies x (Llama 4), and not the result."""
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Equally many experts each, in their order; a token chooses from some of them only."""
-
-    num_groups: int
-    top_groups: int
-    """Those with the best expert, or, where choices have a bias, with the best two together."""
-
-
-ONE_GROUP = ExpertGroups(1, 1)
-
-SILU_EXPERTS = ExpertOptions()
-"""Those of most families."""
-
-
-class PreparedWeight(Protocol):
-    """A weight of a linear layer in the layout that a device multiplies with.
-
-    One that holds parameters is an `nn.Module`.
-    """
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
-        ...
-
-
-class PreparedTable(PreparedWeight, Protocol):
-    """The weight of an output head, or of embeddings, in the layout of a device."""
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [N] int64 of the weight, [N, in_features]."""
-        ...
-
-
-class PreparedExperts(Protocol):
-    """The weights of gated experts in the layout that a device multiplies with."""
-
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """As `Ops.moe`."""
-        ...
-
-
-@runtime_checkable
-class ExpertProducts(Protocol):
-    """The two products of gated experts, one expert at a time."""
-
-    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this number on
-        this rank."""
-        ...
-
-    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """[n, I] -> [n, hidden], new."""
-        ...
-
-
-class PreparedHeads(Protocol):
-    """A matrix [I, O] for each of H heads, in the layout that a device multiplies with.
-
-    One that holds parameters is an `nn.Module`.
-    """
-
-    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """The product of each head with its matrix.
-
-        Args:
-            x: [T, H, I]; heads are dense, but need not follow each other.
-            beside: [T, H, R], which is put behind the product of each head.
-
-        Returns:
-            [T, H, O], or [T, H, O + R]; new and dense.
-        """
-        ...
-
-    def dense(self) -> Tensor:
-        """The matrices, [H, I, O]."""
-        ...
 
 
 class Ops(ABC):

@@ -12,7 +12,7 @@ from typing import TypeGuard
 from torch import Tensor
 
 from vllm.ops import get_ops
-from vllm.ops.interface import PreparedWeight
+from vllm.ops.prepared import PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
 

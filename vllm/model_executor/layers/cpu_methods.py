@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat, can_pack
 from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.interface import ExpertProducts
+from vllm.ops.prepared import ExpertProducts
 
 StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import ExpertSlice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, ExpertProducts, Routing
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
+from vllm.ops.prepared import ExpertProducts
 
 
 class ExpertsMethod(WeightMethod["Experts"]):

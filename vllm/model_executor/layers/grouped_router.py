@@ -9,7 +9,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.ops import get_ops
 from vllm.ops import interface as ops
-from vllm.ops.interface import ExpertGroups
+from vllm.ops.expert_options import ExpertGroups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod, ParallelLinear
 from vllm.ops import get_ops
-from vllm.ops.interface import PreparedHeads
+from vllm.ops.prepared import PreparedHeads
 
 
 class LatentUpProjection(ColumnParallelLinear):

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored_linear import StoredLinear
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, ExpertProducts, PreparedExperts
+from vllm.ops.expert_options import SILU_EXPERTS
+from vllm.ops.prepared import ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")

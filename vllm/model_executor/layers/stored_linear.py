@@ -22,7 +22,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
 from vllm.ops import get_ops
-from vllm.ops.interface import PreparedTable, PreparedWeight
+from vllm.ops.prepared import PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)

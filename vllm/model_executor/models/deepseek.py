@@ -30,7 +30,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
     LayerSpec,
 )
-from vllm.ops.interface import Routing as WeightsOfChosen
+from vllm.ops.expert_options import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors, whatever config.json says of the others."""

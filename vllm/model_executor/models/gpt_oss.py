@@ -15,7 +15,7 @@ from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 from vllm.model_executor.quantization.mxfp4 import check_mxfp4, mxfp4_source
-from vllm.ops.interface import ExpertOptions
+from vllm.ops.expert_options import ExpertOptions
 
 
 class GptOssLayer(DecoderLayer):

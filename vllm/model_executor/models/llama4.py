@@ -24,7 +24,7 @@ from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
 from vllm.ops import get_ops
-from vllm.ops.interface import ExpertOptions
+from vllm.ops.expert_options import ExpertOptions
 
 
 class Llama4Attention(DecoderAttention):

@@ -23,7 +23,7 @@ from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, Routing
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
 
 
 @dataclass(frozen=True, kw_only=True)

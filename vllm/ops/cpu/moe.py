@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.symbols import Rows
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 
 _ALIGNMENT = 64
 

@@ -34,20 +34,12 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.interface import (
-    FP8_DTYPES,
-    ONE_GROUP,
-    SILU_EXPERTS,
-    ExpertGroups,
-    ExpertOptions,
-    PreparedExperts,
-    PreparedHeads,
-    PreparedTable,
-    PreparedWeight,
-    Routing,
-)
+from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
-from vllm.ops.native import NativeOps, check_choice
+from vllm.ops.native import NativeOps
+from vllm.ops.native_experts import check_choice
+from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
 

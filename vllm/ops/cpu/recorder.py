@@ -20,7 +20,8 @@ from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
-from vllm.ops.interface import FP8_DTYPES, ONE_GROUP, ExpertGroups, Routing
+from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
+from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.low_rank import AdaptedLayer
 
 _MAX_WINDOW = 2**31 - 1

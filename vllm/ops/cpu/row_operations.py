@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import packer
-from vllm.ops.interface import ONE_GROUP, ExpertGroups, Routing
+from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
 
 _DENSE = torch.contiguous_format
 

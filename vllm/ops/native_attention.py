@@ -1,0 +1,304 @@
+"""The KV cache and paged attention in torch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.interface import FP8_DTYPES, Ops
+
+
+class NativeAttention(Ops):
+    """The cache and attention of `Ops` in torch."""
+
+    def reshape_and_cache(
+        self,
+        key: Tensor,
+        value: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        slot_mapping: Tensor,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> None:
+        pairs = [(key, key_cache, key_scales)]
+        if value is not None and value_cache is not None:
+            pairs.append((value, value_cache, value_scales))
+        for new, cache, _ in pairs:
+            if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
+                raise ValueError(
+                    f"new tokens are {list(new.shape)}, the cache is {list(cache.shape)}, "
+                    f"slot_mapping is {list(slot_mapping.shape)}"
+                )
+        if slot_mapping.shape[0] == 0:
+            return
+        # A boolean mask would read its size back to the host. Instead, padding tokens repeat
+        # the first real token (the same row to the same slot), or, when no token is real,
+        # write back what slot 0 holds.
+        is_real = slot_mapping >= 0
+        first_real = is_real.int().argmax(dim=0, keepdim=True)
+        source = torch.where(is_real, torch.arange(len(key), device=key.device), first_real)
+        slots = slot_mapping[source].clamp(min=0)
+        for pair in pairs:
+            new, cache = _as_stored(*pair)
+            flat = cache.flatten(0, 1)
+            flat[slots] = torch.where(is_real.any(), new[source], flat[slots])
+
+    def paged_attention_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
+        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
+        num_kv_heads = key_cache.shape[2]
+        grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
+        # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
+        keys = _as_read(_read_blocks(key_cache, block_tables), key_scales).flatten(1, 2).float()
+        values = _as_read(_read_blocks(value_cache, block_tables), value_scales)
+        values = values.flatten(1, 2).float()
+        position = torch.arange(keys.shape[1], device=query.device)
+        is_hidden = position >= seq_lens[:, None]  # [B, K]
+        if sliding_window is not None:
+            is_hidden |= position < seq_lens[:, None] - sliding_window
+        if chunk_size is not None:
+            is_hidden |= position < (seq_lens[:, None] - 1) // chunk_size * chunk_size
+        # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
+        values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
+        scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys) * scale
+        distance = (seq_lens[:, None] - 1 - position)[:, None, None]  # [B, 1, 1, K]
+        adjusted = _adjust(
+            scores.flatten(1, 2)[:, :, None], distance, alibi_slopes, logits_soft_cap
+        )
+        scores = adjusted.view(scores.shape)
+        scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
+        if sinks is not None:
+            sinks = sinks.view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1).masked_fill((seq_lens == 0)[:, None, None, None], 0.0)
+        weights = weights[..., : keys.shape[1]]
+        return torch.einsum("bgrk,bkgd->bgrd", weights, values).flatten(1, 2).to(query.dtype)
+
+    def paged_attention_prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
+        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
+        # Numbers of an fp8 cache times their scales would be rounded in bfloat16.
+        dtype = torch.float32 if key_cache.dtype in FP8_DTYPES else query.dtype
+        block_size = key_cache.shape[1]
+        shape = (*query.shape[:2], value_cache.shape[3])
+        out = torch.zeros(shape, dtype=query.dtype, device=query.device)
+        for b, seq_len in enumerate(map(int, seq_lens)):
+            start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
+            num_blocks = -(-seq_len // block_size)
+            if end - start > seq_len or num_blocks > block_tables.shape[1]:
+                raise ValueError(
+                    f"request {b} has {end - start} new tokens of {seq_len} in all, and a table "
+                    f"of {block_tables.shape[1]} blocks of {block_size}"
+                )
+            if end == start:
+                continue
+            block_ids = block_tables[b, :num_blocks]
+            # [1, heads, tokens, D], as scaled_dot_product_attention wants them
+            q = query[start:end].transpose(0, 1)[None].to(dtype)
+            k, v = (
+                _as_read(_read_blocks(cache, block_ids).flatten(0, 1)[:seq_len], scales)
+                .transpose(0, 1)[None]
+                .to(dtype)
+                for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
+            )
+            options = (alibi_slopes, logits_soft_cap, sinks, chunk_size)
+            attended = attend_prompt(q, k, v, scale, sliding_window, *options)
+            out[start:end] = attended[0].transpose(0, 1)
+        return out
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None = None,
+) -> None:
+    """The part of the attention contract that does not depend on the phase.
+
+    Raises:
+        ValueError: heads, head sizes, dtypes or the window do not fit.
+    """
+    *places, head_size = key_cache.shape
+    *value_places, value_size = value_cache.shape
+    if places != value_places or not value_size <= head_size == query.shape[2]:
+        raise ValueError(
+            f"query is {list(query.shape)}, key_cache is {list(key_cache.shape)}, "
+            f"value_cache is {list(value_cache.shape)}"
+        )
+    if query.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"{query.shape[1]} query heads is not a multiple of {key_cache.shape[2]} kv heads"
+        )
+    is_known = key_cache.dtype == query.dtype or key_cache.dtype in FP8_DTYPES
+    if not is_known or key_cache.dtype != value_cache.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1, or None")
+
+
+def check_scores(
+    query: Tensor,
+    alibi_slopes: Tensor | None,
+    logits_soft_cap: float | None,
+    sinks: Tensor | None = None,
+) -> None:
+    """The part of the attention contract that is about what is done to scores.
+
+    Raises:
+        ValueError: slopes or sinks do not fit the heads, or the cap is not positive.
+    """
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; it must be positive, or None")
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None and (
+            numbers.shape != query.shape[1:2]
+            or numbers.dtype != torch.float32
+            or not numbers.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {numbers.dtype} {list(numbers.shape)} with strides "
+                f"{list(numbers.stride())}, not one dense torch.float32 for each of "
+                f"{query.shape[1]} heads"
+            )
+
+
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in one of FP8_DTYPES: the nearest number, at most the largest; NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """New tokens [T, G, D] and their cache with one dtype, in which torch can index."""
+    if cache.dtype not in FP8_DTYPES:
+        return new, cache
+    scale = 1.0 if scales is None else scales.to(new.device)[:, None]
+    return to_fp8(new, scale, cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+
+
+def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
+    """Numbers of a cache [..., G, D] as attention reads them: of an fp8 cache times the scales."""
+    if stored.dtype not in FP8_DTYPES:
+        return stored
+    return stored.float() if scales is None else stored.float() * scales.to(stored.device)[:, None]
+
+
+def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
+    """`cache[block_ids]`, which torch does not have for fp8."""
+    if cache.dtype not in FP8_DTYPES:
+        return cache[block_ids]
+    return cache.view(torch.uint8)[block_ids].view(cache.dtype)
+
+
+def _prefill_mask(
+    query_len: int,
+    seq_len: int,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    device: torch.device,
+) -> tuple[Tensor | None, bool]:
+    """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
+    has_window = sliding_window is not None and sliding_window < seq_len
+    has_window = has_window or (chunk_size is not None and chunk_size < seq_len)
+    if query_len == seq_len and not has_window:
+        return None, True
+    if query_len == 1 and not has_window:
+        return None, False
+    # Bottom right: the last query sees the last key.
+    query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_pos = torch.arange(seq_len, device=device)
+    mask = key_pos <= query_pos
+    if sliding_window is not None:
+        mask &= key_pos > query_pos - sliding_window
+    if chunk_size is not None:
+        mask &= key_pos >= query_pos // chunk_size * chunk_size
+    return mask, False
+
+
+def attend_prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    logits_soft_cap: float | None,
+    sinks: Tensor | None,
+    chunk_size: int | None,
+) -> Tensor:
+    """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
+    [1, G, K, V]."""
+    query_len, seq_len = q.shape[2], k.shape[2]
+    mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, chunk_size, q.device)
+    if alibi_slopes is None and logits_soft_cap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    position = torch.arange(seq_len, device=q.device)
+    distance = position[seq_len - query_len :, None] - position
+    scores = _adjust(
+        (q.float() @ k.transpose(2, 3) * scale)[0], distance, alibi_slopes, logits_soft_cap
+    )
+    is_hidden = distance < 0 if mask is None else ~mask
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), dim=-1)
+    return (scores.softmax(-1)[..., :seq_len] @ v).to(q.dtype)
+
+
+def _adjust(
+    scores: Tensor, distance: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: float | None
+) -> Tensor:
+    """Soft cap, then ALiBi. scores: [..., H, Q, K]; distance: from key to query, without H."""
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * distance
+    return scores

@@ -1,0 +1,137 @@
+"""The choice of experts and their products in torch."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.interface import Ops
+from vllm.ops.prepared import PreparedExperts
+from vllm.ops.stored_weight import StoredWeight
+
+
+class NativeExperts(Ops):
+    """Experts of `Ops` in torch."""
+
+    def route(
+        self,
+        logits: Tensor,
+        top_k: int,
+        routing: Routing,
+        scale: float = 1.0,
+        groups: ExpertGroups = ONE_GROUP,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        check_choice(top_k, logits, groups, bias)
+        key = logits = logits.float()
+        if bias is not None:
+            is_softmax = routing in ("softmax", "softmax_of_chosen")
+            key = (logits.softmax(-1) if is_softmax else logits.sigmoid()) + bias
+        if groups.top_groups < groups.num_groups:
+            key = _within_groups(key, groups, num_best=1 if bias is None else 2)
+        ids = key.topk(top_k, dim=-1).indices
+        chosen = logits.gather(-1, ids)
+        if routing == "softmax":
+            weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+        elif routing == "softmax_of_chosen":
+            weights = chosen.softmax(-1)
+        else:
+            weights = chosen.sigmoid()
+            if routing == "sigmoid_of_chosen":
+                weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights * scale
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+        first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
+    ) -> PreparedExperts | None:
+        return None
+
+    def moe(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
+    ) -> Tensor:
+        num_experts, hidden, size = down.shape
+        if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
+            raise ValueError(
+                f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+            )
+        if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
+            raise ValueError(
+                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)} "
+                f"for {len(x)} tokens"
+            )
+        # All tokens through all experts: no shape depends on the choices.
+        out = torch.zeros_like(x, dtype=torch.float32)
+        choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
+        for expert, (is_other, weight) in enumerate(choices):
+            middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
+            bias = None if down_bias is None else down_bias[expert]
+            given = (x * weight).to(x.dtype) if options.scales_inputs else x
+            middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
+            result = F.linear(middle, down[expert], bias)
+            if options.scales_inputs:  # also of experts without a bias, which give zero for zero
+                weight = (~is_other).any(-1, keepdim=True).float()
+            out += weight * result
+        return out.to(x.dtype)
+
+    def _activated(self, gate_up: Tensor, options: ExpertOptions) -> Tensor:
+        """The middle of an expert: [..., 2 * I] -> [..., I]."""
+        if options.limit is None:
+            return self.silu_and_mul(gate_up)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+
+def choices_of(
+    num_experts: int, topk_ids: Tensor, topk_weights: Tensor, first_expert: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each of the experts which choices [T, k] are of others, and its weight [T, 1] for each
+    token, 0 where it was not chosen. No shape depends on the choices."""
+    for expert in range(num_experts):
+        is_other = topk_ids != expert + (first_expert or 0)
+        yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
+
+
+def check_choice(
+    top_k: int, logits: Tensor, groups: ExpertGroups = ONE_GROUP, bias: Tensor | None = None
+) -> None:
+    """Raise ValueError for choices that no router can make."""
+    num_experts = logits.shape[-1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {num_experts} experts")
+    if num_experts % groups.num_groups or not 1 <= groups.top_groups <= groups.num_groups:
+        raise ValueError(f"{num_experts} experts cannot be chosen from {groups}")
+    if bias is not None and (bias.shape != (num_experts,) or bias.dtype != torch.float32):
+        raise ValueError(
+            f"the bias of choices is {bias.dtype} {list(bias.shape)}, it must be float32 "
+            f"[{num_experts}]"
+        )
+
+
+def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:
+    """Minus infinity for the experts of other groups than the best ones."""
+    grouped = key.unflatten(-1, (groups.num_groups, -1))
+    best = grouped.topk(min(num_best, grouped.shape[-1]), dim=-1).values.sum(-1)
+    chosen = best.topk(groups.top_groups, dim=-1).indices  # [T, top_groups]
+    index = torch.arange(groups.num_groups, device=key.device)
+    is_chosen = (chosen.unsqueeze(-1) == index).any(1)  # [T, num_groups]
+    return grouped.masked_fill(~is_chosen.unsqueeze(-1), float("-inf")).flatten(-2)

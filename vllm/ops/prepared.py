@@ -1,0 +1,70 @@
+"""Weights in the layout that a device multiplies with: what each kind can do."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class PreparedWeight(Protocol):
+    """A weight of a linear layer in the layout that a device multiplies with.
+
+    One that holds parameters is an `nn.Module`.
+    """
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
+        ...
+
+
+class PreparedTable(PreparedWeight, Protocol):
+    """The weight of an output head, or of embeddings, in the layout of a device."""
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [N] int64 of the weight, [N, in_features]."""
+        ...
+
+
+class PreparedExperts(Protocol):
+    """The weights of gated experts in the layout that a device multiplies with."""
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As `Ops.moe`."""
+        ...
+
+
+@runtime_checkable
+class ExpertProducts(Protocol):
+    """The two products of gated experts, one expert at a time."""
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this number on
+        this rank."""
+        ...
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """[n, I] -> [n, hidden], new."""
+        ...
+
+
+class PreparedHeads(Protocol):
+    """A matrix [I, O] for each of H heads, in the layout that a device multiplies with.
+
+    One that holds parameters is an `nn.Module`.
+    """
+
+    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """The product of each head with its matrix.
+
+        Args:
+            x: [T, H, I]; heads are dense, but need not follow each other.
+            beside: [T, H, R], which is put behind the product of each head.
+
+        Returns:
+            [T, H, O], or [T, H, O + R]; new and dense.
+        """
+        ...
+
+    def dense(self) -> Tensor:
+        """The matrices, [H, I, O]."""
+        ...
