@@ -1,5 +1,6 @@
 """Greedy generation and log-probabilities by `transformers`, one prompt at a time."""
 
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ def _one(model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: i
     token_ids: list[int] = []
     margins: list[float] = []
     rows: list[torch.Tensor] = []
+    name = cache_name(model)
     for _ in range(max_tokens):
-        output = model(**inputs, past_key_values=cache, use_cache=not is_version_4())
+        output = model(**inputs, **{name: cache}, use_cache=not is_version_4())
         logits = output.logits[0].float()
         if rows and is_version_4():
             logits = logits[-1:]
@@ -85,8 +87,14 @@ def _one(model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: i
         if is_version_4():  # some of its caches hold one kind of layer only
             inputs = _with_token(inputs, model, token_ids[-1])
         else:
-            cache, inputs = output.past_key_values, {"input_ids": torch.tensor([token_ids[-1:]])}
+            cache, inputs = output[name], {"input_ids": torch.tensor([token_ids[-1:]])}
     return Reference(prompt, token_ids, torch.cat(rows), margins)
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """What transformers calls the cache that a model takes and returns: `cache` since 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _with_token(inputs: dict[str, Any], model: Any, token_id: int) -> dict[str, Any]:

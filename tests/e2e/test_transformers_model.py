@@ -146,7 +146,7 @@ def test_their_weights_can_be_stored_in_int8(models):
     [
         ("diffllama", "DiffLlamaForCausalLM .* 4 of its 2 layers used the attention interface"),
         ("falcon_h1", r"FalconH1ForCausalLM .* layers.0.mamba \(FalconH1Mixer\) keeps a state"),
-        ("gptj", "GPTJForCausalLM .* choose their attention from a fixed table"),
+        ("falcon", "FalconForCausalLM .* choose their attention from a fixed table"),
         ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
         ("persimmon", r"PersimmonForCausalLM .* config.json says \(4, 2, 2\) heads of 16"),
         ("gpt_oss", "GptOssForCausalLM .* its attention is of a kind that has no kernel here"),

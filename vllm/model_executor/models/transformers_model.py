@@ -30,7 +30,10 @@ from vllm.transformers_utils.transformers_version import dtype_argument, lets_at
 _INTERFACE = "vllm"
 """Name of our attention in transformers."""
 _CACHE_ARGUMENTS = frozenset(
-    ("past_key_values", "past_key_value", "layer_past", "cache_params", "state", "states")
+    (
+        *("cache", "past_key_values", "past_key_value", "layer_past"),
+        *("cache_params", "state", "states"),
+    )
 )
 """Names that modules of transformers give to what they keep of earlier tokens."""
 _FIXED = "fixed"
