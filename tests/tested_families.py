@@ -7,6 +7,7 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
+import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny_models import _FAMILIES
@@ -35,11 +36,6 @@ class Proof:
 _EVERY_FAMILY = "tests.e2e.test_every_family:test_logprobs_are_those_of_transformers"
 _STATES = "tests.e2e.test_state_families:test_states_on_a_simulated_card_are_the_same"
 _RANKS = "tests.model_executor.test_parallel_layers:test_ranks_together_compute_what_one_does"
-_PROGRAM = (
-    "tests.model_executor.test_fusion_parallel:"
-    "test_programs_of_ranks_have_the_bits_of_their_modules"
-)
-_BFLOAT16 = "tests.model_executor.test_bfloat16:test_modules_are_as_near_to_float32_as_transformers"
 
 PROOFS: dict[str, tuple[Proof, ...]] = {
     "modules": (
@@ -47,10 +43,16 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
         Proof("tests.e2e.test_state_families:test_a_state_is_that_of_its_request"),
     ),
     "program": (
-        Proof("tests.model_executor.test_program_parity:"
-              "test_logits_of_the_program_are_those_of_transformers"),
+        Proof(
+            "tests.model_executor.test_program_parity:"
+            "test_logits_of_the_program_are_those_of_transformers"
+        ),
     ),
-    "bf16": (Proof(_BFLOAT16),),
+    "bf16": (
+        Proof(
+            "tests.model_executor.test_bfloat16:test_modules_are_as_near_to_float32_as_transformers"
+        ),
+    ),
     "HPU graphs": tuple(Proof(test, {"mode": "HPU graphs"}) for test in (_EVERY_FAMILY, _STATES)),
     "torch.compile": tuple(
         Proof(test, {"mode": "torch.compile"}) for test in (_EVERY_FAMILY, _STATES)
@@ -89,11 +91,10 @@ def _cases(names: Any, cases: Any) -> Iterator[dict[str, Any]]:
     """Those of one mark."""
     names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     for case in cases:
-        values = getattr(case, "values", None)  # of pytest.param
-        values = values if isinstance(values, tuple) else case
-        values = values if isinstance(values, (tuple, list)) and len(names) > 1 else values
-        if len(names) == 1:
-            values = values if isinstance(values, tuple) else (values,)
+        if isinstance(case, type(pytest.param())):
+            values = case.values
+        else:
+            values = case if len(names) > 1 else (case,)
         yield dict(zip(names, values, strict=True))
 
 
