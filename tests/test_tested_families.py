@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.tested_families import TESTS, architectures_with
+from tests.tested_families import PROOFS, architectures_with
 
 
-@pytest.mark.parametrize("capability", TESTS)
+@pytest.mark.parametrize("capability", PROOFS)
 def test_every_column_has_families_from_its_tests(capability):
     assert "LlamaForCausalLM" in architectures_with(capability)
 

@@ -1,63 +1,101 @@
 """Which families each capability is tested with, read from the parameters of the tests."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import product
+from typing import Any
 
+import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny_models import _FAMILIES
 
-TESTS: dict[str, tuple[str, ...]] = {
-    "one call on the CPU": (
-        "tests.model_executor.test_fusion_parallel:test_programs_of_ranks_have_the_bits_of_their_modules",
+
+@dataclass(frozen=True)
+class Proof:
+    """A test, and with which of its parameters it proves a capability.
+
+    Attributes:
+        test: module:name; it has a parameter `family`.
+        where: what other parameters must be, by name.
+    """
+
+    test: str
+    where: dict[str, Any] = field(default_factory=dict)
+
+    def families(self) -> set[str]:
+        """Those that the test has as parameters, whatever its marks."""
+        module_name, _, name = self.test.partition(":")
+        module = import_module(module_name)
+        rows = [r for r in _rows(getattr(module, name)) if self.where.items() <= r.items()]
+        return {row["family"] for row in rows}
+
+
+_EVERY_FAMILY = "tests.e2e.test_every_family:test_logprobs_are_those_of_transformers"
+_STATES = "tests.e2e.test_state_families:test_states_on_a_simulated_card_are_the_same"
+_RANKS = "tests.model_executor.test_parallel_layers:test_ranks_together_compute_what_one_does"
+
+PROOFS: dict[str, tuple[Proof, ...]] = {
+    "modules": (
+        Proof(_EVERY_FAMILY, {"mode": "CPU"}),
+        Proof("tests.e2e.test_state_families:test_a_state_is_that_of_its_request"),
     ),
-    "tensor parallel": (
-        "tests.model_executor.test_parallel_layers:test_ranks_together_compute_what_one_does",
-        "tests.model_executor.test_fusion_parallel:test_programs_of_ranks_have_the_bits_of_their_modules",
+    "program": (
+        Proof(
+            "tests.model_executor.test_program_parity:"
+            "test_logits_of_the_program_are_those_of_transformers"
+        ),
     ),
+    "bf16": (
+        Proof(
+            "tests.model_executor.test_bfloat16:test_modules_are_as_near_to_float32_as_transformers"
+        ),
+    ),
+    "HPU graphs": tuple(Proof(test, {"mode": "HPU graphs"}) for test in (_EVERY_FAMILY, _STATES)),
+    "torch.compile": tuple(
+        Proof(test, {"mode": "torch.compile"}) for test in (_EVERY_FAMILY, _STATES)
+    ),
+    "2 ranks": (Proof(_RANKS, {"tp_size": 2}),),
+    "4 ranks": (Proof(_RANKS, {"tp_size": 4}),),
     "pipeline": (
-        "tests.e2e.test_pipeline_parallel:test_stages_of_every_family_give_the_tokens_of_one_process",
+        Proof(
+            "tests.e2e.test_pipeline_parallel:"
+            "test_stages_of_every_family_give_the_tokens_of_one_process"
+        ),
     ),
-    "LoRA": ("tests.lora.test_peft:test_outputs_are_those_of_peft",),
-    "GGUF": ("tests.model_executor.test_gguf_weights:test_logits_are_those_of_transformers",),
-    "simulated Gaudi": (
-        "tests.e2e.test_hpu_parity:test_every_family_gives_the_same_tokens",
-        "tests.e2e.test_more_families:test_a_family_gives_the_tokens_of_transformers_on_the_simulated_card",
-        "tests.e2e.test_state_families:test_states_on_a_simulated_card_are_the_same",
-        "tests.e2e.test_latent_attention:test_logprobs_are_those_of_transformers_on_the_simulated_card",
-        "tests.e2e.test_parallel_hpu:test_stages_of_every_family_give_the_tokens_of_the_cpu",
+    "LoRA": (Proof("tests.lora.test_peft:test_outputs_are_those_of_peft"),),
+    "GGUF": (
+        Proof("tests.model_executor.test_gguf_weights:test_logits_are_those_of_transformers"),
     ),
 }
-"""Capability -> module:test with a parameter `family`, any of which proves it."""
-_NEGATED = {"one call on the CPU": "BY_MODULES"}
-"""Capability -> a list in the module of its test of the families for which the test shows that they
-lack it."""
+"""Capability -> tests, any of which proves it."""
 
 
 @cache
 def architectures_with(capability: str) -> frozenset[str]:
     """Architectures of which a tiny model with that capability is tested."""
-    found = set()
-    for test in TESTS[capability]:
-        module, _, name = test.partition(":")
-        without = getattr(import_module(module), _NEGATED.get(capability, ""), ())
-        families = set(_families(getattr(import_module(module), name))) - set(without)
-        found |= {_architecture(family) for family in families & _FAMILIES.keys()}
-    return frozenset(found)
+    families = set().union(*(proof.families() for proof in PROOFS[capability]))
+    return frozenset(_architecture(family) for family in families & _FAMILIES.keys())
 
 
-def _families(test: object) -> Iterator[str]:
-    """Values of the parameter `family` of a test."""
-    for mark in getattr(test, "pytestmark", ()):
-        if mark.name != "parametrize":
-            continue
-        names, cases = mark.args[:2]
-        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-        for case in cases if "family" in names else ():
-            values = getattr(case, "values", None)  # of pytest.param
-            values = values if isinstance(values, tuple) else case
-            yield values[names.index("family")] if isinstance(values, tuple) else values
+def _rows(test: object) -> Iterator[dict[str, Any]]:
+    """The parameters of each case of a test, by name."""
+    marks = [m for m in getattr(test, "pytestmark", ()) if m.name == "parametrize"]
+    for cases in product(*(list(_cases(*mark.args[:2])) for mark in marks)):
+        yield {name: value for case in cases for name, value in case.items()}
+
+
+def _cases(names: Any, cases: Any) -> Iterator[dict[str, Any]]:
+    """Those of one mark."""
+    names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+    for case in cases:
+        if isinstance(case, type(pytest.param())):
+            values = case.values
+        else:
+            values = case if len(names) > 1 else (case,)
+        yield dict(zip(names, values, strict=True))
 
 
 def _architecture(family: str) -> str:

@@ -5,8 +5,7 @@
 
 namespace VLLM_ISA {
 
-// out = weight * round(x / sqrt(mean(x^2) + eps)). Sums in float for every T; the inner rounding
-// is that of Hugging Face models. out may be x.
+// out = x / sqrt(mean(x^2) + eps) * weight, in float for every T and rounded once. out may be x.
 template <typename T>
 inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, float eps) {
   Vec squares[4] = {};  // four sums: one would wait for its own last addition
@@ -25,8 +24,7 @@ inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, fl
   const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
   const Vec scale = splat(1.0f / __builtin_sqrtf(sum / static_cast<float>(hidden) + eps));
   for_each_vector(hidden, [&](int64_t j, int64_t count) {
-    const Vec normed = round_to<T>(load(x + j, count) * scale);
-    store(out + j, load(weight + j, count) * normed, count);
+    store(out + j, load(x + j, count) * scale * load(weight + j, count), count);
   });
 }
 

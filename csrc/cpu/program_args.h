@@ -23,7 +23,7 @@ VLLM_STRUCT(Operation,
   // Elements from one head to the next, of copy and head_linear; 0: heads are dense.
   int64_t x_head_stride, out_head_stride;
   const void* weight;          // T: the weight of a norm, the table of a lookup; [num_heads,
-                               // head_size] of add_weights and multiply_weights
+                               // head_size] of add_weights, and of layer_norm with option 1
   const void* bias;            // T: of a linear layer or a norm; or null
   const LinearWeight* packed;  // of linear and head_linear; of a lookup that has no weight. A float
                                // weight has rows of floats, whatever T is
@@ -45,6 +45,7 @@ VLLM_STRUCT(Operation,
                            // ranks and give zeros; 0: there are none
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
+                           // layer_norm: 1 where each head has a weight of its own;
                            // route: a Routing; round_to_fp8: the largest number
   int64_t top_k;           // of route and experts
   int64_t num_groups, top_groups;  // of route, as in ChoiceOptions

@@ -29,7 +29,6 @@
   X(clip, 1)                   \
   X(soft_cap, 6)               \
   X(add_weights, 1)            \
-  X(multiply_weights, 1)       \
   X(route, 10)                 \
   X(widen, 1)                  \
   X(copy, 1)                   \
@@ -169,9 +168,14 @@ void add_rms_norm(const RowCall<T>& rows) {
 
 template <typename T>
 void layer_norm(const RowCall<T>& rows) {
-  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
-    layer_norm_row(x, rows.weight(), rows.bias(), out, rows.op.head_size, rows.op.scalar);
-  });
+  const int64_t size = rows.op.head_size, step = rows.op.option != 0 ? size : 0;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    for (int64_t h = 0; h < rows.op.num_heads; ++h) {
+      const T* const weight = rows.weight() == nullptr ? nullptr : rows.weight() + h * step;
+      layer_norm_row(rows.x[i] + h * size, weight, rows.bias(), rows.out[i] + h * size, size,
+                     rows.op.scalar);
+    }
+  }
 }
 
 template <typename T>
@@ -226,26 +230,14 @@ void soft_cap(const RowCall<T>& rows) {
   });
 }
 
-// Calls combine(vector of x, vector of the weights) for all of a row; each element has a weight of
-// its own.
-template <typename T, typename Combine>
-void with_weights(const RowCall<T>& rows, Combine combine) {
-  for (int64_t i = 0; i < rows.count; ++i) {
-    for_each_vector(rows.op.num_heads * rows.op.head_size, [&](int64_t at, int64_t count) {
-      store(rows.out[i] + at, combine(load(rows.x[i] + at, count), load(rows.weight() + at, count)),
-            count);
-    });
-  }
-}
-
+// Each element of a row with a weight of its own.
 template <typename T>
 void add_weights(const RowCall<T>& rows) {
-  with_weights(rows, [](Vec x, Vec weight) { return x + weight; });
-}
-
-template <typename T>
-void multiply_weights(const RowCall<T>& rows) {
-  with_weights(rows, [](Vec x, Vec weight) { return x * weight; });
+  for (int64_t i = 0; i < rows.count; ++i) {
+    for_each_vector(rows.op.num_heads * rows.op.head_size, [&](int64_t at, int64_t count) {
+      store(rows.out[i] + at, load(rows.x[i] + at, count) + load(rows.weight() + at, count), count);
+    });
+  }
 }
 
 // The largest of head_size logits x, at most kMaxTopK, and how much each of them counts.

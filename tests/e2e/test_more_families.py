@@ -1,13 +1,11 @@
 """Families that differ in their layers: same greedy tokens as `transformers`, on the CPU and on the
-simulated Gaudi, with chunks and prefix hits.
+simulated Gaudi, with chunks and prefix hits. Log-probabilities are in test_every_family.
 """
 
 from functools import cache
 
 import pytest
-import torch
 
-from tests.e2e.logprob_checks import logprobs_of, wanted_logprobs
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.tiny_models import MORE_FAMILIES
@@ -63,41 +61,6 @@ def check(folder, want: list[Reference]) -> None:
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_family_gives_the_tokens_of_transformers(family, models, references):
     check(models(family), references(family))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_logprobs_of_a_family_are_those_of_transformers(family, models):
-    """Of prompts and 32 tokens each, in chunks, with preemption and a prefix hit."""
-    prompts = random_prompts(24, 100, vocab_size=4096)
-    want = generate(models(family), prompts, 32)
-    want = [reference for reference in want if min(reference.margins) > 1e-4]
-    assert len(want) > 20
-    settings = SETTINGS | {"max_model_len": 160}
-    # Each group of layers with a window of its own has blocks.
-    llm = LLM(model=str(models(family)), **settings | {"num_gpu_blocks_override": 200})
-    if not llm.llm_engine.engine_core.scheduler.cache.has_windows:
-        llm = LLM(model=str(models(family)), **settings | {"num_gpu_blocks_override": 24})
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=32,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=0,
-        prompt_logprobs=0,
-    )
-    limit = 2e-4 if family == "gemma3" else 1e-4  # seven layers: one value is 1.07e-4 off
-    outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
-    for output, got, reference in zip(outputs, logprobs_of(outputs), want, strict=True):
-        assert list(output.outputs[0].token_ids) == reference.token_ids
-        torch.testing.assert_close(got, wanted_logprobs(reference), atol=limit, rtol=0)
-    scheduler = llm.llm_engine.engine_core.scheduler
-    assert scheduler.num_preemptions > 0 or scheduler.cache.has_windows  # test_windows.py
-    longest = max(want, key=lambda reference: len(reference.prompt))
-    for _ in range(2):
-        (output,) = llm.generate([longest.prompt], PARAMS, use_tqdm=False)
-        assert list(output.outputs[0].token_ids) == longest.token_ids[:MAX_TOKENS]
-    assert output.num_cached_tokens >= 64
 
 
 @pytest.mark.parametrize("family", ON_A_CARD)

@@ -57,8 +57,7 @@ MORE_CASES = (
 
 @torch.inference_mode()
 def assert_is_greedy(reference: Any, output: RequestOutput) -> None:
-    """Every token is the likeliest one after those before it, and has its log-probability, if
-    that was asked for."""
+    """Every token is the likeliest one after those before it, and has its log-probability."""
     (completion,), prompt = output.outputs, output.prompt_token_ids
     assert len(completion.token_ids) == MAX_TOKENS
     token_ids = torch.tensor([[*prompt, *completion.token_ids]])
@@ -67,8 +66,7 @@ def assert_is_greedy(reference: Any, output: RequestOutput) -> None:
     got = torch.tensor(completion.token_ids)
     chosen = want.gather(1, got[:, None])[:, 0]
     assert (want.max(-1).values - chosen).max() < 1e-4
-    if completion.logprobs is None:
-        return
+    assert completion.logprobs is not None
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)
     ours = torch.tensor([entry[token].logprob for entry, token in pairs])
     torch.testing.assert_close(ours, chosen, atol=1e-4, rtol=0)
@@ -117,12 +115,11 @@ def test_states_on_a_simulated_card_are_the_same(family, mode, models):
     is_lazy, is_eager = MODES[mode]
     buckets = BUCKETS | (FEWER_TO_COMPILE if mode == "torch.compile" else {})
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
         settings = SETTINGS | {"enforce_eager": is_eager, "num_gpu_blocks_override": 20}
-        llm = LLM(model=str(models(family)), **settings)
+        llm = LLM(model=str(models(family)), sampling_warmup="all", **settings)
         before = bridge.counters()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         after = bridge.counters()
     assert after.compilations == before.compilations
     assert after.cpu_fallbacks == before.cpu_fallbacks

@@ -142,6 +142,18 @@ def test_layer_norm_agrees_with_reference(ops, has_weight, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_norm_may_have_weights_of_each_head(ops, dtype):
+    for heads in (*packed_qkv(9, 4, 2, 20, dtype)[:2], torch.randn(9, 4, 20, dtype=dtype)):
+        weight, bias = torch.randn(heads.shape[1:], dtype=dtype), torch.randn(20, dtype=dtype)
+        for given in (None, bias):
+            want = NATIVE.layer_norm(heads, weight, given, 1e-5)
+            assert_close(ops.layer_norm(heads, weight, given, 1e-5), want)
+    for each in (ops, NATIVE):
+        with pytest.raises(ValueError, match=r"is .*\[3, 20\].* x is .*\[9, 4, 20\]"):
+            each.layer_norm(heads, weight[1:], None, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul_of_extreme_gates(ops, dtype):
     gates = torch.tensor([-3e38, -1e4, -90.0, -0.0, 0.0, 90.0, 1e4, 3e38])
     x = torch.cat((gates, torch.ones(8)))[None].to(dtype)
@@ -401,14 +413,20 @@ def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_norm_and_activation_are_those_of_hugging_face_llama(dtype):
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+def test_reference_norms_and_activation_are_those_of_hugging_face(dtype):
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm = Olmo2RMSNorm(96, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(13, 96, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(NATIVE.rms_norm(x, norm.weight, 1e-5), norm(x))
+    by_head = CohereLayerNorm((4, 24), eps=1e-5).to(dtype)
+    torch.nn.init.normal_(by_head.weight)
+    heads = x.unflatten(1, (4, 24))
+    with torch.no_grad():
+        assert_close(NATIVE.layer_norm(heads, by_head.weight, None, 1e-5), by_head(heads))
     gate_up = torch.randn(13, 96, dtype=dtype)
     gate, up = gate_up.split(48, dim=-1)
     assert torch.equal(NATIVE.silu_and_mul(gate_up), torch.nn.SiLU()(gate) * up)

@@ -39,8 +39,8 @@ class Ops(ABC):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale every row to unit root mean square, then multiply by the weight.
 
-        The order of roundings is that of the Llama models: the mean and the division are done
-        in float32, the normalized row is rounded to the dtype of x, then multiplied.
+        All of it is done in float32 and rounded once, as Gemma, OLMo 2 and GPT-OSS were trained.
+        Llama rounds before it multiplies as well, which only adds to the error.
 
         Args:
             x: [..., hidden]. A head norm passes [T, H, D]. Not changed.
@@ -87,7 +87,7 @@ class Ops(ABC):
 
         Args:
             x: [..., hidden]. Not changed.
-            weight: [hidden]; None: 1.
+            weight: [hidden]; of x [T, H, hidden] also [H, hidden], for each head its own; None: 1.
             bias: [hidden]; None: 0.
             eps: added to the variance.
 
@@ -95,7 +95,7 @@ class Ops(ABC):
             A new dense tensor, shape and dtype of x.
 
         Raises:
-            ValueError: weight or bias do not have the size of the last dimension of x.
+            ValueError: weight or bias do not have the sizes of the last dimensions of x.
         """
 
     @abstractmethod

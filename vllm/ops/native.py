@@ -56,7 +56,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
             raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
         x_float = x.float()
         normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return (normed * weight.float()).to(x.dtype)
 
     def fused_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -72,10 +72,15 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        for operand in (weight, bias):
-            if operand is not None and operand.shape != x.shape[-1:]:
+        is_by_head = weight is not None and weight.dim() == 2
+        by_row = x.shape[-1:]
+        for operand, sizes in ((weight, x.shape[1:] if is_by_head else by_row), (bias, by_row)):
+            if operand is not None and operand.shape != sizes:
                 raise ValueError(f"weight or bias is {list(operand.shape)}, x is {list(x.shape)}")
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if weight is None or not is_by_head:
+            return F.layer_norm(x, by_row, weight, bias, eps)
+        normed = F.layer_norm(x.float(), by_row, eps=eps) * weight.float()
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2:

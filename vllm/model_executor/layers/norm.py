@@ -89,7 +89,7 @@ class SplitRMSNorm(SlicedModule):
             total: [..., 1] float32, sum of the squares of all ranks.
         """
         normed = x.float() * torch.rsqrt(total / self._num_summed + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return (normed * self.weight.float()).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -146,4 +146,4 @@ class HeadLayerNorm(SlicedModule):
         self.slices["weight"] = {"": Slice(0, 0, num_heads, total_heads, num_replicas)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return get_ops().layer_norm(x, None, None, self.eps) * self.weight
+        return get_ops().layer_norm(x, self.weight, None, self.eps)

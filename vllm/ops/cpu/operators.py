@@ -130,7 +130,8 @@ class CPUOps(NativeOps):
         run = self._rows_of(x)
         if run is None:
             return super().layer_norm(x, weight, bias, eps)
-        return run("layer_norm", x, weight=weight, bias=bias, scalar=eps)
+        is_by_head = weight is not None and weight.dim() == 2
+        return run("layer_norm", x, weight=weight, bias=bias, scalar=eps, option=is_by_head)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         run = self._rows_of(x)

@@ -280,20 +280,15 @@ class Recorder(CPUOps):
         if not isinstance(x, Rows):
             raise NotFusibleError(f"rows are added to a {type(x).__name__}")
         if isinstance(y, Tensor):
-            return self._with_weights("add_weights", x, y)
+            operands = {"weight": self._dense(y, *x.sizes)}
+            return self._rows("add_weights", x.sizes, x, operands=operands)
         return self._row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number, or a tensor with the sizes of a row."""
-        if isinstance(x, Rows) and isinstance(factor, Tensor):
-            return self._with_weights("multiply_weights", x, factor)
+        """Rows times a number."""
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
         return self._row_operation("scale", x, scalar=factor)
-
-    def _with_weights(self, kind: str, x: Rows, weights: Tensor) -> Rows:
-        """Each element of rows with a number of its own."""
-        return self._rows(kind, x.sizes, x, operands={"weight": self._dense(weights, *x.sizes)})
 
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
@@ -389,7 +384,11 @@ class Recorder(CPUOps):
         if y is not None and (not isinstance(y, Rows) or y.sizes != x.sizes):
             found = f"rows of {y.sizes}" if isinstance(y, Rows) else f"a {type(y).__name__}"
             raise NotFusibleError(f"rows of {x.sizes} and {found} are no operands of {kind}")
-        operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
+        is_by_head = weight is not None and weight.dim() == 2
+        operands = {
+            "weight": self._operand(weight, *(x.sizes if is_by_head else (size,))),
+            "bias": self._operand(bias, size),
+        }
         out = gated_size(size) if is_gated else size
         return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
 
@@ -459,8 +458,8 @@ class Recorder(CPUOps):
             raise NotFusibleError(f"a float32 weight is applied to {self.dtype}")
         return weight
 
-    def _vector(self, x: Tensor | None, size: int) -> Tensor | None:
-        return None if x is None else self._dense(x, size)
+    def _operand(self, x: Tensor | None, *shape: int) -> Tensor | None:
+        return None if x is None else self._dense(x, *shape)
 
     def _dense(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         wanted = dtype or self.dtype

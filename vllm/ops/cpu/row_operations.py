@@ -57,7 +57,7 @@ class RowOperations:
             kind: the name of the operation.
             x: [..., N], dense; or [T, N] or [T, H, N] with strided rows.
             y: the second operand, dense, of the shape of x. An operation may write there.
-            weight: [N].
+            weight: [N]; of x [T, H, N] also [H, N], for each head its own.
             bias: [N].
             is_gated: the result has N / 2 elements in its last dimension, and not N.
             in_place: the result may be written over x.
@@ -75,7 +75,7 @@ class RowOperations:
         size = shape[-1]
         if factor is not None:
             y, (rows, heads, stride) = _check_factor(factor, x), _strided(x)
-        elif x.is_contiguous():
+        elif x.is_contiguous() and (weight is None or weight.dim() == 1):
             rows, heads, stride = x.numel() // size, 1, size
         else:
             rows, heads, stride = _strided(x)
@@ -85,9 +85,10 @@ class RowOperations:
             if not y.is_contiguous():
                 refuse_strides("the second operand", y)
         if weight is not None:
-            _check_vector("weight", weight, size, x)
+            sizes = shape[1:] if weight.dim() == 2 else (size,)
+            _check_operand("weight", weight, tuple(sizes), x)
         if bias is not None:
-            _check_vector("bias", bias, size, x)
+            _check_operand("bias", bias, (size,), x)
         out_stride = heads * size
         if is_gated:
             out_stride = size = gated_size(size)
@@ -174,9 +175,9 @@ def check_rows(name: str, x: Tensor) -> None:
         refuse_strides(name, x)
 
 
-def _check_vector(name: str, weight: Tensor, size: int, x: Tensor) -> None:
-    """weight is dense [size], of the dtype of x."""
-    if weight.shape != (size,) or weight.dtype != x.dtype or not weight.is_cpu:
+def _check_operand(name: str, weight: Tensor, sizes: tuple[int, ...], x: Tensor) -> None:
+    """weight is dense, of these sizes and the dtype of x."""
+    if weight.shape != sizes or weight.dtype != x.dtype or not weight.is_cpu:
         refuse_pair(name, weight, "x", x)
     if not weight.is_contiguous():
         refuse_strides(name, weight)
