@@ -76,8 +76,7 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
         whole = settings.get("format", "")
         self.groups = [_Scheme({"format": whole, **_given(group)}) for group in groups.values()]
 
-    @property
-    def stores_head(self) -> bool:
+    def stores_head(self, names: Names) -> bool:
         return True
 
     def storage_of(self, names: Names) -> "_Scheme | None":

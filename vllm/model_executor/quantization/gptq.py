@@ -37,8 +37,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
 
-    @property
-    def stores_head(self) -> bool:
+    def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
 
     def storage_of(self, names: Names) -> GroupLayout | None:
