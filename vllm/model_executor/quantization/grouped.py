@@ -45,17 +45,18 @@ class GroupLayout:
 class GroupedLinear(StoredLinear):
     """qweight, qzeros, scales, and g_idx where inputs of a group may come from everywhere.
 
+    Old checkpoints without act-order have no g_idx, and symmetric ones of AWQ need no qzeros.
+
     Args:
         name: of the module.
         layout: of its tensors.
     """
 
-    optional_parameters = ("g_idx",)
-    """Old checkpoints without act-order do not have it."""
-
     def __init__(self, name: str, layout: GroupLayout) -> None:
         super().__init__(name)
         self.layout = layout
+        is_implied = layout.is_awq and layout.is_symmetric
+        self.optional_parameters = ("g_idx", "qzeros") if is_implied else ("g_idx",)
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         layout, num_in, num_out = self.layout, layer.input_size, layer.output_size
@@ -113,6 +114,10 @@ class GroupedLinear(StoredLinear):
 
     def fill_missing(self, place: Place) -> None:
         assert place.slice is not None
+        if place.param_name == "qzeros":
+            part = place.slice
+            self._fill_middles(place.param.narrow(part.dim, part.offset, part.size))
+            return
         row = place.slice.offset if place.slice.dim == 0 else 0
         fill_groups(place.param[row][None], self.layout.group_size)
 
@@ -120,10 +125,13 @@ class GroupedLinear(StoredLinear):
         if self.layout.has_groups:
             fill_groups(layer.get_parameter("g_idx"), self.layout.group_size)
         if self.layout.is_symmetric:
-            qzeros = layer.get_parameter("qzeros")
-            middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
-            words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
-            qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
+            self._fill_middles(layer.get_parameter("qzeros"))
+
+    def _fill_middles(self, qzeros: Tensor) -> None:
+        """Zero points [groups, words] of half of the range."""
+        middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
+        words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
+        qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         layout = self.layout
@@ -134,12 +142,8 @@ class GroupedLinear(StoredLinear):
             groups = common_order(self.name, g_idx, layout.group_size, layer)
         unpacked = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
         zeros = unpacked.to(torch.int16) + layout.zero_offset
-        if layout.is_symmetric and bool((zeros != layout.middle).any()):
-            raise WeightLoadError(
-                f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
-                f"{int(zeros.max())}, but {layout.middle} by quantization_config.sym in "
-                f"config.json: either sym or checkpoint_format is wrong there"
-            )
+        if layout.is_symmetric:
+            self._check_symmetric(zeros[on_host(layer, "scales") != 0])  # else it is padding
         weight = GroupedWeight(
             words=on_host(layer, "qweight"),
             is_awq=layout.is_awq,
@@ -149,6 +153,19 @@ class GroupedLinear(StoredLinear):
             groups=groups,
         )
         return without_zero_scales(self.name, weight)
+
+    def _check_symmetric(self, zeros: Tensor) -> None:
+        layout = self.layout
+        if bool((zeros == layout.middle).all()):
+            return
+        key, wrong = "sym", "either sym or checkpoint_format is wrong there"
+        if layout.is_awq:
+            key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
+        raise WeightLoadError(
+            f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
+            f"{int(zeros.max())}, but {layout.middle} by quantization_config.{key} in "
+            f"config.json: {wrong}"
+        )
 
 
 def group_inputs(name: str, group_size: int, layer: ParallelLinear) -> int:
