@@ -96,14 +96,10 @@ def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
     [
         ("fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
         ("ct-fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
-        ("gptq-2", "cannot be split over ranks: .*group_size .64"),
         ("gptq-3", "3 bits: 16 features of .*qkv_proj do not fill words of 32 bits"),
-        ("gptq-8-order", "cannot be split over ranks: .*group_size .64"),
-        ("gptq-4-order", "cannot be split over ranks: .*desc_act"),
-        ("ct-w4a16-asym-order", "cannot be split over ranks: .*desc_act"),
     ],
 )
-def test_groups_on_several_ranks_are_refused(checkpoint, name, message):
+def test_blocks_and_words_on_several_ranks_are_refused(checkpoint, name, message):
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(checkpoint(name)[0], TPGroup(0, 2))
 
@@ -155,6 +151,16 @@ def weight_of_head(model):
     if hasattr(packed, "rows"):
         return packed.rows(torch.arange(packed.out_features), torch.float32)
     return packed.weight
+
+
+def test_act_order_that_the_settings_do_not_name_is_refused_on_several_ranks(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gptq-4-order")[0], tmp_path / "order")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    assert logits_of(load(folder), prompt_of(3)).isfinite().all()
+    with pytest.raises(ConfigError, match=r"_proj are ordered .*desc_act in .* is not true"):
+        load(folder, TPGroup(0, 2))
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "gptq-4-rows"])
@@ -211,6 +217,13 @@ def filled(tensor, value):
     return change
 
 
+def rolled(tensor):
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].roll(1)
+
+    return change
+
+
 def reshaped(tensor, *shape):
     def change(settings, tensors):
         tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].reshape(*shape)
@@ -258,14 +271,22 @@ WRONG = [
     ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
     ("gptq-4", changed("bits", to=True), "bits is True"),
     ("gptq-4", changed("bits", to=8), r"qweight has shape \[24, 64\] .* needs \[48, 64\]"),
-    ("gptq-4", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
+    ("gptq-4", changed("group_size", to=64), r"g_idx .* from 0 to 5: .* each of 3 groups 64 times"),
+    ("awq", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
     ("gptq-4", changed("group_size", to=48), "group_size is 48, which does not divide the 64"),
     ("gptq-4", changed("group_size", to=0), "group_size is 0"),
     ("gptq-4", changed("group_size", to=10**30), "group_size is 1000"),
     ("gptq-4", changed("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
     ("gptq-4", changed("dynamic", to={"(": {}}), "dynamic is '\\('"),
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
-    ("gptq-4-order", filled("g_idx", 9), "gate_up_proj have different g_idx"),
+    ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9: .* each of 2 groups 32 times"),
+    ("gptq-4-order", filled("g_idx", -1), f"{GATE}.g_idx has numbers from -1 to 1"),
+    ("gptq-4-order", rolled("g_idx"), "gate_up_proj have different g_idx"),
+    (
+        "ct-w4a16-asym-order",
+        reshaped("weight_g_idx", 2, 32),
+        "g_idx has shape .2, 32., not one row",
+    ),
     ("gptq-4", without("qzeros"), f"missing from the checkpoint: {GATE}.qzeros"),
     ("gptq-4", filled("scales", 0.0), ZERO),
     ("gptq-4", filled("scales", -1.0), f"tensor {GATE}.scales contains -1.0: scales are positive"),

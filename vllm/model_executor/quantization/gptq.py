@@ -54,7 +54,6 @@ class GPTQ(CheckpointFormat[GroupLayout]):
 
 def _layout_of(settings: Settings) -> GroupLayout:
     bits = choice(settings, "bits", (2, 3, 4, 8))
-    choice(settings, "desc_act", (True, False), False)
     choice(settings, "is_marlin_format", (False,), False)
     formats = ("gptq", "gptq_v2")
     checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
@@ -63,6 +62,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
         group_size=group_size_of(settings, "group_size"),
         zero_offset=1 if checkpoint_format == "gptq" else 0,
         has_groups=True,
+        is_ordered=choice(settings, "desc_act", (True, False), False),
         is_symmetric=choice(settings, "sym", (True, False), False),
     )
 
