@@ -25,15 +25,15 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
-from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
-from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
-from vllm.model_executor.quantization.input_groups import InputGroups
-from vllm.model_executor.quantization.scales import (
+from vllm.model_executor.layers.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,
 )
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
+from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
+from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,

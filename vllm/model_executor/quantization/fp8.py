@@ -29,12 +29,12 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
-from vllm.model_executor.quantization.scales import (
+from vllm.model_executor.layers.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,
 )
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,

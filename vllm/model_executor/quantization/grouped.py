@@ -16,8 +16,8 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
+from vllm.model_executor.layers.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.input_groups import InputGroups
-from vllm.model_executor.quantization.scales import checked_scales, without_zero_scales
 from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_bits
 
 
