@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ class Format:
     """Parts of names of layers that stay dense."""
 
 
-def made_once(folder: Path) -> Callable[[str], tuple[Path, Path]]:
+def made_once(folder: Path, **options: Any) -> Callable[[str], tuple[Path, Path]]:
     """`write` into this folder, which keeps what was written."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(name: str) -> tuple[Path, Path]:
         if name not in made:
-            made[name] = write(name, folder)
+            made[name] = write(name, folder, **options)
         return made[name]
 
     return get
@@ -69,7 +70,11 @@ def is_linear(key: str, tensor: Tensor) -> bool:
 
 
 def write(
-    name: str, folder: Path, source: Path | None = None, skipped: tuple[str, ...] = ()
+    name: str,
+    folder: Path,
+    source: Path | None = None,
+    skipped: tuple[str, ...] = (),
+    stores_head: bool = False,
 ) -> tuple[Path, Path]:
     """Folders of the checkpoint and of its dense twin.
 
@@ -78,6 +83,7 @@ def write(
         folder: for both.
         source: a dense checkpoint; None: a tiny Llama.
         skipped: names of layers that stay dense besides those of the format.
+        stores_head: the output head is quantized, too.
     """
     torch.manual_seed(0)
     config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
@@ -95,7 +101,8 @@ def write(
     for key, tensor in tensors.items():
         stored[key] = dense[key] = tensor
         is_skipped = any(part in key for part in (*format_.skipped, *skipped))
-        if is_linear(key, tensor) and not is_skipped:
+        is_head = stores_head and key == "lm_head.weight"
+        if (is_linear(key, tensor) or is_head) and not is_skipped:
             del stored[key]
             parts, dense[key] = format_.quantize(tensor.T if is_transposed else tensor)
             if is_transposed:
@@ -109,6 +116,14 @@ def write(
         is_compressed = settings["quant_method"] == "compressed-tensors"
         key = "ignore" if is_compressed else "modules_to_not_convert"
         settings[key] = [*settings.get(key, []), *skipped]
+    if stores_head:
+        settings |= {
+            key: [each for each in settings[key] if each != "lm_head"]
+            for key in ("ignore", "modules_to_not_convert")
+            if key in settings
+        }
+        if settings["quant_method"] in ("gptq", "awq"):
+            settings["lm_head"] = True
     for path, values, added in zip(
         folders, (stored, dense), ({"quantization_config": settings}, {}), strict=True
     ):
@@ -210,8 +225,8 @@ def _gptq(
     return Format(settings, quantize, is_rounding_inputs=bits <= 4)
 
 
-def _awq(weight: Tensor) -> tuple[Tensors, Tensor]:
-    grouped = Grouped.round(weight, 4, 32, is_symmetric=False)
+def _awq(weight: Tensor, is_symmetric: bool = False) -> tuple[Tensors, Tensor]:
+    grouped = Grouped.round(weight, 4, 32, is_symmetric)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def words(numbers: Tensor) -> Tensor:
@@ -222,6 +237,8 @@ def _awq(weight: Tensor) -> tuple[Tensors, Tensor]:
         "qzeros": words(grouped.zeros),
         "scales": grouped.scales,
     }
+    if is_symmetric:
+        del parts["qzeros"]
     return parts, grouped.dense()
 
 
@@ -290,6 +307,7 @@ _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"
 _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
 _FP8 = {"quant_method": "fp8"}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 
 FORMATS: dict[str, Format] = {
     "fp8-static": Format(_FP8 | {"activation_scheme": "static"}, _fp8_per_tensor),
@@ -312,10 +330,9 @@ FORMATS: dict[str, Format] = {
     "gptq-8-order": _gptq(8, 64, is_symmetric=True, is_ordered=True),
     "gptq-3": _gptq(3, 32, is_symmetric=True),
     "gptq-2": _gptq(2, 64, is_symmetric=False, is_v2=True),
-    "awq": Format(
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        _awq,
-        is_rounding_inputs=True,
+    "awq": Format(_AWQ | {"zero_point": True}, _awq, is_rounding_inputs=True),
+    "awq-symmetric": Format(
+        _AWQ | {"zero_point": False}, partial(_awq, is_symmetric=True), is_rounding_inputs=True
     ),
     "ct-w4a16": _words(4, 32, is_symmetric=True),
     "ct-w4a16-16": _words(4, 16, is_symmetric=True),

@@ -26,6 +26,7 @@ from vllm.model_executor.loader.sharded_state import save_shard
 from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization import quantization_of
+from vllm.transformers_utils.weight_files import find_files
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
@@ -48,12 +49,12 @@ def save(
     quantization = quantization_of(config.model)
     formats = [] if quantization is None else [quantization]
     torch_dtype = getattr(torch, config.model.dtype_name)
-    files = []
+    files, stored = [], find_files(folder, config.load.load_format)
     arch, partition = config.model.resolved_arch, config.parallel.pipeline_layer_partition
     for index, rank in product(range(num_stages), range(size)):
         tp = TPGroup(rank, size)
         stage = Stage.of(index, num_stages, arch.num_layers, partition)
-        part = build_model(arch, tp, torch_dtype, formats=formats)
+        part = build_model(arch, tp, torch_dtype, formats=formats, files=stored)
         assert isinstance(part, CausalLM), "no pooling model was asked for"
         keep_stage(part, stage)
         memory = ParameterMemory(part, torch.device("cpu"))

@@ -50,7 +50,7 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
         ("qwen3_moe", {"enable_expert_parallel": True}),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
         pytest.param("llama", {}, marks=pytest.mark.exhaustive),
-        pytest.param("gptq-4", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gptq-4-order", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_cards_give_the_tokens_of_the_cpu(name, settings, tmp_path, monkeypatch):

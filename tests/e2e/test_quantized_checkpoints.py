@@ -16,7 +16,12 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return made_once(tmp_path_factory.mktemp("quantized"))
+    """Those of fp8 have an output head in fp8."""
+    others, fp8 = (
+        made_once(tmp_path_factory.mktemp("quantized"), stores_head=stores_head)
+        for stores_head in (False, True)
+    )
+    return lambda name: (fp8 if name.startswith("fp8") else others)(name)
 
 
 def greedy(folder, **settings):

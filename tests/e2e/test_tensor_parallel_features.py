@@ -140,14 +140,14 @@ def test_steps_in_one_call_have_the_tokens_of_the_modules(
 
 
 def write_wide(name: str, folder: Path) -> Path:
-    """A quantized checkpoint whose groups do not straddle two ranks."""
+    """A quantized checkpoint whose blocks do not straddle two ranks."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     return write(name, folder, make_tiny_model("llama", folder, **wide))[0]
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "name", ["fp8-block", "fp8-static", "gptq-8", "ct-w8a16-int8", "ct-fp8-static"]
+    "name", ["fp8-block", "fp8-static", "gptq-8-order", "ct-w8a16-int8", "ct-fp8-static"]
 )
 def test_quantized_checkpoints_have_the_tokens_of_one_rank(name, tmp_path, monkeypatch):
     folder = write_wide(name, tmp_path)
@@ -171,6 +171,7 @@ def prompt_logprobs_on(folder: Path, **settings: Any) -> list[float]:
     ("name", "quantization", "tolerance"),
     [
         ("gptq-4", None, 0.02),
+        ("gptq-4-order", None, 0.1),
         ("awq", None, 0.02),
         ("ct-w4a16", None, 0.02),
         ("ct-w8a8", None, 0.1),
@@ -180,8 +181,8 @@ def prompt_logprobs_on(folder: Path, **settings: Any) -> list[float]:
     ],
 )
 def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path, monkeypatch):
-    """int4 rounds the inputs of a group; int8 rounds, and fp8 rounds weights, with one scale for
-    all that a rank has."""
+    """int4 rounds the inputs of a group, which are others where a rank has parts of groups; int8
+    rounds, and fp8 rounds weights, with one scale for all that a rank has."""
     write_model = write_wide if quantization is None else make_tiny_model
     folder = write_model(name, tmp_path)
     want = prompt_logprobs_on(folder, quantization=quantization)
@@ -192,16 +193,9 @@ def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path,
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gptq-2", r"down_proj cannot be split over ranks: its 96 input features per rank are"),
-        ("gptq-4-order", "_proj cannot be split over ranks: its inputs are ordered by activation"),
-        ("fp8-block", "o_proj cannot be split over ranks: 32 input features per rank are no"),
-    ],
-)
-def test_groups_that_straddle_ranks_are_one_line(name, message, tmp_path, monkeypatch):
-    folder, _ = write(name, tmp_path)
+def test_blocks_that_straddle_ranks_are_one_line(tmp_path, monkeypatch):
+    folder, _ = write("fp8-block", tmp_path)
+    message = "o_proj cannot be split over ranks: 32 input features per rank are no"
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     with pytest.raises(VllmError, match=message) as failure:
         LLM(str(folder), tensor_parallel_size=2, **ENGINE)

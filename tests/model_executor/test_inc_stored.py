@@ -26,9 +26,9 @@ def kernels():
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "llama"])
 def folders(request, tiny_model, tmp_path_factory) -> tuple[Path, Path]:
-    """A checkpoint with blocks of 128 x 128, and a dense one of the same numbers."""
+    """A checkpoint with blocks of 128 x 128, its head too, and a dense one of the same numbers."""
     folder = tmp_path_factory.mktemp("stored")
-    return write("fp8-block", folder, tiny_model(request.param))
+    return write("fp8-block", folder, tiny_model(request.param), stores_head=True)
 
 
 def files_of(model: Path, folder: Path) -> tuple[Path, dict]:

@@ -96,33 +96,28 @@ def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
     [
         ("fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
         ("ct-fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
-        ("gptq-2", "cannot be split over ranks: .*group_size .64"),
         ("gptq-3", "3 bits: 16 features of .*qkv_proj do not fill words of 32 bits"),
-        ("gptq-8-order", "cannot be split over ranks: .*group_size .64"),
-        ("gptq-4-order", "cannot be split over ranks: .*desc_act"),
-        ("ct-w4a16-asym-order", "cannot be split over ranks: .*desc_act"),
     ],
 )
-def test_groups_on_several_ranks_are_refused(checkpoint, name, message):
+def test_blocks_and_words_on_several_ranks_are_refused(checkpoint, name, message):
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(checkpoint(name)[0], TPGroup(0, 2))
 
 
-@pytest.mark.parametrize("name", ["gptq-4", "gptq-8"])
-def test_an_output_head_may_be_quantized(checkpoint, tmp_path, ops, name):
-    folder, dense_folder = checkpoint(name)
-    folder = shutil.copytree(folder, tmp_path / name)
-    dense_folder = shutil.copytree(dense_folder, tmp_path / "dense")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["lm_head"] = True
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors, dense = (load_file(each / "model.safetensors") for each in (folder, dense_folder))
-    parts, dense["lm_head.weight"] = FORMATS[name].quantize(tensors.pop("lm_head.weight"))
-    stored = {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
-    save_file(tensors | stored, folder / "model.safetensors")
-    save_file(dense, dense_folder / "model.safetensors")
-    part, whole = (load(folder, tp) for tp in (TPGroup(1, 2), TPGroup()))
-    assert torch.equal(weight_of_head(part), weight_of_head(whole)[2048:])
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory):
+    return made_once(tmp_path_factory.mktemp("heads"), stores_head=True)
+
+
+HEADS = [
+    *("gptq-4", "gptq-8", "awq-symmetric", "ct-w4a16", "ct-w8a8", "ct-fp8-static"),
+    *("fp8-static", "fp8-block", "fp8-channel-ignored", "modelopt"),
+]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_output_head_may_be_quantized(with_head, ops, name):
+    folder, dense_folder = with_head(name)
     model, twin = load(folder), load(dense_folder)
     assert torch.equal(weight_of_head(model), twin.lm_head.weight)
     got, want = (logits_of(each, prompt_of(20)) for each in (model, twin))
@@ -130,6 +125,25 @@ def test_an_output_head_may_be_quantized(checkpoint, tmp_path, ops, name):
         assert (got - want).norm() < 0.2 * want.norm()
     else:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    if name != "fp8-block":  # whose layers cannot be split
+        part = load(folder, TPGroup(1, 2))
+        assert torch.equal(weight_of_head(part), weight_of_head(model)[2048:])
+
+
+def test_a_rank_has_its_part_of_a_head_in_blocks(tmp_path, ops):
+    layers = ("model.layers",)
+    folder, dense = write("fp8-block", tmp_path, skipped=layers, stores_head=True)
+    part = load(folder, TPGroup(1, 2))
+    assert torch.equal(weight_of_head(part), load(dense).lm_head.weight[2048:])
+
+
+def test_a_head_without_its_scales_is_refused(with_head, tmp_path):
+    folder = shutil.copytree(with_head("fp8-static")[0], tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=r"lm_head.weight .* float8_e4m3fn .* lack its scale"):
+        load(folder)
 
 
 def weight_of_head(model):
@@ -137,6 +151,16 @@ def weight_of_head(model):
     if hasattr(packed, "rows"):
         return packed.rows(torch.arange(packed.out_features), torch.float32)
     return packed.weight
+
+
+def test_act_order_that_the_settings_do_not_name_is_refused_on_several_ranks(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gptq-4-order")[0], tmp_path / "order")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    assert logits_of(load(folder), prompt_of(3)).isfinite().all()
+    with pytest.raises(ConfigError, match=r"_proj are ordered .*desc_act in .* is not true"):
+        load(folder, TPGroup(0, 2))
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "gptq-4-rows"])
@@ -193,6 +217,13 @@ def filled(tensor, value):
     return change
 
 
+def rolled(tensor):
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].roll(1)
+
+    return change
+
+
 def reshaped(tensor, *shape):
     def change(settings, tensors):
         tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].reshape(*shape)
@@ -240,14 +271,22 @@ WRONG = [
     ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
     ("gptq-4", changed("bits", to=True), "bits is True"),
     ("gptq-4", changed("bits", to=8), r"qweight has shape \[24, 64\] .* needs \[48, 64\]"),
-    ("gptq-4", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
+    ("gptq-4", changed("group_size", to=64), r"g_idx .* from 0 to 5: .* each of 3 groups 64 times"),
+    ("awq", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
     ("gptq-4", changed("group_size", to=48), "group_size is 48, which does not divide the 64"),
     ("gptq-4", changed("group_size", to=0), "group_size is 0"),
     ("gptq-4", changed("group_size", to=10**30), "group_size is 1000"),
     ("gptq-4", changed("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
     ("gptq-4", changed("dynamic", to={"(": {}}), "dynamic is '\\('"),
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
-    ("gptq-4-order", filled("g_idx", 9), "gate_up_proj have different g_idx"),
+    ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9: .* each of 2 groups 32 times"),
+    ("gptq-4-order", filled("g_idx", -1), f"{GATE}.g_idx has numbers from -1 to 1"),
+    ("gptq-4-order", rolled("g_idx"), "gate_up_proj have different g_idx"),
+    (
+        "ct-w4a16-asym-order",
+        reshaped("weight_g_idx", 2, 32),
+        "g_idx has shape .2, 32., not one row",
+    ),
     ("gptq-4", without("qzeros"), f"missing from the checkpoint: {GATE}.qzeros"),
     ("gptq-4", filled("scales", 0.0), ZERO),
     ("gptq-4", filled("scales", -1.0), f"tensor {GATE}.scales contains -1.0: scales are positive"),
@@ -278,7 +317,13 @@ WRONG = [
     ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
     ("awq", changed("quant_method", to="quark"), "'quark', .* compressed-tensors or GPTQ"),
     ("awq", changed("quant_method", to="torchao"), "'torchao', .* --quantization int4"),
-    ("awq", changed("zero_point", to=False), "zero_point is False; supported: True"),
+    ("awq", changed("zero_point", to=0), "zero_point is 0; supported: True, False"),
+    ("awq", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_point in"),
+    (
+        "awq-symmetric",
+        changed("zero_point", to=True),
+        r"missing from the checkpoint: .*layers\.0\.mlp\.down_proj\.qzeros",
+    ),
     ("gptq-4", changed("is_marlin_format", to=True), "is_marlin_format is True; supported: False"),
     ("ct-w4a16", changed("sparsity_config", to={"format": "sparse-24"}), "sparsity_config is "),
     ("ct-w8a8", changed("kv_cache_scheme", to={"type": "int"}), "kv_cache_scheme.type is 'int'"),

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
 from tests.quantized_checkpoints import FORMATS, made_once, write
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
@@ -130,20 +129,6 @@ def test_renamed_experts_are_left_dense_by_their_names_in_the_checkpoint(tiny_mo
         experts[0].gate_up,
         next(layer.gate_up for layer in load(dense).modules() if isinstance(layer, Experts)),
     )
-
-
-@pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static", "ct-w4a16", "awq"])
-def test_the_head_of_other_formats_may_be_quantized(checkpoint, tmp_path, name):
-    key = "lm_head" if name == "awq" else "ignore"
-    value = True if name == "awq" else []
-    copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | {key: value})
-    tensors = load_file(copy / "model.safetensors")
-    parts, dense = FORMATS[name].quantize(tensors.pop("lm_head.weight"))
-    stored = {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
-    save_file(tensors | stored, copy / "model.safetensors")
-    model = load(copy)
-    assert torch.equal(weight_of_head(model), dense)
-    assert torch.equal(weight_of_head(load(copy, TPGroup(1, 2))), dense[2048:])
 
 
 def test_scales_of_queries_are_known_and_not_needed(checkpoint, tmp_path):

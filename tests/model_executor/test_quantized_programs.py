@@ -29,11 +29,8 @@ from vllm.ops.native import NativeOps
 
 needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 MIXED_LAYERS = ("layers.0.mlp", "layers.1.self_attn")
-NOT_SPLIT = (
-    *("gptq-4-order", "gptq-8-order", "ct-w4a16-asym-order"),
-    *("fp8-block", "ct-fp8-block", "gptq-2"),
-)
-"""Groups, or blocks, have inputs on both of two ranks: `test_quantized_checkpoints`."""
+NOT_SPLIT = ("fp8-block", "ct-fp8-block")
+"""Blocks have inputs on both of two ranks: `test_quantized_checkpoints`."""
 SPLIT = [name for name in FORMATS if name not in NOT_SPLIT]
 
 

@@ -16,11 +16,14 @@ from tests.model_executor.helpers import (
     prompt_of,
     read_arch,
     reference_logits,
+    weights_of,
 )
+from tests.quantized_checkpoints import write
 from tools.save_sharded_state import save
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.loader import load_model
+from vllm.ops.native import NativeOps
 
 INPUT_IDS = prompt_of(12)
 
@@ -58,6 +61,22 @@ def test_each_of_two_ranks_gets_its_own_part(tiny_model, tmp_path):
     files[1].write_bytes(files[1].read_bytes()[:-100])
     with pytest.raises(WeightLoadError, match="damaged"):
         load(tmp_path / "out", TPGroup(1, 2), load_format="sharded_state")
+
+
+@pytest.mark.parametrize("name", ["gptq-4-order", "awq-symmetric", "ct-w4a16", "fp8-static"])
+def test_quantized_parts_stay_as_they_are_stored(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    folder, _ = write(name, tmp_path, stores_head=True)
+    files = save(str(folder), tmp_path / "out", 2, "float32")
+    tp = TPGroup(1, 2)
+    got = weights_of(load(tmp_path / "out", tp, load_format="sharded_state"))
+    want = weights_of(load(folder, tp))
+    assert all(torch.equal(got[path], want[path]) for path in want)
+    tensors = load_file(files[1])
+    next(t for key, t in tensors.items() if "scale" in key).fill_(float("nan"))
+    save_file(tensors, files[1])
+    with pytest.raises(WeightLoadError, match=r"scales? contains nan: scales are positive"):
+        load(tmp_path / "out", tp, load_format="sharded_state")
 
 
 def load_part(folder, tp: TPGroup, stage: Stage, **values: Any) -> nn.Module:

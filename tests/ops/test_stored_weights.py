@@ -1,5 +1,7 @@
 """Weights of quantized checkpoints in the C++ kernels against their formula, on every processor."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from vllm.ops.stored_weight import (
     MinimumWeight,
     Mxfp4Weight,
     StackedWeight,
+    in_equal_groups,
+    pack_bits,
     round_to_fp8,
 )
 
@@ -71,6 +75,36 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
         assert ((got.double() - want).abs() <= allowed * (want.abs() + 0.05 * size)).all()
         for num_rows in (1, 3, 17):
             assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
+
+
+@pytest.mark.parametrize(("bits", "num_in"), [(4, 320), (2, 192), (8, 320)])
+def test_parts_of_groups_from_everywhere_are_the_product_of_sorted_inputs(isa, bits, num_in):
+    """As a rank has them: groups of 1 to 100 inputs."""
+    torch.manual_seed(0)
+    groups = torch.cat((torch.arange(5), torch.randint(0, 3, (num_in - 5,))))
+    codes = torch.randint(0, 1 << bits, (72, num_in), dtype=torch.uint8)
+    weight = GroupedWeight(
+        words=pack_bits(codes, bits).T.contiguous(),
+        bits=bits,
+        scales=torch.rand(5, 72).half().float() + 0.125,
+        zeros=torch.randint(0, 1 << bits, (5, 72), dtype=torch.int16),
+        groups=groups[torch.randperm(num_in)].int(),
+    )
+    equal, order = in_equal_groups(weight, 32)
+    packed, even, dense = pack_stored(weight), pack_stored(equal), weight.dequantize()
+    assert torch.equal(packed.rows(torch.arange(72), torch.float32), dense)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(17, num_in).to(dtype)
+        got = packed.linear(x)
+        assert torch.equal(got, even.linear(x[:, order].contiguous()))
+        assert torch.equal(packed.linear(x[:1]), got[:1])
+        assert (got.double() - x.double() @ dense.double().T).norm() < 0.03 * got.norm()
+
+
+def test_a_zero_point_that_is_no_number_leaves_parts_of_groups_to_torch():
+    weight = whole(64, 64, 32)
+    unequal = replace(weight, groups=(torch.arange(64) // 40).int())
+    assert (unequal.zeros == 256).any() and pack_stored(unequal) is None
 
 
 def scales_of(num_out: int, num_groups: int, num_factors: int) -> GroupScales:

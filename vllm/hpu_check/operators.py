@@ -109,8 +109,8 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
-    """Of a weight of 4 bits in groups with zero points, with and without the order of its inputs,
-    against the product of the same numbers in float32."""
+    """Of a weight of 4 bits in groups with zero points: with and without the order of its inputs,
+    and with parts of groups; against the product of the same numbers in float32."""
     if (missing := _missing("convert_from_uint4")) is not None:
         return missing
     if not bridge.is_lazy:
@@ -119,7 +119,9 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
     num_out, num_in, num_groups = 48, 128, 4
     words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out)).int()
     in_order = (torch.arange(num_in) // (num_in // num_groups)).int()
-    for name, groups in (("in order", None), ("act-order", in_order[torch.randperm(num_in)])):
+    parts = (torch.arange(num_in) % 37 // 10).int()
+    orders = {"in order": None, "act-order": in_order[torch.randperm(num_in)], "parts": parts}
+    for name, groups in orders.items():
         weight = GroupedWeight(
             words=words,
             bits=4,

@@ -16,11 +16,14 @@ from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
     StoredWeight,
+    in_equal_groups,
     pack_nibbles,
     round_to_fp8,
 )
 from vllm.platforms.habana.bridge import FusedKernels
 
+_GROUP = 32
+"""Columns of a group, where groups of a weight of four bits differ in size."""
 _TINY = 1e-8
 """Added to the largest input of a row, so that a row of zeros has a scale."""
 
@@ -39,7 +42,12 @@ def prepare_on_host(
     if isinstance(weight, Fp8Weight):
         return HPUFp8Weight(weight, kernels, fp8_max)
     if isinstance(weight, GroupedWeight) and weight.bits <= 4 and weight.shape[0] % 8 == 0:
-        return HPUUint4Weight(weight, kernels, dtype) if bool((weight.zeros < 16).all()) else None
+        if not bool((weight.zeros < 16).all()):
+            return None
+        found: tuple[GroupedWeight, Tensor | None] | None = (weight, None)
+        if weight.groups is not None:
+            found = in_equal_groups(weight, _GROUP)
+        return None if found is None else HPUUint4Weight(*found, kernels, dtype)
     return None
 
 
@@ -189,16 +197,26 @@ class HPUUint4Weight(nn.Module):
     """Numbers of four bits that are converted to the dtype of the inputs for each product.
 
     With an order, columns were permuted at load, and inputs are permuted for each product.
+
+    Args:
+        weight: whose groups have neighbours.
+        order: the input that each of its columns is for; None: as they come.
+        kernels: of the card.
+        dtype: of the inputs.
     """
 
-    def __init__(self, weight: GroupedWeight, kernels: FusedKernels, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        order: Tensor | None,
+        kernels: FusedKernels,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self._kernels = kernels
         numbers = weight.numbers().T  # [in_features, out_features]
         self.register_parameter("order", None)
-        if weight.groups is not None:
-            order = weight.groups.long().argsort(stable=True)
-            numbers = numbers[order]
+        if order is not None:
             self.order = nn.Parameter(order.int(), requires_grad=False)
         zeros = pack_nibbles(weight.zeros.to(torch.uint8))
         self.words = nn.Parameter(pack_nibbles(numbers.contiguous()), requires_grad=False)

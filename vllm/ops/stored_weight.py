@@ -102,7 +102,8 @@ class GroupedWeight(StoredWeight):
     zeros: Tensor
     """[G, out_features] int16, from 0 to 2^bits."""
     groups: Tensor | None = None
-    """[in_features] int32: the group of each input; None: in_features / G neighbours each."""
+    """[in_features] int32: the group of each input, each of the G groups at least once; None:
+    in_features / G neighbours each."""
 
     @property
     def shape(self) -> torch.Size:
@@ -124,6 +125,57 @@ class GroupedWeight(StoredWeight):
             groups = torch.arange(num_in) // (num_in // len(self.scales))
         zeros, scales = (x.T[:, groups.long()] for x in (self.zeros, self.scales))
         return (self.numbers().to(torch.int16) - zeros).float() * scales
+
+
+def has_equal_groups(weight: GroupedWeight) -> bool:
+    """Whether each group has as many inputs as the others."""
+    sizes = None if weight.groups is None else weight.groups.bincount()
+    return sizes is None or bool((sizes == sizes[0]).all())
+
+
+def in_equal_groups(weight: GroupedWeight, unit: int) -> tuple[GroupedWeight, Tensor] | None:
+    """The same weight with neighbours in its groups, all of one size.
+
+    Columns are sorted by group. Where groups differ in size, they become several of `unit` columns,
+    and one that is no multiple of `unit` begins with some that are 0, for one of its inputs.
+
+    Args:
+        weight: with `groups`.
+        unit: a multiple of 32.
+
+    Returns:
+        (the weight, which input each of its columns is for, [columns] int64); None: a zero point is
+        2^bits, so that no number means 0.
+    """
+    assert weight.groups is not None
+    inputs = weight.groups.long().argsort(stable=True)
+    counts = weight.groups.bincount(minlength=len(weight.scales))
+    if has_equal_groups(weight):
+        unit = int(counts[0])
+    units = -(-counts // unit)
+    added = units * unit - counts
+    if bool(added.any()) and bool((weight.zeros >> weight.bits).any()):
+        return None
+    ends = counts.cumsum(0)
+    order = torch.cat(
+        [
+            torch.cat((inputs[end - 1].expand(more), inputs[end - count : end]))
+            for count, more, end in zip(counts.tolist(), added.tolist(), ends.tolist(), strict=True)
+        ]
+    )
+    group = torch.arange(len(counts)).repeat_interleave(units)
+    column_group = group.repeat_interleave(unit)
+    starts = (units.cumsum(0) - units) * unit
+    is_added = torch.arange(len(order)) - starts[column_group] < added[column_group]
+    zeros = weight.zeros[column_group].T.to(torch.uint8)
+    numbers = torch.where(is_added, zeros, weight.numbers()[:, order])
+    equal = GroupedWeight(
+        words=pack_bits(numbers.contiguous(), weight.bits).T.contiguous(),
+        bits=weight.bits,
+        scales=weight.scales[group],
+        zeros=weight.zeros[group],
+    )
+    return equal, order
 
 
 @dataclass(frozen=True, kw_only=True)

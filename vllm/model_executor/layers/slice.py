@@ -251,7 +251,8 @@ class Place:
             raise WeightLoadError(
                 f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint, but "
                 f"the layer is not quantized: it needs float32, float16 or bfloat16. Is "
-                f"quantization_config in config.json missing, or does it leave this layer out?"
+                f"quantization_config in config.json missing, does it leave this layer out, or "
+                f"does the checkpoint lack its scales?"
             )
         expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
         if source.shape != expected:

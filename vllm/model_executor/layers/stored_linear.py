@@ -21,6 +21,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
+from vllm.model_executor.layers.stored_scales import checked_scales
 from vllm.ops import get_ops
 from vllm.ops.prepared import PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
@@ -74,7 +75,10 @@ class StoredLinear(LinearMethod):
                 f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
                 f"quantization_config in config.json it must be {accepted}"
             )
-        source = self.arranged(place, name, source)
+        if place.slice is not None:
+            source = self.arranged(place, name, source)
+        elif stored.dtypes == SCALES:  # a parameter of one rank, as it was saved
+            source = checked_scales(name, source, zero_is_fine=True)
         place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 
     @abstractmethod

@@ -8,7 +8,7 @@ finished by its method as soon as it is complete, before the next one gets memor
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.model_executor.quantization import Quantization, quantization_of
+from vllm.model_executor.quantization import CheckpointNames, Quantization, quantization_of
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.transformers_utils.weight_files import find_files
@@ -81,7 +81,7 @@ def load_model(
     for quantization in formats:
         quantization.start(tp)
     dtype = getattr(torch, config.model.dtype_name)
-    model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats)
+    model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats, files=files)
     if stage is not None and stage.count > 1:
         assert isinstance(model, CausalLM), "a pooling model has one stage"
         keep_stage(model, stage)
@@ -124,7 +124,7 @@ def load_speculator(
     dtype = getattr(torch, config.model.dtype_name)
     with torch.device("meta"), _default_dtype(dtype):
         model = speculator_class(config.model.resolved_arch, target, names).eval()
-        _use_formats(model, formats)
+        _use_formats(model, formats, files)
     try:
         _read(model, config, files, formats, target.tp, device)
     except WeightLoadError as error:
@@ -208,6 +208,7 @@ def build_model(
     *,
     is_pooling: bool = False,
     formats: Sequence[Quantization] = (),
+    files: list[Path] | None = None,
 ) -> CausalLM | PoolingModel:
     """The model in eval mode with parameters on the meta device: shapes without memory.
 
@@ -218,6 +219,7 @@ def build_model(
         is_pooling: a `PoolingModel` is wanted; a generative model becomes one of embeddings.
         formats: asked for the method of each layer, in this order; a layer that none of them
             takes has dense weights.
+        files: of the checkpoint, for formats that depend on which tensors there are.
 
     Raises:
         ConfigError: the architecture is not supported, or cannot be split over tp.
@@ -226,14 +228,22 @@ def build_model(
     _check_split(arch, tp)
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(arch, tp)
-        _use_formats(model, formats)
+        _use_formats(model, formats, files or [])
     return model.eval()
 
 
-def _use_formats(model: LoadableModel, formats: Sequence[Quantization]) -> None:
+def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: list[Path]) -> None:
     """Give each layer the method of the first format that takes it."""
+
+    @cache
+    def tensor_names() -> frozenset[str]:
+        return frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
+
+    names = CheckpointNames(
+        partial(names_in_checkpoint, model=model), lambda name: name in tensor_names()
+    )
     for format_ in formats:
-        format_.names_in_checkpoint = partial(names_in_checkpoint, model=model)
+        format_.use_names(names)
     for name, layer in model.named_modules():
         if isinstance(layer, MethodLayer):
             methods = (format_.method_of(name, layer) for format_ in formats)

@@ -1,4 +1,7 @@
-"""AWQ checkpoints (arXiv 2306.00978) in the layout `gemm`: 4 bits, with zero points."""
+"""AWQ checkpoints (arXiv 2306.00978) in the layout `gemm`: 4 bits, with zero points or without.
+
+Without them (`zero_point: false`) numbers are less 8; `qzeros`, where a checkpoint has it, says so.
+"""
 
 from vllm.model_executor.layers.linear import LinearMethod
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
@@ -26,17 +29,16 @@ class AWQ(CheckpointFormat[GroupLayout]):
         if isinstance(version, str):
             settings["version"] = version.lower()
         choice(settings, "version", ("gemm",), "gemm")
-        choice(settings, "zero_point", (True,), True)
         self.layout = GroupLayout(
             bits=choice(settings, "bits", (4,)),
             group_size=group_size_of(settings, "group_size"),
             is_awq=True,
+            is_symmetric=not choice(settings, "zero_point", (True, False), True),
         )
         self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
 
-    @property
-    def stores_head(self) -> bool:
+    def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
 
     def storage_of(self, names: Names) -> GroupLayout | None:

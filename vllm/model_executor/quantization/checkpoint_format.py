@@ -45,9 +45,9 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             storage: of `storage_of`.
         """
 
-    @property
-    def stores_head(self) -> bool:
-        """Whether `storage_of` is to be asked for an output head that is not tied."""
+    def stores_head(self, names: Names) -> bool:
+        """Whether `storage_of` is to be asked for an output head of these names, which is not
+        tied."""
         return False
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
@@ -67,9 +67,10 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
-        if not is_head or not self.stores_head:
+        names = self._all_names(name)
+        if not is_head or not self.stores_head(names):
             return None
-        storage = self.storage_of(self._all_names(name))
+        storage = self.storage_of(names)
         return None if storage is None else StoredHead(self.method(name, storage))
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
@@ -78,4 +79,4 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         return None if storage is None else StoredExperts(name)
 
     def _all_names(self, name: str) -> list[str]:
-        return [name, *self.names_in_checkpoint(name)]
+        return [name, *self.names.of_module(name)]

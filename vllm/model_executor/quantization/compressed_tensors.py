@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Features, Place, Slice, Source, whole
+from vllm.model_executor.layers.slice import Features, Place, Source, whole
 from vllm.model_executor.layers.stored_linear import (
     SCALES,
     StoredLinear,
@@ -25,21 +25,15 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
-from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
-from vllm.model_executor.quantization.grouped import (
-    common_order,
-    fill_groups,
-    group_inputs,
-    in_a_row,
-    in_words,
-    num_words,
-)
-from vllm.model_executor.quantization.scales import (
+from vllm.model_executor.layers.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,
 )
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
+from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
+from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
@@ -76,8 +70,7 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
         whole = settings.get("format", "")
         self.groups = [_Scheme({"format": whole, **_given(group)}) for group in groups.values()]
 
-    @property
-    def stores_head(self) -> bool:
+    def stores_head(self, names: Names) -> bool:
         return True
 
     def storage_of(self, names: Names) -> "_Scheme | None":
@@ -173,23 +166,16 @@ class _WholeNumbers(StoredLinear):
         self.scheme = scheme
 
     def _add_scales(self, layer: ParallelLinear) -> None:
-        group = group_inputs(self.name, self.scheme.group_size, layer)
-        num_groups = layer.input_size // group
-        scales = torch.empty(layer.output_size, num_groups, dtype=torch.float32)
+        groups = self._groups_of(layer)
+        scales = torch.empty(layer.output_size, groups.count, dtype=torch.float32)
         add_parameter(layer, "weight_scale", scales)
         layer.slices["weight_scale"] = {
-            part: self._of_groups(layer, s, num_groups, group)
-            for part, s in layer.feature_slices.items()
+            part: groups.slice_of(s, 1, layer) for part, s in layer.feature_slices.items()
         }
 
-    def _of_groups(
-        self, layer: ParallelLinear, slice_: Slice, num_groups: int, group: int
-    ) -> Slice:
-        if slice_.dim == 0:
-            return slice_
-        if self.scheme.group_size == -1:
-            return whole(1, 0, num_groups, layer.tp)
-        return Slice(1, 0, num_groups, slice_.total // group)
+    def _groups_of(self, layer: ParallelLinear) -> InputGroups:
+        scheme = self.scheme
+        return InputGroups.of_layer(self.name, scheme.group_size, layer, scheme.has_order)
 
     def _add_numbers(self, layer: ParallelLinear, name: str, size: int, dtype: torch.dtype) -> None:
         """A parameter with a row of `size` numbers for each part."""
@@ -218,7 +204,9 @@ class _WholeNumbers(StoredLinear):
             return one_scale(name, source).mapped(lambda scale: scale[None])
         if param_name in ("weight_shape", "input_zero_point"):
             return source.mapped(partial(_in_a_row, features=source.features))
-        return in_a_row(name, source) if param_name == "weight_g_idx" else source
+        if param_name == "weight_g_idx":
+            return self._groups_of(layer_of(place)).checked(name, source)
+        return source
 
     def _scales_of(self, place: Place, name: str, source: Source) -> Source:
         """[outputs, groups]"""
@@ -274,7 +262,7 @@ class _WordsLinear(_WholeNumbers):
         shapes = torch.tensor(self._shapes(layer))
         layer.get_parameter("weight_shape").copy_(shapes)
         if self.scheme.has_order:
-            fill_groups(layer.get_parameter("weight_g_idx"), self.scheme.group_size)
+            layer.get_parameter("weight_g_idx").copy_(self._groups_of(layer).neighbours())
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         scheme = self.scheme
@@ -284,10 +272,10 @@ class _WordsLinear(_WholeNumbers):
         if not scheme.is_symmetric:
             words = on_host(layer, "weight_zero_point").T.contiguous()
             zeros = unpack_bits(words, scheme.bits).to(torch.int16)
-        groups = None
-        if scheme.has_order:
-            rows = on_host(layer, "weight_g_idx")
-            groups = common_order(self.name, rows, scheme.group_size, layer)
+        rows = on_host(layer, "weight_g_idx") if scheme.has_order else None
+        groups, kept = self._groups_of(layer).of_inputs(rows)
+        if kept is not None:
+            scales, zeros = scales[kept], zeros[kept]
         weight = GroupedWeight(
             words=on_host(layer, "weight_packed").T.contiguous(),
             bits=scheme.bits,
@@ -339,10 +327,14 @@ class _Int8Linear(_WholeNumbers):
                 f"rounded inputs needs a multiple of 4"
             )
         codes = numbers.view(torch.uint8) ^ 0x80  # plus 128
+        groups, kept = self._groups_of(layer).of_inputs(None)
+        if kept is not None:
+            scales = scales[:, kept]
         weight = GroupedWeight(
             words=codes.view(torch.int32).T.contiguous(),
             bits=8,
             scales=scales.T.contiguous(),
             zeros=torch.full((scales.shape[1], len(scales)), 128, dtype=torch.int16),
+            groups=groups,
         )
         return without_zero_scales(self.name, weight)

@@ -3,7 +3,8 @@
 The dialects `fp8` (AutoFP8, DeepSeek, Qwen), `fbgemm_fp8` (Llama) and `modelopt` differ in the
 names of settings. How many scales a layer has follows from the shape of its tensor of scales: one
 number, one per output feature, or one per block where `weight_block_size` says so. `input_scale` is
-that of static activations; a device that keeps inputs as they are does not need it.
+that of static activations; a device that keeps inputs as they are does not need it. An output head
+is in fp8 where the checkpoint has scales of it.
 """
 
 from typing import Any
@@ -28,12 +29,12 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
-from vllm.model_executor.quantization.scales import (
+from vllm.model_executor.layers.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,
 )
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -66,11 +67,19 @@ class Fp8(CheckpointFormat[bool]):
     def storage_of(self, names: Names) -> bool | None:
         return None if is_listed(names, self.ignored) else True
 
+    def stores_head(self, names: Names) -> bool:
+        # The settings of checkpoints with a dense head need not say so.
+        scales = (f"{name}.{self._scale_name}" for name in names)
+        return self.is_stored and any(self.names.has_tensor(each) for each in scales)
+
     def method(self, name: str, storage: bool) -> LinearMethod:
         if not self.is_stored:
             return RoundedLinear(name, round_to_fp8)
-        scale_name = "weight_scale_inv" if self.block else "weight_scale"
-        return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
+        return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)
+
+    @property
+    def _scale_name(self) -> str:
+        return "weight_scale_inv" if self.block else "weight_scale"
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         if self.is_stored:

@@ -37,8 +37,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
 
-    @property
-    def stores_head(self) -> bool:
+    def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
 
     def storage_of(self, names: Names) -> GroupLayout | None:
@@ -55,7 +54,6 @@ class GPTQ(CheckpointFormat[GroupLayout]):
 
 def _layout_of(settings: Settings) -> GroupLayout:
     bits = choice(settings, "bits", (2, 3, 4, 8))
-    choice(settings, "desc_act", (True, False), False)
     choice(settings, "is_marlin_format", (False,), False)
     formats = ("gptq", "gptq_v2")
     checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
@@ -64,6 +62,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
         group_size=group_size_of(settings, "group_size"),
         zero_offset=1 if checkpoint_format == "gptq" else 0,
         has_groups=True,
+        is_ordered=choice(settings, "desc_act", (True, False), False),
         is_symmetric=choice(settings, "sym", (True, False), False),
     )
 

@@ -1,11 +1,11 @@
 """Linear layers of whole numbers with scales and zero points per group of inputs: GPTQ and AWQ."""
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Slice, Source, whole
@@ -16,7 +16,8 @@ from vllm.model_executor.layers.stored_linear import (
     add_parameter,
     on_host,
 )
-from vllm.model_executor.quantization.scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_bits
 
 
@@ -33,6 +34,8 @@ class GroupLayout:
     """To be added to stored zero points."""
     has_groups: bool = False
     """`g_idx` says which group an input is in."""
+    is_ordered: bool = False
+    """Groups have inputs from everywhere."""
     is_symmetric: bool = False
     """All zero points are half of the range; else they may be anything."""
 
@@ -45,22 +48,22 @@ class GroupLayout:
 class GroupedLinear(StoredLinear):
     """qweight, qzeros, scales, and g_idx where inputs of a group may come from everywhere.
 
+    Old checkpoints without act-order have no g_idx, and symmetric ones of AWQ need no qzeros.
+
     Args:
         name: of the module.
         layout: of its tensors.
     """
 
-    optional_parameters = ("g_idx",)
-    """Old checkpoints without act-order do not have it."""
-
     def __init__(self, name: str, layout: GroupLayout) -> None:
         super().__init__(name)
         self.layout = layout
+        is_implied = layout.is_awq and layout.is_symmetric
+        self.optional_parameters = ("g_idx", "qzeros") if is_implied else ("g_idx",)
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         layout, num_in, num_out = self.layout, layer.input_size, layer.output_size
-        group = group_inputs(self.name, layout.group_size, layer)
-        num_groups = num_in // group
+        groups = self._groups_of(layer)
         parts = layer.feature_slices
         shape = [num_in, num_out]
         packed_dim = 1 if layout.is_awq else 0
@@ -71,13 +74,11 @@ class GroupedLinear(StoredLinear):
             for part, s in parts.items()
         }
         qzeros = torch.empty(
-            num_groups, num_words(self.name, layout.bits, num_out), dtype=torch.int32
+            groups.count, num_words(self.name, layout.bits, num_out), dtype=torch.int32
         )
         add_parameter(layer, "qzeros", qzeros)
-        add_parameter(layer, "scales", torch.empty(num_groups, num_out, dtype=torch.float32))
-        by_group = {
-            part: self._of_groups(s, num_groups, group, layer.tp) for part, s in parts.items()
-        }
+        add_parameter(layer, "scales", torch.empty(groups.count, num_out, dtype=torch.float32))
+        by_group = {part: groups.slice_of(s, 0, layer) for part, s in parts.items()}
         layer.slices["scales"] = by_group
         layer.slices["qzeros"] = {
             p: in_words(self.name, layout.bits, s, 1) for p, s in by_group.items()
@@ -89,13 +90,9 @@ class GroupedLinear(StoredLinear):
                 for i, (part, s) in enumerate(parts.items())
             }
 
-    def _of_groups(self, slice_: Slice, num_groups: int, group: int, tp: TPGroup) -> Slice:
-        """Where scales [groups, outputs] of a part go."""
-        if slice_.dim == 0:
-            return transposed(slice_)
-        if self.layout.group_size == -1:
-            return whole(0, 0, num_groups, tp)
-        return Slice(0, 0, num_groups, slice_.total // group)
+    def _groups_of(self, layer: ParallelLinear) -> InputGroups:
+        layout = self.layout
+        return InputGroups.of_layer(self.name, layout.group_size, layer, layout.is_ordered)
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         bits, words = self.layout.bits, (torch.int32,)
@@ -109,78 +106,70 @@ class GroupedLinear(StoredLinear):
     def arranged(self, place: Place, name: str, source: Source) -> Source:
         if place.param_name == "scales":
             return checked_scales(name, source, zero_is_fine=True)
-        return in_a_row(name, source) if place.param_name == "g_idx" else source
+        if place.param_name == "g_idx":
+            return self._groups_of(layer_of(place)).checked(name, source)
+        return source
 
     def fill_missing(self, place: Place) -> None:
         assert place.slice is not None
+        if place.param_name == "qzeros":
+            part = place.slice
+            self._fill_middles(place.param.narrow(part.dim, part.offset, part.size))
+            return
         row = place.slice.offset if place.slice.dim == 0 else 0
-        fill_groups(place.param[row][None], self.layout.group_size)
+        place.param[row].copy_(self._groups_of(layer_of(place)).neighbours())
 
     def fill_indices(self, layer: ParallelLinear) -> None:
         if self.layout.has_groups:
-            fill_groups(layer.get_parameter("g_idx"), self.layout.group_size)
+            layer.get_parameter("g_idx").copy_(self._groups_of(layer).neighbours())
         if self.layout.is_symmetric:
-            qzeros = layer.get_parameter("qzeros")
-            middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
-            words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
-            qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
+            self._fill_middles(layer.get_parameter("qzeros"))
+
+    def _fill_middles(self, qzeros: Tensor) -> None:
+        """Zero points [groups, words] of half of the range."""
+        middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
+        words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
+        qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         layout = self.layout
-        qzeros = on_host(layer, "qzeros")
-        groups = None
-        if layout.has_groups:
-            g_idx = on_host(layer, "g_idx")
-            groups = common_order(self.name, g_idx, layout.group_size, layer)
+        qzeros, scales = on_host(layer, "qzeros"), on_host(layer, "scales")
         unpacked = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
         zeros = unpacked.to(torch.int16) + layout.zero_offset
-        if layout.is_symmetric and bool((zeros != layout.middle).any()):
-            raise WeightLoadError(
-                f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
-                f"{int(zeros.max())}, but {layout.middle} by quantization_config.sym in "
-                f"config.json: either sym or checkpoint_format is wrong there"
-            )
+        if layout.is_symmetric:
+            self._check_symmetric(zeros[scales != 0])  # else it is padding
+        g_idx = on_host(layer, "g_idx") if layout.has_groups else None
+        groups, kept = self._groups_of(layer).of_inputs(g_idx)
+        if kept is not None:
+            scales, zeros = scales[kept], zeros[kept]
         weight = GroupedWeight(
             words=on_host(layer, "qweight"),
             is_awq=layout.is_awq,
             bits=layout.bits,
-            scales=on_host(layer, "scales"),
+            scales=scales,
             zeros=zeros,
             groups=groups,
         )
         return without_zero_scales(self.name, weight)
 
-
-def group_inputs(name: str, group_size: int, layer: ParallelLinear) -> int:
-    """Inputs of a group on this rank.
-
-    Args:
-        name: of the layer.
-        group_size: inputs of a group; -1: all.
-        layer: that is split over ranks.
-
-    Raises:
-        ConfigError: groups do not divide the inputs of the layer, or of a rank.
-    """
-    (total, num_in) = next(
-        ((s.total, s.size) for s in layer.feature_slices.values() if s.dim == 1),
-        (layer.input_size, layer.input_size),
-    )
-    size = total if group_size == -1 else group_size
-    if total % size:
-        raise ConfigError(
-            f"config.json of the checkpoint: quantization_config.group_size is {size}, which "
-            f"does not divide the {total} input features of {name}"
+    def _check_symmetric(self, zeros: Tensor) -> None:
+        layout = self.layout
+        if bool((zeros == layout.middle).all()):
+            return
+        key, wrong = "sym", "either sym or checkpoint_format is wrong there"
+        if layout.is_awq:
+            key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
+        raise WeightLoadError(
+            f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
+            f"{int(zeros.max())}, but {layout.middle} by quantization_config.{key} in "
+            f"config.json: {wrong}"
         )
-    if size == total:
-        return num_in  # one group for all ranks
-    if num_in % size:
-        raise ConfigError(
-            f"{name} cannot be split over ranks: its {num_in} input features per rank are "
-            f"no multiple of quantization_config.group_size ({size}). Lower "
-            f"tensor_parallel_size"
-        )
-    return size
+
+
+def layer_of(place: Place) -> ParallelLinear:
+    """The layer of a parameter; a head has what is read of one."""
+    layer: Any = place.module
+    return cast(ParallelLinear, layer)
 
 
 def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
@@ -209,56 +198,6 @@ def num_words(name: str, bits: int, num_features: int) -> int:
             f"{num_features} features of {name} do not fill words of 32 bits"
         )
     return num_features * bits // WORD_BITS
-
-
-def common_order(name: str, rows: Tensor, group_size: int, layer: ParallelLinear) -> Tensor | None:
-    """The group of each input, [inputs] int32; None: neighbours.
-
-    Args:
-        name: of the layer.
-        rows: [parts, inputs], of each part of a packed layer.
-        group_size: inputs of a group; -1: all.
-        layer: that is split over ranks.
-
-    Raises:
-        WeightLoadError: the parts differ.
-        ConfigError: groups have inputs on several ranks.
-    """
-    if bool((rows != rows[0]).any()):
-        raise WeightLoadError(
-            f"the parts of {name} have different g_idx; they run as one layer, so their "
-            f"inputs must have the same order"
-        )
-    group = group_inputs(name, group_size, layer)
-    is_split = any(s.dim == 1 and s.size != s.total for s in layer.feature_slices.values())
-    first = rows[0, 0] if is_split else 0
-    plain = torch.arange(layer.input_size, dtype=torch.int32) // group + first
-    if group_size == -1 or torch.equal(rows[0], plain):
-        return None
-    if is_split:
-        raise ConfigError(
-            f"{name} cannot be split over ranks: its inputs are ordered by activation "
-            f"(desc_act), so groups are on several ranks. Use tensor_parallel_size 1"
-        )
-    return rows[0]
-
-
-def in_a_row(name: str, source: Source) -> Source:
-    """A number for each input, as a row of a parameter.
-
-    Raises:
-        WeightLoadError: the tensor has another number of dimensions.
-    """
-    if len(source.shape) != 1:
-        raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
-    return source.mapped(lambda numbers: numbers[None])
-
-
-def fill_groups(rows: Tensor, group_size: int) -> None:
-    """Fill rows of group numbers [parts, inputs] for groups of neighbours."""
-    num_in = rows.shape[1]
-    size = num_in if group_size == -1 else group_size
-    rows.copy_((torch.arange(num_in, dtype=torch.int32) // size).expand(rows.shape))
 
 
 def transposed(slice_: Slice) -> Slice:

@@ -14,14 +14,14 @@ from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Source
 from vllm.model_executor.layers.stored_experts import RoundedExperts, StoredExperts
-from vllm.model_executor.layers.stored_linear import RoundedLinear, StoredLinear
+from vllm.model_executor.layers.stored_linear import RoundedLinear, StoredHead, StoredLinear
 from vllm.model_executor.quantization.inc_measure import (
     MeasuredExperts,
     MeasuredLinear,
     note,
     start_measuring,
 )
-from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.interface import CheckpointNames, Quantization
 from vllm.ops.stored_weight import StoredWeight
 
 
@@ -37,6 +37,10 @@ class IncOnStored(Quantization):
         self.inc = inc
         self.stored = stored
 
+    def use_names(self, names: CheckpointNames) -> None:
+        self.stored.use_names(names)
+        self.inc.use_names(names)
+
     def start(self, tp: TPGroup) -> None:
         self.stored.start(tp)
         self.inc.start(tp)
@@ -45,18 +49,14 @@ class IncOnStored(Quantization):
         stored = self.stored.linear_method(name, layer)
         if layer.is_held:  # of an expert: the layer of all experts does the rest
             return stored
-        wanted = self.inc.linear_method(name, layer)
-        if not isinstance(stored, StoredLinear):
-            return wanted or stored
-        if isinstance(wanted, MeasuredLinear):
-            return MeasuredStoredLinear(stored, wanted.measures_outputs)
-        if isinstance(wanted, RoundedLinear):
-            return RoundedStoredLinear(stored, wanted)
-        return stored
+        return _combined(stored, self.inc.linear_method(name, layer))
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        stored = self.stored.embedding_method(name, layer)
-        return stored or self.inc.embedding_method(name, layer)
+        stored, wanted = (f.embedding_method(name, layer) for f in (self.stored, self.inc))
+        if not isinstance(stored, StoredHead) or not isinstance(wanted, StoredHead):
+            return stored or wanted
+        linear = _combined(stored.linear, wanted.linear)
+        return None if linear is None else StoredHead(linear)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         stored, wanted = (f.experts_method(name, layer) for f in (self.stored, self.inc))
@@ -69,6 +69,17 @@ class IncOnStored(Quantization):
     def finish_model(self, model: nn.Module) -> None:
         self.stored.finish_model(model)
         self.inc.finish_model(model)
+
+
+def _combined(stored: LinearMethod | None, wanted: LinearMethod | None) -> LinearMethod | None:
+    """What loads a layer as the checkpoint stores it, and then does what is wanted."""
+    if not isinstance(stored, StoredLinear):
+        return wanted or stored
+    if isinstance(wanted, MeasuredLinear):
+        return MeasuredStoredLinear(stored, wanted.measures_outputs)
+    if isinstance(wanted, RoundedLinear):
+        return RoundedStoredLinear(stored, wanted)
+    return stored
 
 
 class _OnStoredLinear(StoredLinear):

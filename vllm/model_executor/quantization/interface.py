@@ -1,6 +1,7 @@
 """The interface of weight formats. Independent of single formats."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,17 +13,27 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Names of the checkpoint that a model is loaded from."""
+
+    of_module: Callable[[str], Sequence[str]] = lambda name: ()
+    """What a module of this name in the model may be called there, where that differs."""
+    has_tensor: Callable[[str], bool] = lambda name: False
+    """Whether its files have a tensor of this name."""
+
+
 class Quantization:
     """One weight format, with the settings of one checkpoint: how its layers are stored.
 
     By default it leaves every layer to the next format, and in the end to dense weights.
-
-    Attributes:
-        names_in_checkpoint: gives what a module of this name in the model may be called in a
-            checkpoint, where that differs. Set before any layer is asked for.
     """
 
-    names_in_checkpoint: Callable[[str], Sequence[str]] = staticmethod(lambda name: ())
+    names = CheckpointNames()
+
+    def use_names(self, names: CheckpointNames) -> None:
+        """Called once, before any layer is asked for, with the names of the checkpoint."""
+        self.names = names
 
     def start(self, tp: TPGroup) -> None:
         """Called once, before any layer is asked for, with the ranks that share the model."""

@@ -114,6 +114,8 @@ class PackedWeight:
     ) -> None:
         """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
         self.out_features, self.in_features = shape
+        self.num_inputs = self.in_features
+        """Numbers in a row of inputs; fewer than `in_features` where some are read twice."""
         self.weight_format = weight_format
         self.order = groups.order if groups is not None else None
         """[in_features] int32, the order in which inputs are read; None: as they come."""
@@ -349,6 +351,18 @@ class PackedWeight:
             part._struct.next = following.address
         return first
 
+    def read_inputs(self, order: Tensor, num_inputs: int) -> None:
+        """Read inputs in an order from now on, some of them more than once.
+
+        Args:
+            order: [in_features] int32, below num_inputs. Of several columns for an input, all but
+                the last one must be 0.
+            num_inputs: numbers in a row of inputs.
+        """
+        assert len(order) == self.in_features >= num_inputs and self.order is None
+        self.order, self.num_inputs = order, num_inputs
+        self._struct.order = order.data_ptr()
+
     @property
     def address(self) -> int:
         """Of the LinearWeight that kernels take, valid as long as this object lives."""
@@ -380,7 +394,7 @@ class PackedWeight:
         return own + sum(part.num_bytes for part in self._behind)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
-        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype.
+        """x [..., num_inputs] @ weight.T + bias -> [..., out_features] of x's dtype.
 
         Args:
             x: float32 or bfloat16 (with a float32 weight: float32), dense; a matrix may have
@@ -393,12 +407,12 @@ class PackedWeight:
         """
         function = self._linear.get(x.dtype)
         shape = x.shape
-        if function is None or shape[-1] != self.in_features or not x.is_cpu:
+        if function is None or shape[-1] != self.num_inputs or not x.is_cpu:
             if isinstance(x, Rows):
                 return cast(Tensor, x.recorder.linear(x, self, bias))
             self._refuse("x", x)
         if x.is_contiguous():
-            stride = self.in_features
+            stride = self.num_inputs
         elif len(shape) == 2 and x.stride(1) == 1:
             stride = x.stride(0)
         else:
@@ -410,7 +424,7 @@ class PackedWeight:
                 self._refuse("bias", bias)
             bias_pointer = bias.data_ptr()
         out = x.new_empty(*shape[:-1], self.out_features)
-        rows = shape[0] if len(shape) == 2 else x.numel() // self.in_features
+        rows = shape[0] if len(shape) == 2 else x.numel() // self.num_inputs
         if function(
             self._address,
             x.data_ptr(),
@@ -431,7 +445,7 @@ class PackedWeight:
             dtype: of the result, float32 or bfloat16.
 
         Returns:
-            [N, in_features]
+            [N, num_inputs]
 
         Raises:
             ValueError: `ids` or `dtype` are not as said.
@@ -451,10 +465,10 @@ class PackedWeight:
         )
         if bad >= 0:
             raise IndexError(f"ids[{bad}] is {ids[bad]} of {self.out_features} rows")
-        return out
+        return out[:, : self.num_inputs]
 
     def _refuse(self, name: str, x: Tensor) -> NoReturn:
-        weight = f"{self.weight_format.name} [{self.out_features}, {self.in_features}]"
+        weight = f"{self.weight_format.name} [{self.out_features}, {self.num_inputs}]"
         raise ValueError(
             f"{name} is {x.dtype} {list(x.shape)} on {x.device}, the weight is {weight}"
         )

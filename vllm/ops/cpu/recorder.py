@@ -153,9 +153,9 @@ class Recorder(CPUOps):
         return rows
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
-        """[T, in_features] -> [T, out_features]"""
-        if x.sizes != (weight.in_features,):
-            raise NotFusibleError(f"rows of {x.sizes} for {weight.in_features} input features")
+        """[T, num_inputs] -> [T, out_features]"""
+        if x.sizes != (weight.num_inputs,):
+            raise NotFusibleError(f"rows of {x.sizes} for {weight.num_inputs} input features")
         is_float = weight.weight_format is WeightFormat.FLOAT32
         if x.dtype != (torch.float32 if is_float else self.dtype):
             raise NotFusibleError(f"a {weight.weight_format.name} weight is applied to {x.dtype}")

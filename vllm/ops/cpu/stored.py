@@ -18,6 +18,8 @@ from vllm.ops.stored_weight import (
     Mxfp4Weight,
     StackedWeight,
     StoredWeight,
+    has_equal_groups,
+    in_equal_groups,
     pack_nibbles,
 )
 
@@ -50,6 +52,8 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
         return PackedWeight.from_minimums(weight)
     if isinstance(weight, GroupedWeight):
         order = None
+        if not has_equal_groups(weight):
+            return _pack_unequal(weight)
         if weight.groups is not None:
             order = order_of(weight.groups, num_in, len(weight.scales))
         if _is_int4(weight):
@@ -81,7 +85,7 @@ def pack_stored_experts(
         packed.append([])
         for weight in weights:
             one = pack_stored(weight)
-            if one is None:
+            if one is None or one.num_inputs != one.in_features:
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
@@ -129,6 +133,15 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
     groups = make_groups(weight.shape, words, halves, zeros, None)
     return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+
+
+def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:
+    """A part of groups that have inputs from everywhere."""
+    found = in_equal_groups(weight, _INT4_BLOCK)
+    packed = None if found is None else pack_stored(found[0])
+    if found is not None and packed is not None:
+        packed.read_inputs(found[1].int(), weight.shape[1])
+    return packed
 
 
 def _pack_int4(weight: GroupedWeight, order: Tensor | None) -> PackedWeight:
