@@ -145,8 +145,8 @@ def make_groups(
     fitting = [b for b in _BLOCKS if num_groups == 1 or group_inputs % b == 0]
     if not fitting:
         raise ValueError(
-            f"a group must have a multiple of {SMALLEST_BLOCK} inputs, or all inputs must be one group; got "
-            f"groups of {group_inputs}"
+            f"a group must have a multiple of {SMALLEST_BLOCK} inputs, or all inputs must be one "
+            f"group; got groups of {group_inputs}"
         )
     return Int4Groups(
         shape=shape,
