@@ -11,7 +11,7 @@
 //
 // A panel has as many bytes as 64 rows of the plain matrix: packing is in place.
 //
-// int4 comes in blocks of 32, 64 or 128 inputs (the last of a row may be shorter, in steps of 8):
+// int4 comes in blocks of 8, 16, 32, 64 or 128 inputs (the last of a row may be shorter, in steps of 8):
 //     scales: 64 float16 | zero points: 64 bytes, if there are any | up to 16 words x 64 outputs
 // and a weight is scales[output] * scale * (q - zero) with q in 0..15, the zero point 8 where none
 // is stored: 4.5 bits per weight in blocks of 32. Of the eight q in a word, byte j holds input j in
@@ -35,7 +35,7 @@
 namespace vllm_cpu {
 
 constexpr int kPanel = 64;
-constexpr int kMaxBlockInputs = 128;
+constexpr int kMinBlockInputs = 8, kMaxBlockInputs = 128;  // of 4 and 5 bits
 constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kByteWords = kPanel / 4;   // 64 bytes
 constexpr int kFactorWords = kPanel;     // 128 float16
@@ -55,7 +55,7 @@ VLLM_STRUCT(LinearWeight,
   const int32_t* order;
   int64_t in_features, out_features;
   WeightFormat format;
-  // Inputs that share a scale. int4: 32, 64 or 128; mxfp4: 32; with minimums: 32, int4 also 16; fp8,
+  // Inputs that share a scale. int4, mxfp4: 8, 16, 32, 64 or 128; with minimums: 32, int4 also 16; fp8,
   // uint8: a divisor or a multiple of 128 and a multiple of 4, or in_features; else 0.
   int64_t block_inputs;
   int64_t factor_inputs;  // with minimums: a multiple of the block that divides 512; else 0

@@ -84,7 +84,7 @@ struct FloatKind {
 // How matrix tiles read rows and weights, or vectors where there are no tiles.
 #ifdef VLLM_MATRIX_TILES
 
-// bf16 as it is, with zeros up to a whole tile.
+// bf16 as it is, at the distance that tiles read best.
 struct Bf16MatrixKind {
   using Tile = DenseMatrix<TilesOfBf16, DotBf16>;
   using Input = bf16;
@@ -95,11 +95,7 @@ struct Bf16MatrixKind {
   }
 
   static void convert(const LinearWeight& weight, const bf16* from, Input* to) {
-    constexpr int64_t kTileInputs = kTileBytes / sizeof(bf16);
-    const int64_t size = weight.in_features;
-    __builtin_memcpy(to, from, size * sizeof(bf16));
-    const int64_t whole = ceil_div(size, kTileInputs) * kTileInputs;
-    __builtin_memset(to + size, 0, (whole - size) * sizeof(bf16));
+    __builtin_memcpy(to, from, weight.in_features * sizeof(bf16));
   }
 
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
@@ -108,11 +104,7 @@ using Int8Tile = DenseMatrix<TilesOfU8S8, DotInt8>;
 template <class Code>
 using Int4KindTile = Int4Matrix<Code>;
 
-// Bytes of a row before its scale, and in all.
-inline int64_t int8_scale_at(int64_t size) { return ceil_div(size, int64_t{kTileBytes}) * kTileBytes; }
-inline int64_t int8_row_size(int64_t size) {
-  return tile_row_bytes(int8_scale_at(size) + int64_t{sizeof(float)});
-}
+inline int64_t int8_row_size(int64_t size) { return tile_row_bytes(size + int64_t{sizeof(float)}); }
 
 #else
 
@@ -120,7 +112,6 @@ using Int8Tile = DenseTile<DotInt8>;
 template <class Code>
 using Int4KindTile = Int4Tile<Code>;
 
-inline int64_t int8_scale_at(int64_t size) { return size; }
 inline int64_t int8_row_size(int64_t size) { return size + int64_t{sizeof(float)}; }
 
 #endif
@@ -135,10 +126,8 @@ struct Int8Kind {
   static int64_t row_size(const LinearWeight& weight) { return int8_row_size(weight.in_features); }
 
   static void convert(const LinearWeight& weight, const T* from, Input* to) {
-    const int64_t size = weight.in_features, scale_at = int8_scale_at(size);
-    const float scale = quantize_row(from, to, size);
-    __builtin_memset(to + size, 0, scale_at - size);
-    __builtin_memcpy(to + scale_at, &scale, sizeof scale);
+    const float scale = quantize_row(from, to, weight.in_features);
+    __builtin_memcpy(to + weight.in_features, &scale, sizeof scale);
   }
 
   static VLLM_INLINE Vec value(const LinearWeight& weight, const Input* row, Ints sum,
@@ -146,7 +135,7 @@ struct Int8Kind {
     const Ints weights = reinterpret_cast<Ints>(load_bits(weight.sums + output));
     const Vec steps = __builtin_convertvector(sum - (weights << 7), Vec);
     return steps * load(weight.scales + output) *
-           reinterpret_cast<Vec>(splat_bits(row + int8_scale_at(weight.in_features)));
+           reinterpret_cast<Vec>(splat_bits(row + weight.in_features));
   }
 };
 
@@ -222,10 +211,24 @@ struct ByteKind {
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
 
-// Calls body with a ByteKind for rows of T.
+#ifdef VLLM_MATRIX_TILES
+// The same rows for matrix tiles.
+template <class Code>
+struct ByteMatrixKind : Bf16MatrixKind {
+  using Tile = ByteMatrix<Code>;
+
+  static void convert(const LinearWeight& weight, const bf16* from, Input* to) {
+    ByteKind<bf16, DotBf16, Code>::convert(weight, from, to);
+  }
+};
+#endif
+
+// Calls body with a Kind of bytes for rows of T.
 template <typename T, class Code, class Body>
 VLLM_INLINE int64_t with_byte_kind(Body body) {
-#ifdef VLLM_DOT_BF16
+#if defined(VLLM_MATRIX_TILES)
+  if constexpr (sizeof(T) == sizeof(bf16)) return body(ByteMatrixKind<Code>{});
+#elif defined(VLLM_DOT_BF16)
   if constexpr (sizeof(T) == sizeof(bf16)) return body(ByteKind<T, DotBf16, Code>{});
 #endif
   return body(ByteKind<T, DotWide, Code>{});

@@ -166,7 +166,7 @@ template <class Code>
 struct Int4Tile {
   using Input = int8_t;
   using Acc = Vec;
-  static constexpr int64_t kStretchInputs = 512;  // at most 26 KiB of weights
+  static constexpr int64_t kStretchInputs = 512;  // at most 28 KiB of weights
   static constexpr bool kIsFollowed = false;
   static constexpr int64_t kRowUnit = 1;
 

@@ -6,6 +6,7 @@
 // rows, so that each tile that is loaded serves two products.
 #pragma once
 
+#include "linear_bytes.h"
 #include "linear_int4.h"
 #include "matrix_product.h"
 
@@ -21,7 +22,7 @@ inline int64_t tile_row_bytes(int64_t bytes) {
   return (vllm_cpu::ceil_div(bytes, int64_t{kTileBytes}) | 1) * kTileBytes;
 }
 
-// bf16 and int8 weights. Rows of x are zero, or the last words of b are, up to a whole tile.
+// bf16 and int8 weights.
 template <class Numbers, class Dot>
 struct DenseMatrix {
   using Input = typename Dot::Input;
@@ -31,14 +32,23 @@ struct DenseMatrix {
 
   static int64_t x_offset(const LinearWeight&, int64_t input) { return input; }
 
+  // Lines of the cache of a stretch that a step multiplies, and of the next one that it asks for.
+  static constexpr int64_t kStepLines = kTileRows * kPanel * 4 / kTileBytes;
+
   static void run(const LinearWeight&, const Input* x, int64_t x_stride, int64_t rows,
                   const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
                   const uint32_t* next) {
+    run(x, x_stride, rows, w, inputs, total, is_first, next, kStepLines);
+  }
+
+  static void run(const Input* x, int64_t x_stride, int64_t rows, const uint32_t* w, int64_t inputs,
+                  Acc (*total)[kPanel / kLanes], bool is_first, const uint32_t* next,
+                  int64_t step_lines) {
     const int64_t num_words = inputs / Dot::kInputs, num_steps = num_words / kTileRows;
     const int64_t columns = rows <= kTileRows ? kPanel : kPanel / 2;
     const int64_t num_calls = kPanel / columns * vllm_cpu::ceil_div(rows, kRowUnit);
     // The next stretch is asked for in equal parts.
-    const int64_t lines = vllm_cpu::ceil_div(kTileRows * kPanel * 4 / kTileBytes, num_calls);
+    const int64_t lines = next == nullptr ? 0 : vllm_cpu::ceil_div(step_lines, num_calls);
     const char* ahead = reinterpret_cast<const char*>(next);
     TileProduct product = {nullptr, x_stride * int64_t{sizeof(Input)}, nullptr, 4 * kPanel,
                            nullptr, 4 * kPanel,                        num_steps, is_first};
@@ -49,14 +59,12 @@ struct DenseMatrix {
         product.b = w + column;
         product.c = reinterpret_cast<float*>(total + first) + column;
         Prefetch prefetch = {ahead, lines};
-        if (num_steps > 0) multiply(product, left, columns, prefetch);
+        if (num_steps > 0) multiply(product, left, columns, kTileRows, prefetch);
         ahead = prefetch.next;
       }
     }
     const int64_t num_last = num_words - num_steps * kTileRows;
     if (num_last == 0) return;
-    alignas(64) uint32_t last[kTileRows * kPanel] = {};
-    __builtin_memcpy(last, w + num_steps * kTileRows * kPanel, num_last * kPanel * 4);
     product.num_steps = 1;
     product.is_first = is_first && num_steps == 0;
     Prefetch nothing = {nullptr, 0};
@@ -64,25 +72,84 @@ struct DenseMatrix {
       const int64_t left = rows - first < kRowUnit ? rows - first : kRowUnit;
       for (int64_t column = 0; column < kPanel; column += columns) {
         product.a = x + first * x_stride + num_steps * kTileRows * Dot::kInputs;
-        product.b = last + column;
+        product.b = w + num_steps * kTileRows * kPanel + column;
         product.c = reinterpret_cast<float*>(total + first) + column;
-        multiply(product, left, columns, nothing);
+        multiply(product, left, columns, num_last, nothing);
       }
     }
   }
 
  private:
   static void multiply(const TileProduct& product, int64_t rows, int64_t columns,
-                       Prefetch& prefetch) {
+                       int64_t num_words, Prefetch& prefetch) {
     if (rows > kTileRows) {
-      configure_tiles(kTileRows, rows - kTileRows, kTileRows);
+      configure_tiles(kTileRows, rows - kTileRows, num_words);
       return multiply_tiles<Numbers, 2, 2>(product, prefetch);
     }
-    configure_tiles(rows, rows, kTileRows);
+    configure_tiles(rows, rows, num_words);
     if (columns == kPanel) return multiply_tiles<Numbers, 1, 4>(product, prefetch);
     multiply_tiles<Numbers, 1, 2>(product, prefetch);
   }
 };
+
+// Weights of one byte. One row takes the tiles as well, as its sums must be those of any other number.
+template <class CodeOf>
+struct ByteMatrix {
+  using Code = CodeOf;
+  using Dense = DenseMatrix<TilesOfBf16, DotBf16>;
+  using Input = Dense::Input;
+  using Acc = Dense::Acc;
+  static constexpr int64_t kRowUnit = Dense::kRowUnit;
+  static constexpr int64_t kStretchInputs = Dense::kStretchInputs;
+
+  // The words of `inputs` inputs of a panel as those of a bf16 weight.
+  static void widen(const uint32_t* w, const float* zeros, int64_t inputs, uint32_t* to) {
+    Vec zero[kPanel / kLanes] = {};
+    for (int v = 0; Code::kHasZeros && v < kPanel / kLanes; ++v) zero[v] = load(zeros + v * kLanes);
+    for (int64_t word = 0; word < inputs / 4; ++word, w += kPanel, to += 2 * kPanel) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanel / kLanes; ++v) {
+        const Pairs pairs = Code::widen(load_bits(w + v * kLanes), zero[v]);
+        __builtin_memcpy(to + v * kLanes, &pairs.first, sizeof pairs.first);
+        __builtin_memcpy(to + kPanel + v * kLanes, &pairs.second, sizeof pairs.second);
+      }
+    }
+  }
+};
+
+// total[rows][64] of one panel of bytes: a stretch with one scale at a time is widened, multiplied
+// with all rows, and added up.
+template <class Code>
+void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, const bf16* x,
+                int64_t x_stride, int64_t rows, Vec (*total)[kPanel / kLanes]) {
+  using Matrix = ByteMatrix<Code>;
+  constexpr int64_t kRows = 2 * kRowUnit;  // whose sums stay in the first cache
+  alignas(64) uint32_t words[Matrix::kStretchInputs / 2 * kPanel];
+  alignas(64) Vec sums[kRows][kPanel / kLanes];
+  const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
+  int64_t inputs;
+  for (int64_t k = 0; k < weight.in_features; k += inputs) {
+    const int64_t block = k / weight.block_inputs, end = (block + 1) * weight.block_inputs;
+    const int64_t left = (end < weight.in_features ? end : weight.in_features) - k;
+    inputs = left < Matrix::kStretchInputs ? left : Matrix::kStretchInputs;
+    const int64_t place = (block * vllm_cpu::num_panels(weight) + panel) * kPanel;
+    Matrix::widen(w + k / 4 * kPanel, weight.zeros + (Code::kHasZeros ? place : 0), inputs, words);
+    const uint32_t* const next = w + (k + inputs) / 4 * kPanel;
+    for (int64_t first = 0; first < rows; first += kRows) {
+      const int64_t count = rows - first < kRows ? rows - first : kRows;
+      Matrix::Dense::run(x + first * x_stride + k, x_stride, count, words, inputs, sums, true,
+                         first == 0 ? next : nullptr, Matrix::Dense::kStepLines / 2);
+      for (int64_t r = 0; r < count; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanel / kLanes; ++v) {
+          Vec& sum = total[first + r][v];
+          const Vec scale = load(weight.scales + place + v * kLanes);
+          sum = fma(sums[r][v], scale, k == 0 ? Vec{} : sum);
+        }
+      }
+    }
+  }
+}
 
 // Weights of 4 or 5 bits: a stretch is unpacked to int8, minus the zero points, once for all rows. Sums of
 // whole numbers are exact, and they are scaled and added up in the order of Int4Tile: the results
@@ -114,7 +181,7 @@ struct Int4Matrix : Int4Tile<Code> {
   }
 
  private:
-  static constexpr int64_t kMaxBlocks = Vectors::kStretchInputs / (Code::kHasMinimums ? 16 : 32);
+  static constexpr int64_t kMaxBlocks = Vectors::kStretchInputs / vllm_cpu::kMinBlockInputs;
 
   struct Unpacked {
     alignas(64) Bits quads[Vectors::kStretchInputs / 4][kPanel / kLanes];

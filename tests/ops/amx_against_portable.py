@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.test_stored_weights import fp8, minimums, mxfp4
+from tests.ops.test_stored_weights import fp8, minimums, mxfp4, whole
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.cpu.stored import pack_stored
+from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 
 ROWS = (1, 6, 7, 15, 16, 17, 33, 49, 70)
 LIBRARY = require_cpu_kernels("this program needs")
@@ -43,8 +43,12 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
             for name, weight_format in formats.items()
         }
         if num_in == 1096:
-            packed["gptq"] = random_gptq(128, 1024)
-            packed["fp8"] = pack_stored(fp8(128, 1024, 128))
+            packed["gptq"] = random_gptq(128, 1024, 128)
+            packed["gptq in groups of 8"] = random_gptq(128, 1032, 8)
+            packed["fp8 in blocks"] = pack_stored(fp8(70, 1024, 128))
+            packed["fp8 in small blocks"] = pack_stored(fp8(64, 512, 16))
+            packed["fp8"] = pack_stored(fp8(70, 1096, 1096))
+            packed["8 bits"] = pack_stored(whole(64, 1024, 64, is_ordered=True))
             packed["mxfp4"] = pack_stored(mxfp4(128, 1088))
             packed["4 bits with minimums"] = pack_stored(minimums(128, 768, 4, 16, 256))
             packed["5 bits with minimums"] = pack_stored(minimums(128, 1024, 5, 32, 256))
@@ -55,11 +59,12 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
                 yield f"linear {name} [{num_out}, {num_in}] {rows} rows", run
 
 
-def random_gptq(num_out: int, num_in: int) -> PackedWeight:
-    """Groups of 128 inputs with zero points."""
+def random_gptq(num_out: int, num_in: int, group: int) -> PackedWeight:
+    """Groups of so many inputs with zero points."""
     words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32)
-    zeros = torch.randint(-(2**31), 2**31 - 1, (num_in // 128, num_out // 8), dtype=torch.int32)
-    return PackedWeight.from_gptq(words, zeros, torch.rand(num_in // 128, num_out).half())
+    num_groups = num_in // group
+    zeros = torch.randint(-(2**31), 2**31 - 1, (num_groups, num_out // 8), dtype=torch.int32)
+    return PackedWeight.from_gptq(words, zeros, torch.rand(num_groups, num_out).half())
 
 
 def experts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -71,6 +76,11 @@ def experts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     for weight_format in (None, WeightFormat.INT8, WeightFormat.INT4):
         packed = PackedExperts.pack(gate_up.clone(), down.clone(), weight_format)
         yield f"experts {weight_format}", partial(packed.forward, x, ids, weights)
+    for block in (8, hidden):
+        gates, ups = ([fp8(size, hidden, block) for _ in range(num_experts)] for _ in range(2))
+        downs = [fp8(hidden, size, 16) for _ in range(num_experts)]
+        of_fp8 = pack_stored_experts(gates, ups, downs)
+        yield f"experts fp8, {block} inputs", partial(of_fp8.forward, x, ids, weights)
 
 
 def prompts() -> Iterator[tuple[str, Callable[[], Tensor]]]:

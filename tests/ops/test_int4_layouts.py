@@ -80,7 +80,10 @@ def rows_of(packed: PackedWeight) -> Tensor:
     return packed.rows(torch.arange(packed.out_features), FLOAT32)
 
 
-SHAPES = [(64, 64, 32), (200, 192, 64), (72, 512, 128), (8, 200, 200), (128, 768, 384)]
+SHAPES = [
+    *((64, 64, 32), (200, 192, 64), (72, 512, 128), (8, 200, 200), (128, 768, 384)),
+    *((72, 688, 16), (136, 520, 8)),
+]
 
 
 @pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
@@ -157,7 +160,7 @@ def test_what_is_not_a_checkpoint_is_refused():
         (r"scales are \[2, 8\] and zero points \[2, 16\] for 16", (q, z, s[:, :8])),
         (r"scales are \[2, 16\] and zero points \[1, 16\]", (q, z[:1], s)),
         ("64 inputs cannot be divided into 3", (q, torch.zeros(3, 2).int(), torch.ones(3, 16))),
-        ("got groups of 16", (q, torch.zeros(4, 2).int(), torch.ones(4, 16))),
+        ("multiple of 8 .* got groups of 4", (q, torch.zeros(16, 2).int(), torch.ones(16, 16))),
         (r"g_idx is \[63\] for 64 inputs", (q, z, s, torch.zeros(63))),
         ("g_idx goes from 0 to 2, there are 2 groups", (q, z, s, torch.arange(64) // 24)),
         ("have 16 to 48 inputs", (q, z, s, (torch.arange(64) >= 16).int())),

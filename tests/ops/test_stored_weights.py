@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.test_cpu_linear import in_blocks
+from vllm.ops.cpu.int4_layouts import NO_ZERO, make_groups
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.linear import WeightFormat
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.stored import pack_stored
 from vllm.ops.stored_weight import (
     Fp8Weight,
@@ -50,6 +52,8 @@ def whole(num_out: int, num_in: int, block: int, is_ordered: bool = False) -> Gr
 WEIGHTS = {
     "fp8, a scale per block": lambda: fp8(200, 320, 128),
     "fp8, small blocks": lambda: fp8(72, 192, 32),
+    "fp8, blocks smaller than a tile": lambda: fp8(72, 192, 8),
+    "fp8, long blocks": lambda: fp8(64, 1300, 640),
     "fp8, a scale per output": lambda: fp8(130, 300, 300),
     "8 bits in groups": lambda: whole(72, 256, 64),
     "8 bits, a group for all": lambda: whole(100, 300, 300),
@@ -107,6 +111,19 @@ def test_a_zero_point_that_is_no_number_leaves_parts_of_groups_to_torch():
     assert (unequal.zeros == 256).any() and pack_stored(unequal) is None
 
 
+def test_an_infinite_input_does_not_reach_the_next_block(isa):
+    """Nothing is multiplied with zeros in place of weights: infinity times zero is no number."""
+    weight = Fp8Weight(
+        numbers=torch.ones(64, 64).to(torch.float8_e4m3fn),
+        scales=torch.ones(64, 4),
+        block_inputs=16,
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(20, 64, dtype=dtype)
+        x[:, 20] = float("inf")
+        assert (pack_stored(weight).linear(x) == float("inf")).all()
+
+
 def scales_of(num_out: int, num_groups: int, num_factors: int) -> GroupScales:
     return GroupScales(
         factors=(torch.rand(num_out, num_factors) + 0.1).half().float(),
@@ -139,7 +156,21 @@ INT4_BLOCKS = {
     "5 bits, factors of a group": (lambda: minimums(64, 32, 5, 32, 32), 32),
     "mxfp4": (lambda: mxfp4(200, 1120), 32),
     "mxfp4, one group": (lambda: mxfp4(64, 32), 32),
+    "mxfp4, groups of 16": (lambda: mxfp4_in_groups(72, 544, 16), 16),
+    "mxfp4, groups of 8": (lambda: mxfp4_in_groups(64, 544, 8), 8),
 }
+
+
+def mxfp4_in_groups(num_out: int, num_in: int, size: int) -> tuple[Tensor, PackedWeight]:
+    """A weight of E2M1 with scales of so many inputs: what it means, and as kernels read it."""
+    wide = mxfp4(num_out, num_in)
+    words = wide.blocks.flatten(1).view(torch.int32).T.contiguous()
+    scales = (torch.rand(num_in // size, num_out) + 0.125).half().float()
+    zeros = torch.full(scales.shape, NO_ZERO, dtype=torch.uint8)
+    groups = make_groups(wide.shape, words, scales / 2, zeros, None)
+    elements = Mxfp4Weight(blocks=wide.blocks, scales=torch.full_like(wide.scales, 127))
+    dense = elements.dequantize() * scales.T.repeat_interleave(size, dim=1)
+    return dense, PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
 
 
 @pytest.mark.parametrize("name", INT4_BLOCKS)
@@ -148,8 +179,11 @@ def test_weights_of_4_and_5_bits_are_those_of_the_formula(isa, name):
     rounded."""
     torch.manual_seed(0)
     make, block = INT4_BLOCKS[name]
-    weight = make()
-    dense, packed = weight.dequantize(), pack_stored(weight)
+    made = make()
+    if isinstance(made, tuple):
+        dense, packed = made
+    else:
+        dense, packed = made.dequantize(), pack_stored(made)
     assert packed.weight_format.has_int4_blocks
     ids = torch.arange(len(dense))
     for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCKS = (128, 64, 32)  # inputs that share a scale, csrc/cpu/linear_format.h
+SMALLEST_BLOCK = 8
+"""A group has a multiple of so many inputs, or all."""
+_BLOCKS = (128, 64, 32, 16, SMALLEST_BLOCK)  # inputs that share a scale, csrc/cpu/linear_format.h
 NO_ZERO = 8
 """The zero point where the kernels are given none."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word, from the lowest bits on
@@ -143,8 +145,8 @@ def make_groups(
     fitting = [b for b in _BLOCKS if num_groups == 1 or group_inputs % b == 0]
     if not fitting:
         raise ValueError(
-            f"a group must have a multiple of 32 inputs, or all inputs must be one group; got "
-            f"groups of {group_inputs}"
+            f"a group must have a multiple of {SMALLEST_BLOCK} inputs, or all inputs must be one "
+            f"group; got groups of {group_inputs}"
         )
     return Int4Groups(
         shape=shape,

@@ -36,7 +36,7 @@ class WeightFormat(Enum):
     INT8 = "kInt8"
     """One scale per output feature; inputs are rounded to int8 too, with one scale per row."""
     INT4 = "kInt4"
-    """One float16 scale, and a zero point or none, per block of 32, 64 or 128 inputs of an output
+    """One float16 scale, and a zero point or none, per block of 8 to 128 inputs of an output
     feature; inputs are rounded to int8 in the same blocks."""
     FP8 = "kFp8"
     """float8_e4m3fn with a scale per block of inputs of an output feature; inputs stay as they
@@ -265,7 +265,7 @@ class PackedWeight:
 
         Raises:
             ValueError: shapes or dtypes do not fit, groups are unequal, or their size is neither a
-                multiple of 32 nor the whole row.
+                multiple of 8 nor the whole row.
         """
         return cls.from_groups(
             qweight,
@@ -287,7 +287,7 @@ class PackedWeight:
 
         Raises:
             ValueError: shapes or dtypes do not fit, or the size of a group is neither a multiple
-                of 32 nor the whole row.
+                of 8 nor the whole row.
         """
         return cls.from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
 

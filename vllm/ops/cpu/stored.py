@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import NO_ZERO, make_groups, order_of
+from vllm.ops.cpu.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
 from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.linear import MAX_INT8_INPUTS, ByteGroups, PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
@@ -25,8 +25,6 @@ from vllm.ops.stored_weight import (
 
 _STRETCH = 128
 """Inputs of bytes that are widened at a time, csrc/cpu/linear_bytes.h."""
-_INT4_BLOCK = 32
-"""A group of int4 has a multiple of so many inputs, or all."""
 
 
 def pack_stored(weight: StoredWeight) -> PackedWeight | None:
@@ -102,7 +100,7 @@ def _is_int4(weight: GroupedWeight) -> bool:
     """Whether the kernels of int4 take the weight as it is, with scales of float16."""
     num_out, num_in = weight.shape
     group = num_in // len(weight.scales)
-    fits = group % _INT4_BLOCK == 0 or (len(weight.scales) == 1 and num_in % 8 == 0)
+    fits = group % SMALLEST_BLOCK == 0 or (len(weight.scales) == 1 and num_in % 8 == 0)
     if weight.bits > 4 or num_out % 8 or not fits:
         return False
     return _are_halves(weight.scales)

@@ -1,0 +1,205 @@
+"""Speed of several checkpoints or engines side by side: tokens per second of decodes and prompts.
+
+    python -m benchmarks.bench_checkpoints --engine int4=MODEL,quantization=int4 \\
+        --engine gptq=MODEL-GPTQ --engine fp8=MODEL-FP8 [--peer NAME='COMMAND'] [--rounds 6]
+
+Every engine is a process, and all of them are in memory at a time. They take turns within a round,
+because a shared machine changes its speed from one second to the next; ratios are those to the
+first engine in the same round. A run is one batch of random prompts that starts at once: `prefill`
+is tokens of prompts until all of them have their first output, `decode` is what follows.
+
+`--peer` is any other command that speaks the same protocol: it prints the line `ready`, then reads
+lines with a JSON object (`batch`, `input_len`, `output_len`, `vocab_size`, `seed`) from standard
+input, and answers each with a line that has an object with `first_s` and `last_s`: seconds from the
+start of the run to the first token of the last row, and to the last token. Other lines are ignored.
+Prints one JSON object on standard output and what is measured on standard error.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.common import random_prompts, report
+from vllm import LLMEngine, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+
+READY = "ready"
+RUNS: dict[str, dict[str, int]] = {
+    "decode, batch 1": {"batch": 1, "input_len": 128, "output_len": 64},
+    "decode, batch 16": {"batch": 16, "input_len": 32, "output_len": 32},
+    "prefill": {"batch": 1, "input_len": 1024, "output_len": 1},
+}
+
+
+class Engine:
+    """A process that runs batches when it is asked to."""
+
+    def __init__(self, name: str, command: list[str]):
+        self.name = name
+        start = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        while self._line().strip() != READY:
+            pass
+        self.load_s = time.perf_counter() - start
+
+    def run(self, run: dict[str, int]) -> dict[str, float]:
+        """{"first_s", "last_s"} of a batch."""
+        assert self._process.stdin is not None
+        print(json.dumps(run), file=self._process.stdin, flush=True)
+        while not (line := self._line()).startswith("{"):
+            pass
+        return json.loads(line)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} has ended with status {self._process.wait()}")
+        return line
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(flags: list[str]) -> None:
+    """The process of an engine of ours."""
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(flags)))
+    print(READY, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run_batch(engine, **json.loads(line))), flush=True)
+
+
+def run_batch(
+    engine: LLMEngine, batch: int, input_len: int, output_len: int, vocab_size: int, seed: int
+) -> dict[str, float]:
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=output_len,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    prompts = random_prompts(batch, input_len, vocab_size, seed)
+    without_token = {str(row) for row in range(batch)}
+    first = 0.0
+    start = time.perf_counter()
+    for row, prompt in enumerate(prompts):
+        engine.add_request(str(row), prompt, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        if without_token:
+            without_token -= {out.request_id for out in outputs if out.outputs[0].token_ids}
+            first = time.perf_counter() - start
+    return {"first_s": first, "last_s": time.perf_counter() - start}
+
+
+def commands(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Name and command of each engine."""
+    for is_peer, text in args.engines:
+        name, equals, what = text.partition("=")
+        if not equals:
+            sys.exit(f"{text!r} names no engine; write NAME=..., such as int4=MODEL")
+        if is_peer:
+            yield name, shlex.split(what)
+            continue
+        model, *settings = what.split(",")
+        flags = [part for s in settings for part in _flag(*s.partition("=")[::2])]
+        own = [sys.executable, "-m", "benchmarks.bench_checkpoints", "--serve", "--model", model]
+        fixed = ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16"]
+        yield name, [*own, *fixed, "--no-enable-prefix-caching", *flags]
+
+
+def _flag(name: str, value: str) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    return [flag, value] if value else [flag]
+
+
+def rate(run: dict[str, int], result: dict[str, float]) -> float:
+    """Tokens per second."""
+    if run["output_len"] == 1:
+        return run["batch"] * run["input_len"] / result["first_s"]
+    return run["batch"] * (run["output_len"] - 1) / (result["last_s"] - result["first_s"])
+
+
+def spread(values: list[float], digits: int) -> dict[str, float]:
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for flag, is_peer, text in (
+        ("--engine", False, "NAME=MODEL[,flag=value...]: an engine of this package"),
+        ("--peer", True, "NAME=COMMAND: another engine"),
+    ):
+        parser.add_argument(
+            flag,
+            dest="engines",
+            action="append",
+            type=lambda text, is_peer=is_peer: (is_peer, text),
+            help=text,
+        )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--vocab-size", type=int, default=4096, help="prompts have ids below it")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, for a quick look")
+    args = parser.parse_args()
+    if not args.engines:
+        parser.error("name engines with --engine or --peer; the first is what others compare with")
+    engines: list[Engine] = []
+    try:
+        for name, command in commands(args):
+            engines.append(Engine(name, command))
+            print(f"{name}: loaded in {engines[-1].load_s:.1f} s", file=sys.stderr, flush=True)
+        results = measure(engines, args)
+    finally:
+        for engine in engines:
+            engine.stop()
+    settings = {"rounds": args.rounds, "runs": RUNS, "scale": args.scale, "base": engines[0].name}
+    report("checkpoints", settings, results)
+
+
+def measure(engines: list[Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
+    rates: dict[tuple[str, str], list[float]] = {}
+    for number in range(args.rounds + 1):  # the first warms up
+        for title, run in RUNS.items():
+            run = {
+                name: max(1 if size == 1 else 2, int(size * (1 if name == "batch" else args.scale)))
+                for name, size in run.items()
+            }
+            for engine in engines:
+                asked = {**run, "vocab_size": args.vocab_size, "seed": number}
+                value = rate(run, engine.run(asked))
+                if number:
+                    rates.setdefault((title, engine.name), []).append(value)
+        print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
+    return [
+        {
+            "run": title,
+            "engine": name,
+            "tokens_per_s": spread(values, 2),
+            "ratio": spread(
+                [a / b for a, b in zip(values, rates[title, engines[0].name], strict=True)], 3
+            ),
+        }
+        for (title, name), values in rates.items()
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+    else:
+        main()
