@@ -112,7 +112,7 @@ REFUSED = [
     (
         ModelConfig,
         {"tokenizer_mode": "fast"},
-        "tokenizer_mode must be one of auto, slow, got 'fast'",
+        "tokenizer_mode must be one of auto, slow, mistral, got 'fast'",
     ),
     (ModelConfig, {"max_model_len": 0}, "max_model_len must be an integer of at least 1, got 0"),
     (ModelConfig, {"max_logprobs": -1}, "max_logprobs must be an integer of at least 0, got -1"),

@@ -25,7 +25,7 @@ from vllm.platforms.habana.sim_graph_rules import operator_violations, write_vio
 
 _FIRST = "LlamaForCausalLM"
 _ALIASES = {"MPTForCausalLM"}
-_FOREIGN = {"TransformersForCausalLM"}
+_FOREIGN = {"TransformersForCausalLM", "TransformersForConditionalGeneration"}
 """Runs the code of transformers, which nobody here has captured."""
 _SAME_LAYERS = {
     *("BaichuanForCausalLM", "BaiChuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.tiny_models import make_tiny_model
+from tests.transformers_utils.test_tekken import NUM_SPECIAL, WORDS, write_tekken
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
@@ -123,12 +124,32 @@ def test_params_that_cannot_be_read_are_named(params, message, published, tmp_pa
         LLM(str(folder), **SHORT_TEXTS)
 
 
-def test_what_is_missing_is_named(published, tmp_path):
-    without_tokenizer = shutil.copytree(published, tmp_path / "tekken")
-    for path in without_tokenizer.glob("tokenizer*"):
+@pytest.fixture(scope="module")
+def with_tekken(published, tmp_path_factory):
+    """Without any other tokenizer."""
+    folder = shutil.copytree(published, tmp_path_factory.mktemp("tekken") / "model")
+    for path in folder.glob("tokenizer*"):
         path.unlink()
-    (without_tokenizer / "tekken.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tekken\.json alone cannot be read\. Save"):
+    return write_tekken(folder, "v7")
+
+
+def test_a_chat_is_tokenised_by_tekken_json(with_tekken):
+    llm = LLM(str(with_tekken), **SHORT_TEXTS)
+    messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "a"}]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    output = llm.chat(messages, params, use_tqdm=False)[0]
+    the, a = NUM_SPECIAL + 256 + WORDS.index("the"), NUM_SPECIAL + ord("a")
+    assert output.prompt_token_ids == [1, 17, the, 18, 3, a, 4]
+    tokenizer = llm.get_tokenizer()
+    assert output.outputs[0].text == tokenizer.decode(
+        output.outputs[0].token_ids, skip_special_tokens=True
+    )
+
+
+def test_what_is_missing_is_named(published, with_tekken, tmp_path):
+    without_tokenizer = shutil.copytree(with_tekken, tmp_path / "tokenizer.model")
+    (without_tokenizer / "tekken.json").rename(without_tokenizer / "tokenizer.model.v3")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model\.v3 alone cannot be read\. Save"):
         LLM(str(without_tokenizer), **SHORT_TEXTS)
     without_weights = shutil.copytree(published, tmp_path / "empty")
     (without_weights / "consolidated.safetensors").unlink()

@@ -104,19 +104,33 @@ def test_every_architecture_is_in_the_table():
     assert set(_WHOLE) == set(TEXT_TYPES)
 
 
-@pytest.mark.parametrize("name", _WHOLE)
-def test_text_gives_the_tokens_of_transformers(name, whole, tmp_path, caplog):
+BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+CASES = [
+    *((name, "vllm") for name in _WHOLE),
+    *((name, "transformers") for name in BY_TRANSFORMERS),
+]
+
+
+@pytest.mark.parametrize(("name", "model_impl"), CASES)
+def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path, caplog):
     folder = whole(name)
     want = generate(folder, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    settings = SETTINGS | {"model_impl": model_impl}
     for layout in ("before", "since"):
-        llm = LLM(model=str(with_names(folder, tmp_path / layout, layout)), **SETTINGS)
+        llm = LLM(model=str(with_names(folder, tmp_path / layout, layout)), **settings)
         outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
         for output, reference in zip(outputs, want, strict=True):
             assert_same_tokens(output.outputs[0].token_ids, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
     message = f"{name} serves text input only: the part of the checkpoint for images is not loaded"
     assert lines == [message] * 2
+
+
+def test_what_the_modules_of_transformers_cannot_run_is_refused(whole):
+    folder = str(whole("Llama4ForConditionalGeneration"))
+    with pytest.raises(ConfigError, match="cannot run with the modules of transformers: "):
+        LLM(folder, model_impl="transformers", **SETTINGS)
 
 
 def test_only_the_part_for_images_is_left_out(whole, tmp_path):

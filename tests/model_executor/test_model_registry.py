@@ -34,7 +34,10 @@ def test_every_decoder_is_compared_with_transformers():
         f"{name}ForCausalLM" for name in ("Baichuan", "BaiChuan", "InternLM2", "InternLM3")
     }
     elsewhere |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
-    elsewhere |= set(TEXT_TYPES)  # tests/e2e/test_text_of_images.py
+    elsewhere |= {
+        *TEXT_TYPES,
+        "TransformersForConditionalGeneration",
+    }  # tests/e2e/test_text_of_images.py
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *elsewhere}
     # An older transformers does not know all families (`make test-vendor`).
     assert (decoders - compared) & known == elsewhere

@@ -17,7 +17,7 @@ from vllm.config.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
 from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
-TokenizerMode = Literal["auto", "slow"]
+TokenizerMode = Literal["auto", "slow", "mistral"]
 ModelImpl = Literal["auto", "vllm", "transformers"]
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -395,7 +395,8 @@ class ModelConfig:
     """Folder or name of the tokenizer. Not set: as `model`."""
 
     tokenizer_mode: TokenizerMode = "auto"
-    """auto: the fast tokenizer when there is one; slow: always the Python one."""
+    """auto: the fast tokenizer when there is one, tekken.json where it is the only file; slow:
+    always the Python one; mistral: tekken.json."""
 
     skip_tokenizer_init: bool = False
     """Run without a tokenizer: prompts and outputs are token ids."""
@@ -481,7 +482,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
-        check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        check_one_of(self, "tokenizer_mode", get_args(TokenizerMode))
         check_one_of(self, "model_impl", get_args(ModelImpl))
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:

@@ -10,7 +10,7 @@ from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
-from vllm.transformers_utils.text_config import text_config
+from vllm.transformers_utils.text_config import TEXT_TYPES, text_config
 
 _LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
 """Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
@@ -105,9 +105,12 @@ def complete_hf_config(
 
 
 def is_known_to_transformers(architecture: str) -> bool:
-    """Whether the installed transformers has a decoder of this name."""
+    """Whether the installed transformers has a decoder of this name, or the language model of a
+    checkpoint of this name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if architecture in TEXT_TYPES:
+        return TEXT_TYPES[architecture] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 

@@ -210,6 +210,12 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
+_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
+
+
+def byte_level_text(token: bytes) -> str:
+    """How byte-level BPE writes a token: a character for each byte."""
+    return "".join(map(_CHARACTERS.__getitem__, token))
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
+from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
 
 if TYPE_CHECKING:
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
 """Any tokenizer, in the annotations of programs written for vLLM."""
 
-_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", TEKKEN)
 """Files of tokenizers. The folder of a model must have at least one of them."""
 
 
-_MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*", "tokenizer.mm.model.v*")
+_MISTRAL_FILES = ("tokenizer.model.v*", "tokenizer.mm.model.v*")
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
@@ -48,8 +49,8 @@ def get_tokenizer(
 
     Args:
         tokenizer_name: folder or hub name.
-        tokenizer_mode: "auto", or "slow" to prefer the Python implementation where the installed
-            transformers has one.
+        tokenizer_mode: "auto", "mistral" for `tekken.json` also where there is another file, or
+            "slow" to prefer the Python implementation where the installed transformers has one.
         trust_remote_code: run Python code that comes with the tokenizer.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; None is the Hugging Face cache.
@@ -60,6 +61,8 @@ def get_tokenizer(
     """
     folder = Path(tokenizer_name)
     try:
+        if _is_tekken(folder, tokenizer_mode):
+            return load_tekken(folder)
         chosen = None if tokenizer_mode == "slow" or kwargs else tokenizer_class(folder)
         if chosen is not None:
             tokenizer = chosen.from_pretrained(tokenizer_name)
@@ -87,6 +90,17 @@ def get_tokenizer(
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
     return result
+
+
+def _is_tekken(folder: Path, tokenizer_mode: str) -> bool:
+    """Whether `tekken.json` is read: the only file there, or asked for."""
+    has_tekken = (folder / TEKKEN).is_file()
+    if tokenizer_mode == "mistral" and not has_tekken:
+        raise ConfigError(
+            f"tokenizer_mode='mistral' reads {TEKKEN}, and there is none in {str(folder)!r}. Leave "
+            f"tokenizer_mode out"
+        )
+    return has_tekken and (tokenizer_mode == "mistral" or not (folder / "tokenizer.json").is_file())
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -51,7 +51,11 @@ from vllm.engine.resolve.speculative import (
 from vllm.engine.resolve.speculators import check_speculator, find_method, resolve_speculator
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
+from vllm.model_executor.models.registry import (
+    BY_TRANSFORMERS,
+    TEXT_BY_TRANSFORMERS,
+    ModelRegistry,
+)
 from vllm.platforms import Platform, resolve_platform
 from vllm.transformers_utils.hf_config import (
     complete_hf_config,
@@ -307,12 +311,12 @@ def _read_arch(
         )
     )
     runs_as = _class_of(arch.architecture, asked.model_impl)
-    if runs_as == BY_TRANSFORMERS:
+    if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
-    elif runs_as in TEXT_TYPES:
+    if arch.architecture in TEXT_TYPES:
         logger.info(
             "%s serves text input only: the part of the checkpoint for images is not loaded",
-            runs_as,
+            arch.architecture,
         )
     return replace(arch, architecture=runs_as)
 
@@ -356,7 +360,7 @@ def _class_of(architecture: str, model_impl: ModelImpl) -> str:
         return architecture
     is_theirs = is_known_to_transformers(architecture)
     if is_theirs and model_impl != "vllm":
-        return BY_TRANSFORMERS
+        return TEXT_BY_TRANSFORMERS if architecture in TEXT_TYPES else BY_TRANSFORMERS
     if is_ours:
         raise ConfigError(
             f"model_impl='transformers': the installed transformers has no decoder "

@@ -64,7 +64,7 @@ _DECODERS = {
         "qwen3": ("Qwen3ForCausalLM",),
         "stablelm": ("StableLmForCausalLM",),
         "starcoder2": ("Starcoder2ForCausalLM",),
-        "text_of_images": tuple(TEXT_TYPES),
+        "text_of_images": (*TEXT_TYPES, "TransformersForConditionalGeneration"),
         "transformers_model": ("TransformersForCausalLM",),
     }.items()
     for name in names
@@ -142,6 +142,8 @@ class _ModelRegistry:
 
 BY_TRANSFORMERS = "TransformersForCausalLM"
 """The architecture that stands for every other one that the transformers library knows."""
+TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
+"""The same, where a checkpoint also has a part for images."""
 
 
 def is_encoder(arch_name: str) -> bool:

@@ -6,6 +6,7 @@ from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 
 
 class _LanguageModel(CausalLM):
@@ -33,3 +34,7 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
     """Mistral Small 3.1 and 3.2 (Mistral AI 2025), of which text input is served."""
+
+
+class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):
+    """The language model of one of these checkpoints with the modules of transformers."""

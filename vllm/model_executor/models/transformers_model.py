@@ -19,12 +19,17 @@ from vllm.config import ModelArch, RopeConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.layers.experts import Experts
-from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.rotary import rotary_frequencies
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.transformers_checkpoint import CheckpointNames
+from vllm.model_executor.models.transformers_layers import (
+    ExpertsOfTransformers,
+    ParallelPlan,
+    replace_experts,
+    replace_linear_layers,
+)
+from vllm.model_executor.models.transformers_stages import LayerRanges
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
@@ -44,22 +49,27 @@ class TransformersForCausalLM(CausalLM):
     """Any decoder that `AutoModelForCausalLM` knows, with attention through its interface."""
 
     names: CheckpointNames
+    _undivided: str | None = None
+    """Why it cannot run some of its layers."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
-        if tp.size > 1:
-            raise self._refusal(f"it cannot be split over {tp.size} ranks")
-        self.inner = _build(arch)
-        self.decoder = self.inner.base_model
+        self._whole = (_build(arch),)
+        """A tuple, so that it is no submodule: modules have the names of transformers."""
         if self.decoder is self.inner:
             raise self._refusal("its decoder is not a module of its own")
         self._refuse_states()
-        self._use_our_attention()
         self._fix_rotations()
-        _replace_linear_layers(self.decoder)
-        _replace_experts(self.decoder)
-        experts = (path for path, m in self.inner.named_modules() if isinstance(m, _Experts))
-        self.names = CheckpointNames(self.inner, tuple(experts))
+        try:
+            plan = ParallelPlan(self.inner.config, tp)
+            self._use_our_attention(plan)
+            replace_linear_layers(self.decoder, plan, arch)
+            replace_experts(self.decoder, plan)
+        except ConfigError as error:
+            raise self._refusal(str(error)) from error
+        named = self.inner.named_modules()
+        experts = tuple(path for path, m in named if isinstance(m, ExpertsOfTransformers))
+        self.names = CheckpointNames(self.inner, experts)
         embedding = self.inner.get_input_embeddings()
         self.embedding_scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
         table = VocabParallelEmbedding(embedding.num_embeddings, embedding.embedding_dim, tp)
@@ -67,13 +77,27 @@ class TransformersForCausalLM(CausalLM):
         head = self.inner.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise self._refusal("it has no linear output head")
-        self.lm_head = ParallelLMHead(
+        lm_head = ParallelLMHead(
             head.out_features, head.in_features, tp, has_bias=head.bias is not None
         )
-        self.inner.set_output_embeddings(self.lm_head)
+        self.inner.set_output_embeddings(lm_head)
         if arch.tie_word_embeddings:
-            self.lm_head.tie(table)
+            lm_head.tie(table)
+        for name, module in self.inner.named_children():
+            self.add_module(name, module)
+        self.lm_head = lm_head
+        self.ranges = LayerRanges(self.decoder, self.inner.config, arch.num_layers)
         self.logits_of = _logits_function(self.inner)
+
+    @property
+    def inner(self) -> Any:
+        """The model of transformers."""
+        return self._whole[0]
+
+    @property
+    def decoder(self) -> Any:
+        """That of transformers, without the output head."""
+        return self.inner.base_model
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -81,15 +105,24 @@ class TransformersForCausalLM(CausalLM):
         return next((list(found) for found in lists if len(found) == self.arch.num_layers), [])
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        raise self._refusal("it runs all layers or none: set pipeline_parallel_size=1")
+        if not self.ranges.is_planned:
+            raise self._refusal(str(self._why_undivided()))
+        before, after = self.ranges.modules_beside()
+        return before, [*after, self.lm_head]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         rows = self.inner.get_input_embeddings()(input_ids)
         return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        if (first, end) != (0, self.num_layers):
-            raise self._refusal("it runs all layers or none: set pipeline_parallel_size=1")
+        if (first, end) == (0, self.num_layers):
+            return self._run(hidden_states, positions)
+        if self._undivided:
+            raise self._refusal(self._undivided)
+        with self.ranges.only(first, end):
+            return self._run(hidden_states, positions)
+
+    def _run(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         output = self.decoder(
             inputs_embeds=hidden_states[None],
             position_ids=positions.view(1, -1),
@@ -101,12 +134,12 @@ class TransformersForCausalLM(CausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Checkpoints have names of other versions of transformers, and some of the buffers."""
-        buffers = dict(self.inner.named_buffers())
+        buffers = dict(self.named_buffers())
         for found, part in self.names.convert(name, source):
             if found in buffers:
                 part.fill(buffers[found])
             else:
-                yield f"inner.{found}", part
+                yield found, part
 
     def check(self) -> None:
         """Refuse a model whose layers do not attend as they were built to, or in which a token
@@ -125,13 +158,14 @@ class TransformersForCausalLM(CausalLM):
             if isinstance(module, Attention)
         ]
         last = self.arch.derived_max_model_len - 1
-        device = self.inner.get_input_embeddings().weight.device
         try:
             # The second token is the same in both: what is before it and how far away differ.
-            first, second = (
-                self.forward(torch.tensor(ids).to(device), torch.tensor(at).to(device))[1]
-                for ids, at in (((0, 1), (0, 1)), ((2, 1), (last, 1)))
-            )
+            with _alone(self.tp):
+                first, second = (
+                    self.forward(self._inputs(rows), self._on_device(at))[1]
+                    for rows, at in (([0, 1], [0, 1]), ([2, 1], [last, 1]))
+                )
+                self._undivided = self._why_undivided()
         except ConfigError as error:
             raise self._refusal(str(error)) from error
         except Exception as error:  # whatever the modules of an unknown architecture raise
@@ -141,9 +175,12 @@ class TransformersForCausalLM(CausalLM):
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(attended) != 2 * self.num_layers:
+        if self._undivided and self.stage.count > 1:
+            raise self._refusal(self._undivided)
+        num_layers = self.stage.end_layer - self.stage.first_layer
+        if len(attended) != 2 * num_layers:
             raise self._refusal(
-                f"{len(attended) // 2} of its {self.num_layers} layers used the attention interface"
+                f"{len(attended) // 2} of its {num_layers} layers used the attention interface"
             )
         error_limit = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
         if (first - second).abs().max() > error_limit:
@@ -151,6 +188,36 @@ class TransformersForCausalLM(CausalLM):
                 "what it computes for a token depends on the tokens beside it, not through "
                 "attention alone"
             )
+
+    def _inputs(self, rows: list[int]) -> Tensor:
+        """Token ids, or what a stage before could have returned for them."""
+        if self.stage.is_first:
+            return self._on_device(rows)
+        size = (max(rows) + 1, self.arch.hidden_size)
+        hidden_states = torch.rand(size, generator=torch.Generator().manual_seed(0))
+        return self._on_device(hidden_states[rows].to(self.dtype))
+
+    def _on_device(self, values: list[int] | Tensor) -> Tensor:
+        return torch.as_tensor(values).to(next(self.parameters()).device)
+
+    def _why_undivided(self) -> str | None:
+        """Why the layers run all or not at all; None: they can be divided."""
+        if not self.ranges.is_planned:
+            return (
+                "it runs all layers or none, as transformers has no plan to divide them "
+                "(base_model_pp_plan): set pipeline_parallel_size=1"
+            )
+        size = (2, self.arch.hidden_size)
+        given = self._on_device(torch.rand(size, generator=torch.Generator().manual_seed(0)))
+        given = given.to(self.dtype)
+        with self.ranges.only(0, 0):
+            found = self._run(given.clone(), self._on_device([0, 1]))
+        if torch.equal(given, found):
+            return None
+        return (
+            "it runs all layers or none, as it changes hidden states outside of its layers: set "
+            "pipeline_parallel_size=1"
+        )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.logits_of(self.lm_head(hidden_states))
@@ -197,19 +264,24 @@ class TransformersForCausalLM(CausalLM):
         buffer.copy_(frequencies)
         setattr(module, f"{prefix}attention_scaling", factor)
 
-    def _use_our_attention(self) -> None:
-        found = [m for m in self.decoder.modules() if hasattr(m, "layer_idx") and _attends(m)]
+    def _use_our_attention(self, plan: ParallelPlan) -> None:
+        found = {
+            path: module
+            for path, module in self.decoder.named_modules()
+            if hasattr(module, "layer_idx") and _attends(module)
+        }
         if len(found) != self.arch.num_layers:
-            raise self._refusal(
+            raise ConfigError(
                 f"{len(found)} of its {self.arch.num_layers} layers have attention that can be "
                 f"replaced"
             )
-        for module in found:
+        for path, module in found.items():
             if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
-                raise self._refusal("its attention is of a kind that has no kernel here")
-            module.vllm_attention = self._attention_of(module)
+                raise ConfigError("its attention is of a kind that has no kernel here")
+            heads = plan.heads_of(path, module, self.arch)
+            module.vllm_attention = self._attention_of(module, *heads)
 
-    def _attention_of(self, module: nn.Module) -> Attention:
+    def _attention_of(self, module: nn.Module, num_heads: int, num_kv_heads: int) -> Attention:
         index: Any = module.layer_idx
         window: Any = self.arch.layer_windows[index]
         if hasattr(module, "sliding_window"):
@@ -218,9 +290,9 @@ class TransformersForCausalLM(CausalLM):
         head_size: Any = getattr(module, "head_dim", self.arch.head_size)
         scale: Any = module.scaling
         return Attention(
-            self.arch.num_heads,
+            num_heads,
             head_size,
-            self.arch.num_kv_heads,
+            num_kv_heads,
             scale=float(scale),
             sliding_window=window,
             logits_soft_cap=soft_cap,
@@ -233,6 +305,29 @@ class TransformersForCausalLM(CausalLM):
 def _refusal(arch: ModelArch, reason: str) -> ConfigError:
     names = arch.hf_config.get("architectures") or [arch.architecture]
     return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+
+
+class _Alone:
+    """Collectives of a rank that has met no other: each has its own part as the result."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self._size, dim=-1)
+
+
+@contextmanager
+def _alone(tp: TPGroup) -> Iterator[None]:
+    """Layers can run while the ranks have not met yet."""
+    before, tp.collectives = tp.collectives, _Alone(tp.size)
+    try:
+        yield
+    finally:
+        tp.collectives = before
 
 
 def _varies(rope_type: str) -> bool:
@@ -333,37 +428,6 @@ def _attend(
             )
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
-
-
-def _replace_linear_layers(decoder: nn.Module) -> None:
-    """Ours take the weight formats that the model is loaded with."""
-    for path, layer in list(decoder.named_modules()):
-        if type(layer) is nn.Linear:
-            parent, _, name = path.rpartition(".")
-            ours = ColumnParallelLinear(
-                layer.in_features, {"": layer.out_features}, TPGroup(), bias=layer.bias is not None
-            )
-            setattr(decoder.get_submodule(parent), name, ours)
-
-
-def _replace_experts(decoder: nn.Module) -> None:
-    """Ours are packed, and computed in one product per launch. Others stay as they are."""
-    for path, module in list(decoder.named_modules()):
-        gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
-            continue
-        experts, hidden, size = down.shape
-        is_plain = gate_up.shape == (experts, 2 * size, hidden) and path.endswith(".experts")
-        has_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-        if is_plain and has_silu and len(list(module.parameters())) == 2:
-            parent, _, name = path.rpartition(".")
-            ours = _Experts(experts, hidden, size, TPGroup())
-            setattr(decoder.get_submodule(parent), name, ours)
-
-
-class _Experts(Experts):
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, ids.contiguous(), weights.float().contiguous())
 
 
 def _logits_function(inner: Any) -> Callable[[Tensor], Tensor]:

@@ -6,11 +6,11 @@ into words, and SentencePiece BPE (`llama`), whose metadata has a score for each
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.errors import ConfigError
+from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.gguf.model import GGUFModel
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
 
     scores = _list(model, "scores", float, len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    best_first = [tokens[i] for i in sorted(vocabulary.values(), key=lambda i: (-scores[i], i))]
     unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise ConfigError(
@@ -162,7 +163,7 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
     made = Tokenizer(
         models.BPE(
             vocabulary,
-            list(_merges(tokens, scores, vocabulary)),
+            list(merges_in_order(best_first, vocabulary)),
             unk_token=tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -180,17 +181,6 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
     made.normalizer = normalizers.Sequence(steps)
     made.decoder = decoders.Sequence(decoding)
     return made
-
-
-def _merges(
-    tokens: list[str], scores: list[float], vocabulary: dict[str, int]
-) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make a token, the token with the highest score first."""
-    for i in sorted(range(len(tokens)), key=lambda i: (-scores[i], i)):
-        token = tokens[i]
-        pairs = ((token[:end], token[end:]) for end in range(1, len(token)))
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        yield from sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
 
 
 def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int]) -> None:

@@ -1,0 +1,85 @@
+"""Runs some of the layers of a decoder of transformers, as a stage of a pipeline does.
+
+The forward of such a decoder runs all of its layers. Where modules that give back their input stand
+in the place of the others, it runs some. Its config class says which modules come before the layers
+and which come after them (`base_model_pp_plan`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_LAYERS = "layers"
+
+
+class LayerRanges:
+    """The layers of a decoder, any of which can be left out for a while.
+
+    Args:
+        decoder: of transformers.
+        config: its config.
+        num_layers: of the model.
+    """
+
+    def __init__(self, decoder: nn.Module, config: Any, num_layers: int) -> None:
+        self._decoder = decoder
+        plan: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or {}
+        layers = getattr(decoder, _LAYERS, None)
+        names = list(plan)
+        self.is_planned = isinstance(layers, nn.ModuleList) and len(layers) == num_layers
+        self.is_planned &= _LAYERS in plan and all(hasattr(decoder, name) for name in names)
+        """Whether transformers says how the decoder is divided."""
+        if self.is_planned:
+            place = names.index(_LAYERS)
+            self._before, self._after = names[:place], names[place + 1 :]
+            self._left_out = [_LeftOut(layer) for layer in layers or ()]
+
+    def modules_beside(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules that run before the layers, and those that run after them."""
+        before, after = (
+            [getattr(self._decoder, name) for name in names]
+            for names in (self._before, self._after)
+        )
+        return before, after
+
+    @contextmanager
+    def only(self, first: int, end: int) -> Iterator[None]:
+        """The decoder runs layers `first` up to `end`, and what comes after all layers only if
+        `end` is their number."""
+        layers: nn.ModuleList = getattr(self._decoder, _LAYERS)
+        own: Sequence[nn.Module] = list(layers)
+        after = {name: getattr(self._decoder, name) for name in self._after}
+        try:
+            for index, left_out in enumerate(self._left_out):
+                if not first <= index < end:
+                    layers[index] = left_out
+            if end < len(own):
+                for name in after:
+                    setattr(self._decoder, name, nn.Identity())
+            yield
+        finally:
+            for index, layer in enumerate(own):
+                layers[index] = layer
+            for name, module in after.items():
+                setattr(self._decoder, name, module)
+
+
+class _LeftOut(nn.Module):
+    """Gives back the hidden states; has the attributes that a decoder reads of the layer.
+
+    Args:
+        layer: whose place it takes.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        plain = (str, int, float, bool, type(None))
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, plain):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As it came."""
+        return hidden_states
