@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -54,7 +55,9 @@ def assert_same(got: list[RequestOutput], want: list[RequestOutput]) -> None:
             assert mine == pytest.approx(other, abs=1e-4)
 
 
-def random_load(llm: LLM, rng: random.Random) -> dict[int, list[int]]:
+def random_load(
+    llm: LLM, rng: random.Random, before_step: Callable[[], None] = lambda: None
+) -> dict[int, list[int]]:
     """Output of 24 requests, place in the load -> token ids; some of them are cancelled."""
     engine, todo, got = llm.llm_engine, list(range(24)), {}
     while todo or engine.has_unfinished_requests():
@@ -64,6 +67,7 @@ def random_load(llm: LLM, rng: random.Random) -> dict[int, list[int]]:
             engine.add_request(str(index), {"prompt_token_ids": PROMPTS[place]}, PARAMS[place])
         if rng.random() < 0.1:
             engine.abort_request(str(rng.randrange(24)))
+        before_step()
         for output in engine.step():
             if output.finished:
                 got[int(output.request_id)] = list(output.outputs[0].token_ids)

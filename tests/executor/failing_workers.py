@@ -2,6 +2,7 @@
 
 from vllm.errors import ConfigError
 from vllm.worker.cpu.worker import CPUWorker
+from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.interface import WarmUpStep
 
 
@@ -21,3 +22,29 @@ class RaisesInWarmUp(CPUWorker):
         if self.rank == 1:
             raise RuntimeError("no memory for a graph")
         return super().next_warm_up(given_up)
+
+
+class RunsOutOfMemory(HPUWorker):
+    """The card of one rank is full from a moment on, which a subclass chooses."""
+
+    full_rank = 1
+
+    def fill(self) -> None:
+        """There is no byte left on the card of that rank."""
+        if self.rank == self.full_rank:
+            pool = self.bridge.card.memory  # type: ignore[attr-defined]
+            pool.limit_bytes = pool.in_use_bytes
+
+
+class RunsOutOfMemoryInWarmUp(RunsOutOfMemory):
+    """In the first launch after the KV cache was allocated."""
+
+    def warm_up(self) -> str | None:
+        self.fill()
+        return super().warm_up()
+
+
+class FirstRunsOutOfMemoryInWarmUp(RunsOutOfMemoryInWarmUp):
+    """The same in the engine's own process."""
+
+    full_rank = 0

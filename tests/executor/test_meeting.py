@@ -9,6 +9,7 @@ import pytest
 
 from vllm.config import ParallelConfig
 from vllm.distributed import Meeting
+from vllm.errors import CollectiveError
 
 
 def meetings_of_two(timeout_s: float) -> list[Meeting]:
@@ -27,10 +28,34 @@ def test_all_ranks_agree_on_the_least_value():
     meetings[0].close()
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_time_out():
-    first, _ = meetings_of_two(0.2)
-    with pytest.raises(RuntimeError):
-        first.least("bytes", 7)
+@pytest.mark.parametrize(
+    "wait", [lambda each: each.least("free memory", 7), lambda each: each.join("gloo")]
+)
+def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
+    first, second = meetings_of_two(0.5)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(lambda: second.store)  # it comes to the store, and then no further
+        message = r"exchange of .* on rank 0 failed: rank 1 did not come within 0.5 s$"
+        with pytest.raises(CollectiveError, match=message):
+            wait(first)
+        opened.result()
+    second.leave()
+    first.close()
+
+
+def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    first = Meeting.create(parallel)
+    assert first.arena_fd is not None
+    others = [Meeting.of(parallel, r, first.arena_fd, first.address[1]) for r in (1, 2, 3)]
+    meetings = [first, *others]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda each: each.store, meetings))
+    for each in meetings[:3]:
+        each.arrive("launch 1")
+    assert [each.is_stage_here("launch 1", 0.05) for each in meetings] == [True, True, False, False]
+    for each in others:
+        each.leave()
     first.close()
 
 

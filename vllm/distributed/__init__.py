@@ -7,7 +7,7 @@ from vllm.distributed.groups import (
     TPGroup,
     divide,
 )
-from vllm.distributed.layout import RankLayout
+from vllm.distributed.layout import RankLayout, ranks_text
 from vllm.distributed.meeting import Meeting, open_listener
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
@@ -30,4 +30,5 @@ __all__ = [
     "destroy_distributed_environment",
     "divide",
     "open_listener",
+    "ranks_text",
 ]

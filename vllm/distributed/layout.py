@@ -1,8 +1,18 @@
 """Which ranks form which group, computed from the sizes of the groups alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.config import ParallelConfig
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The ranks as messages name them.
+
+    >>> ranks_text([2]), ranks_text([0, 3])
+    ('rank 2', 'ranks 0, 3')
+    """
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, kw_only=True)

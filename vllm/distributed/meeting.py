@@ -9,21 +9,26 @@ import contextlib
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from vllm.config import ParallelConfig
-from vllm.distributed.layout import RankLayout
+from vllm.distributed.layout import RankLayout, ranks_text
 from vllm.distributed.pipeline import CardLink, GlooLink
-from vllm.errors import ConfigError
+from vllm.errors import CollectiveError, ConfigError
 
 ARENA_HEADER_BYTES = 4096
 """Of the shared memory; see csrc/cpu/collectives.h. The first byte says that a rank has failed."""
 ARENA_BUFFER_BYTES = 2**20
 """What a rank can exchange at a time."""
+
+_LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= (2, 8)
+"""Before, only the older server of torch.distributed can listen with a socket that is there."""
 
 
 @dataclass(kw_only=True)
@@ -118,6 +123,11 @@ class Meeting:
         return ARENA_HEADER_BYTES + 2 * self.layout.tensor_size * ARENA_BUFFER_BYTES
 
     @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks that share layers with this one, itself included."""
+        return self.layout.tensor_groups[self.layout.pipeline_rank(self.rank)]
+
+    @property
     def arena_offset(self) -> int:
         """Where the part of the stage of this rank begins."""
         return self.layout.pipeline_rank(self.rank) * self.arena_bytes
@@ -144,7 +154,7 @@ class Meeting:
         else:
             with contextlib.suppress(OSError):
                 found = os.open(store.get(f"arena/{first}"), os.O_RDWR)
-        all_have_it = self.least("has_arena", int(found >= 0))
+        all_have_it = self.least("shared memory", int(found >= 0))
         if all_have_it:
             self.arena_fd = found
             return found, 0
@@ -153,8 +163,10 @@ class Meeting:
         return None
 
     def abort(self) -> None:
-        """End the exchanges of all ranks that go through the arena, as one of them has failed."""
-        assert self.arena_fd is not None
+        """End the exchanges of all ranks that go through the arena, if there is one, as one of them
+        has failed."""
+        if self.arena_fd is None:
+            return
         for stage in range(self.layout.pipeline_size):
             offset = stage * self.arena_bytes
             with mmap.mmap(self.arena_fd, ARENA_HEADER_BYTES, offset=offset) as header:
@@ -179,6 +191,7 @@ class Meeting:
             is_master=self.is_host,
             timeout=timedelta(seconds=self.timeout_s),
             master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=listener is None or _LIBUV_TAKES_LISTENERS,
         )
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
 
@@ -190,12 +203,70 @@ class Meeting:
             value: of this rank.
 
         Raises:
-            RuntimeError: a rank has not called it in time.
+            CollectiveError: a rank has not called it in time.
+        """
+        return min(map(int, self.exchange(name, str(value).encode())))
+
+    def exchange(
+        self,
+        name: str,
+        value: bytes,
+        what: str | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> list[bytes]:
+        """The values of several ranks; waits for those that have not called it yet.
+
+        Args:
+            name: of the value, used once in an engine.
+            value: of this rank.
+            what: the value is, for messages; None: its name.
+            ranks: that call it, this one included; None: all.
+
+        Raises:
+            CollectiveError: a rank has not called it in time. Names all of these.
         """
         store: Any = self.store  # its stubs know of text alone
-        store.set(f"{name}/{self.rank}", str(value))
-        ranks = range(self.layout.world_size)
-        return min(int(store.get(f"{name}/{rank}")) for rank in ranks)
+        ranks = range(self.layout.world_size) if ranks is None else ranks
+        try:
+            self.arrive(name, value)
+            return [store.get(f"{name}/{rank}") for rank in ranks]
+        except torch.distributed.DistError as error:
+            reason = self._missing(name, ranks) or str(error)
+            raise CollectiveError(f"exchange of {what or name}", self.rank, reason) from None
+
+    def _missing(self, name: str, ranks: Sequence[int]) -> str | None:
+        """Which ranks have not come; None: all have by now, or the store has ended."""
+        store: Any = self.store
+        try:
+            missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
+        except torch.distributed.DistError:
+            return None
+        return f"{ranks_text(missing)} did not come within {self.timeout_s} s" if missing else None
+
+    def is_stage_here(self, name: str, patience_s: float) -> bool:
+        """Whether all ranks that share layers with this one have called `arrive` with this name.
+
+        Args:
+            name: of a place in the program.
+            patience_s: seconds to wait for them.
+        """
+        keys = [f"{name}/{rank}" for rank in self.stage_ranks]
+        try:
+            self.store.wait(keys, timedelta(seconds=patience_s))
+        except torch.distributed.DistError:
+            return False
+        return True
+
+    def arrive(self, name: str, value: bytes = b"") -> None:
+        """Say that this rank is here, and wait for no other; see `exchange` and `is_stage_here`.
+
+        Args:
+            name: of a place in the program, used once in an engine.
+            value: of this rank.
+        """
+        store: Any = self.store  # its stubs know of text alone
+        store.set(f"{name}/{self.rank}", value)
 
     def close(self) -> None:
         """Leave, and close the memory. Calling it again does nothing."""
@@ -226,7 +297,7 @@ class Meeting:
 
         Raises:
             ConfigError: this process is in such a group already.
-            RuntimeError: a rank has not come in time.
+            CollectiveError: a rank has not come in time.
         """
         distributed = torch.distributed
         if distributed.is_initialized():
@@ -235,6 +306,9 @@ class Meeting:
                 "join its workers. Shut the other engine down, or call "
                 "vllm.distributed.cleanup_dist_env_and_memory(), first"
             )
+        self.least(
+            "addresses for tensors", 0
+        )  # names those that do not come; the next one does not
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore("world", self.store),
@@ -252,13 +326,14 @@ class Meeting:
                 joined; None: through gloo, in a group of their own.
 
         Raises:
-            RuntimeError: a rank has not come in time.
+            CollectiveError: a rank has not come in time.
         """
         around = self.layout.stages_around(self.rank)
         if card is not None:
             self._link = link = CardLink(self.rank, *around)
             link.connect(card)
             return link
+        self.least("addresses of stages", 0)
         distributed = torch.distributed
         group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("stages", self.store),

@@ -41,10 +41,14 @@ class Executor(ABC):
         Raises:
             ConfigError: the model cannot be loaded, or some worker has too little memory.
         """
-        self.start_workers()
-        num_blocks = self.allocate()
-        for _ in self.warm_up():
-            pass
+        try:
+            self.start_workers()
+            num_blocks = self.allocate()
+            for _ in self.warm_up():
+                pass
+        except BaseException:
+            self.shutdown()
+            raise
         return num_blocks
 
     @abstractmethod

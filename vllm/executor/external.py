@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import Meeting
@@ -74,12 +72,8 @@ class ExternalExecutor(UniProcExecutor):
             ConfigError: this rank or another one cannot be loaded.
             CollectiveError: another rank has failed.
         """
-        try:
-            self._agree("load", self._load_worker)
-            self.call_workers("join", self._meeting)
-        except BaseException:
-            self.shutdown()
-            raise
+        self._agree("load", self._load_worker)
+        self.call_workers("join", self._meeting)
 
     def _load_worker(self) -> None:
         worker = make_worker(self._config, self._rank, self._place)
@@ -96,28 +90,25 @@ class ExternalExecutor(UniProcExecutor):
         """Exchange the results of a call. If it fails in one process, it fails in all of them."""
         if self._size == 1:
             return [call()]
-        store: Any = self._meeting.store  # its stubs know of text alone
-        number = next(self._calls)
+        name = str(next(self._calls))
         try:
             value = call()
         except Exception as error:
-            store.set(f"{number}/{self._rank}", _FAILURE + encode(failure_of(error)))
+            self._meeting.arrive(name, _FAILURE + encode(failure_of(error)))
+            self._meeting.abort()
             raise
-        store.set(f"{number}/{self._rank}", _VALUE + encode(value))
+        found = self._meeting.exchange(name, _VALUE + encode(value), f"results of {method}")
+        failures = {
+            rank: decode_from_rank(data[1:])
+            for rank, data in enumerate(found)
+            if data[:1] == _FAILURE
+        }
+        if failures:
+            raise _first_error(failures)
         decode = result_decoder(method)
-        results = []
-        for rank in range(self._size):
-            if rank == self._rank:
-                results.append(value)
-                continue
-            try:
-                data = store.get(f"{number}/{rank}")
-            except torch.distributed.DistError as error:
-                raise CollectiveError(f"{method} at the start", rank, str(error)) from None
-            if data[:1] == _FAILURE:
-                raise _error_of(decode_from_rank(data[1:]), rank)
-            results.append(decode(data[1:]))
-        return results
+        return [
+            value if rank == self._rank else decode(data[1:]) for rank, data in enumerate(found)
+        ]
 
     def shutdown(self) -> None:
         """Drop the model and its caches, and leave the other ranks."""
@@ -142,7 +133,9 @@ def _meeting(parallel: ParallelConfig, rank: int, place: RankPlace) -> Meeting:
     )
 
 
-def _error_of(failure: Any, rank: int) -> Exception:
+def _first_error(failures: dict[int, Any]) -> Exception:
+    """The error of the rank that has failed first: the others may have waited for it."""
+    rank, failure = min(failures.items(), key=lambda item: (item[1].is_of_another, item[0]))
     assert isinstance(failure, RankFailed)
     if failure.is_config_error:
         return ConfigError(failure.message)

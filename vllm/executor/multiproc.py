@@ -57,16 +57,12 @@ class MultiprocExecutor(UniProcExecutor):
     def start_workers(self) -> None:
         """Start the processes, load the model on all ranks at once, and let them meet."""
         self._meeting = Meeting.create(self._config.parallel)
-        try:
-            self._ranks = RankGroup(self._config, self._meeting, self._meeting.abort)
-            loading = self._ranks.call("load", [])
-            with self._explained():
-                self._load_worker()
-            self._results("load", loading)
-            self.call_workers("join")
-        except BaseException:
-            self.shutdown()
-            raise
+        self._ranks = RankGroup(self._config, self._meeting, self._meeting.abort)
+        loading = self._ranks.call("load", [])
+        with self._explained():
+            self._load_worker()
+        self._results("load", loading)
+        self.call_workers("join")
 
     def _has_core_to_spare(self) -> bool:
         return has_core_to_spare(self._config.parallel.world_size)
@@ -164,7 +160,10 @@ class MultiprocExecutor(UniProcExecutor):
         """An error of rank 0 that comes from another rank is replaced by the reason."""
         try:
             yield
-        except (ConfigError, RequestError):
+        except RequestError:
+            raise
+        except ConfigError as error:  # of the start
+            self._running_ranks.end(ConfigError(str(error)))
             raise
         except Exception as error:
             raise self._running_ranks.explain(error) from error

@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Meeting, ranks_text
 from vllm.errors import ConfigError
 from vllm.executor.rank_wire import (
     CallRank,
@@ -53,15 +53,6 @@ _TIMEVAL = struct.Struct("ll")
 
 class RankError(RuntimeError):
     """A rank has failed, so the engine has to stop."""
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """The ranks as messages name them.
-
-    >>> ranks_text([2]), ranks_text([0, 3])
-    ('rank 2', 'ranks 0, 3')
-    """
-    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
 
 
 def warn_of_wait(
@@ -282,15 +273,38 @@ class RankGroup:
 
     def explain(self, error: Exception) -> Exception:
         """What to raise when rank 0 has failed: the failure of another rank if there is one, as the
-        reason; else the error itself, with the ranks that are stopped."""
+        reason; else the error itself, with the ranks that are stopped. All ranks are ended."""
         # The other end of a broken connection may be noticed before the end of the process.
-        if self._has_failed.wait(1.0):
-            assert self._failure is not None
-            return self._failure
-        stopped = [each.name for each in self._ranks if each.is_stopped]
-        if stopped:
-            return RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}")
-        return error
+        if not self._has_failed.wait(1.0):
+            stopped = [each.name for each in self._ranks if each.is_stopped]
+            if stopped:
+                error = RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}")
+            # Not the error itself, whose traceback references the engine.
+            self.end(RankError(f"rank 0 failed: {error!r}"))
+            return error
+        assert self._failure is not None
+        return self._failure
+
+    def end(self, failure: Exception) -> None:
+        """End all ranks at once, and everything that waits for one: some of them may wait for one
+        that has failed.
+
+        Args:
+            failure: why. Nothing happens if there was one before.
+        """
+        with self._lock:
+            if self._failure is not None or self._is_closing:
+                return
+            self._failure = failure
+            waiting: list[Future[Any]] = [*self._futures.values(), *self._steps.values()]
+            self._futures, self._steps = {}, {}
+        self._has_failed.set()
+        for each in self._ranks:
+            each.process.kill()
+        self._on_failure()
+        for future in waiting:
+            future.set_exception(failure)
+        os.write(self._failure_end, b"x")
 
     @property
     def pids(self) -> list[int]:
@@ -340,8 +354,9 @@ class RankGroup:
                 self._finish(each.rank, message)
             elif isinstance(message, StepResult):
                 with self._lock:
-                    step = self._steps.pop(message.output.step_id)
-                step.set_result(message.output)
+                    step = self._steps.pop(message.output.step_id, None)
+                if step is not None:
+                    step.set_result(message.output)
             else:
                 each.last_words = message
         if not is_open:
@@ -350,7 +365,9 @@ class RankGroup:
 
     def _finish(self, rank: int, message: RankResult) -> None:
         with self._lock:
-            future = self._futures.pop((rank, message.call_id))
+            future = self._futures.pop((rank, message.call_id), None)
+        if future is None:  # `end` was faster
+            return
         if message.error is not None:
             future.set_exception(message.error.exception())
         else:
@@ -362,23 +379,16 @@ class RankGroup:
             return
         each = self._first_to_fail(each)
         how, words = each.end(), each.last_words
+        failure: Exception
         if words is None:
-            self._failure = RankError(f"{each.name} {how}")
+            failure = RankError(f"{each.name} {how}")
         elif words.is_config_error:
-            self._failure = ConfigError(f"rank {each.rank}: {words.message}")
+            failure = ConfigError(f"rank {each.rank}: {words.message}")
         else:
-            self._failure = RankError(f"{each.name} failed: {words.message}")
-        logger.error("%s; the engine stops", self._failure)
-        self._has_failed.set()
-        for other in self._ranks:
-            other.process.kill()
-        self._on_failure()
-        with self._lock:
-            waiting: list[Future[Any]] = [*self._futures.values(), *self._steps.values()]
-            self._futures, self._steps = {}, {}
-        for future in waiting:
-            future.set_exception(self._failure)
-        os.write(self._failure_end, b"x")
+            failure = RankError(f"{each.name} failed: {words.message}")
+        if self._failure is None:
+            logger.error("%s; the engine stops", failure)
+        self.end(failure)
 
     def _first_to_fail(self, each: _Rank) -> _Rank:
         """The rank that has ended without a word, if one has and this one only waited for it."""

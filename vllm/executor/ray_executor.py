@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed import RankLayout
+from vllm.distributed import RankLayout, ranks_text
 from vllm.errors import CollectiveError, ConfigError
 from vllm.executor.base import Executor
-from vllm.executor.rank_group import RankError, ranks_text, warn_of_wait
+from vllm.executor.rank_group import RankError, warn_of_wait
 from vllm.executor.rank_wire import (
     CallRank,
     FromRank,
@@ -99,13 +99,9 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: there is no Ray, no cluster, or too few resources.
         """
-        try:
-            self._start_actors()
-            self.call_workers("load")
-            self.call_workers("join")
-        except BaseException:
-            self.shutdown()
-            raise
+        self._start_actors()
+        self.call_workers("load")
+        self.call_workers("join")
 
     def _start_actors(self) -> None:
         from vllm.executor.ray_actor import RankActor

@@ -67,6 +67,7 @@ class IdleWarmUp:
                 self._bridge,
                 lambda: self._runner.warm_up_sampling(shape, metadata),
                 resident_bytes,
+                self._runner.launches.peers,
             )
         needed_bytes = attempted.needed_bytes + self._held_bytes
         budget = self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes

@@ -18,6 +18,7 @@ from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import GraphExecution, Outputs, make_execution
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.launch_peers import LaunchPeers
 from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
 from vllm.worker.hpu.step_report import StepReport
@@ -52,6 +53,7 @@ class PaddedLaunches:
         phases: of its launches.
         planner: there from the first `use_catalog`.
         is_warm: the warm-up has ended.
+        peers: the cards that run every launch together with this one; None: there are none.
         beside: launches of what makes drafts, which run in the same buckets and are warmed up with
             this one.
     """
@@ -69,6 +71,7 @@ class PaddedLaunches:
         single_tokens: bool = False,
     ) -> None:
         self.beside: list[PaddedLaunches] = []
+        self.peers: LaunchPeers | None = None
         self._single_tokens = single_tokens
         self._config = config
         self._bridge = bridge

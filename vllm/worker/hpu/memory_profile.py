@@ -2,6 +2,7 @@
 
 import gc
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,6 +11,7 @@ import psutil
 
 from vllm.bucketing import format_bytes
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
+from vllm.worker.hpu.launch_peers import LaunchPeers
 
 _REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
 
@@ -93,6 +95,8 @@ class Attempt:
 
     profile: MemoryProfile
     """Of its peak, workspace included."""
+    peak_bytes: int
+    """Device memory at that peak."""
     kept_bytes: int
     """Workspace that is in use after it: the most that any launch needed until now."""
     has_grown: bool
@@ -103,24 +107,44 @@ class Attempt:
     @property
     def needed_bytes(self) -> int:
         """Device memory it needs at a time; at least that much if it did not run to its end."""
-        return max(0, self.profile.device_bytes) + (self.refused_bytes or 0)
+        return max(0, self.peak_bytes) + (self.refused_bytes or 0)
 
     @property
     def passing_bytes(self) -> int:
         """Of it, what goes from one recipe to the next and is given back after the launch."""
-        return max(0, self.profile.device_bytes - self.kept_bytes)
+        return max(0, self.peak_bytes - self.kept_bytes)
+
+    def worst_of(self, peers: LaunchPeers | None) -> "Attempt":
+        """The same with the most that any of the cards has needed, so that all decide alike."""
+        if peers is None:
+            return self
+        refused = -1 if self.refused_bytes is None else self.refused_bytes
+        own = [self.peak_bytes, self.kept_bytes, int(self.has_grown), refused]
+        peak, kept, has_grown, refused = peers.most_of(own)
+        return Attempt(self.profile, peak, kept, bool(has_grown), None if refused < 0 else refused)
 
 
-def attempt(bridge: HabanaBridge, run: Callable[[], None], resident_bytes: int) -> Attempt:
+def attempt(
+    bridge: HabanaBridge,
+    run: Callable[[], None],
+    resident_bytes: int,
+    peers: LaunchPeers | None = None,
+) -> Attempt:
     """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch but
     the workspace.
 
     Args:
         resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
+        peers: the cards that run it together with this one.
+
+    Raises:
+        RuntimeError: this card alone is out of memory, and the others wait for it in the launch.
     """
+    started = time.monotonic()
     in_use = used_bytes(bridge)
     profile = MemoryProfile(bridge, is_peak=True, resident_bytes=resident_bytes)
     refused: int | None = None
+    failure: Exception | None = None
     try:
         with profile:
             run()
@@ -129,13 +153,19 @@ def attempt(bridge: HabanaBridge, run: Callable[[], None], resident_bytes: int) 
             raise
         found = _REFUSED.search(str(error))
         refused = int(found[1]) if found else 0
+        failure = error
+    if peers is not None:
+        peers.end_launch()
+        if failure is not None and not peers.are_done(time.monotonic() - started):
+            raise failure
+    failure = None
     if refused is not None:
         gc.collect()  # of what the frames of the error held
         bridge.mark_step()  # what it has recorded must not begin another recipe
     kept = max(0, used_bytes(bridge) - resident_bytes)
     # Without a workspace, all of it is given back, and all of it was needed.
     has_grown = refused is not None or not kept or resident_bytes + kept > in_use
-    return Attempt(profile, kept, has_grown, refused)
+    return Attempt(profile, profile.device_bytes, kept, has_grown, refused)
 
 
 def used_bytes(bridge: HabanaBridge) -> int:

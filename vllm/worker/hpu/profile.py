@@ -57,7 +57,8 @@ def profile_launches(
 
     def run(bucket: Bucket) -> Attempt:
         launch = partial(_run_beside_others, config, bridge, runner, bucket)
-        return attempt(bridge, launch, resident_bytes)
+        peers = runner.launches.peers
+        return attempt(bridge, launch, resident_bytes, peers).worst_of(peers)
 
     attempts = []
     for phase in runner.launches.phases:

@@ -212,7 +212,7 @@ class WarmUp:
     def _attempt(self, shape: PaddedShape) -> Attempt:
         sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
         launch = partial(self._runner.warm_up, shape, sampling=sampling)
-        return attempt(self._bridge, launch, self._resident_bytes())
+        return attempt(self._bridge, launch, self._resident_bytes(), self._launches.peers)
 
     def _refusal(self, attempted: Attempt) -> str:
         at_least = "at least " if attempted.refused_bytes is not None else ""
@@ -343,7 +343,7 @@ class WarmUp:
         for shape in self._shapes(step.bucket):
             capture = partial(self._capture_shape, shape)
             with self._bridge.dry_run():
-                captured = attempt(self._bridge, capture, in_use)
+                captured = attempt(self._bridge, capture, in_use, self._launches.peers)
             if captured.refused_bytes is not None:
                 self._used_bytes = max(captured.needed_bytes, step.left_bytes + 1)
                 return step.refusal_of(self._used_bytes)

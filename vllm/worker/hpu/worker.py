@@ -38,6 +38,7 @@ from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
+from vllm.worker.hpu.launch_peers import LaunchPeers
 from vllm.worker.hpu.launch_profile import profile_launch
 from vllm.worker.hpu.memory import beside_states, divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
@@ -156,6 +157,8 @@ class HPUWorker(WorkerBase):
         meeting.join(self.platform.collectives_backend)
         self._meeting = meeting
         super().join(meeting)
+        if self.tp.size > 1:
+            self.runner.launches.peers = LaunchPeers(meeting)
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         group = meeting.open_groups(meeting.layout.tensor_groups)
@@ -240,7 +243,8 @@ class HPUWorker(WorkerBase):
         """See `Worker.warm_up`."""
         running = self._idle_warm_up or self._warm_up
         assert running is not None
-        return running.warm_up()
+        with self._within_memory("a launch for which other cards of the engine have memory"):
+            return running.warm_up()
 
     def _finish_start(self) -> None:
         hpu, runner = self.config.hpu, self.runner
@@ -312,7 +316,7 @@ class HPUWorker(WorkerBase):
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         if self._meeting is not None:
             # Launches exchange tensors, so all ranks have to run the same ones.
-            free_bytes = self._meeting.least("free_bytes", free_bytes)
+            free_bytes = self._meeting.least("free memory", free_bytes)
         most = most_launch_bytes(self._memory_config, free_bytes, self._block_bytes())
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)

@@ -1,0 +1,122 @@
+"""Two simulated cards, each a process, under a random load, and when one of them fails in it."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.ranks import (
+    PARAMS,
+    PROMPTS,
+    assert_nothing_left,
+    generate,
+    random_load,
+    ranks_of,
+)
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, envs
+from vllm.errors import ConfigError, EngineDeadError
+
+FAILING = "tests.executor.failing_workers"
+ENGINE: dict[str, Any] = SMALL_ENGINE | {
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 12,  # requests are preempted
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+@contextmanager
+def two_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
+    """Starts an engine of two cards. Afterwards nothing is left of it, however it has ended."""
+    files, before = set(os.listdir("/dev/shm")), set(psutil.Process().children())
+    started: list[LLM] = []
+
+    def start() -> LLM:
+        started.append(LLM(folder, device="hpu", tensor_parallel_size=2, **ENGINE | values))
+        return started[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in envs.rank_variables(0, 1).items():
+            patch.setenv(name, value)  # an engine sets them; they are put back afterwards
+        with simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS):
+            yield start
+            for llm in started:
+                llm.llm_engine.engine_core.shutdown()
+    left = set(psutil.Process().children()) - before
+    assert_nothing_left([process.pid for process in left], files)
+
+
+def fill_in_the_middle(llm: LLM) -> None:
+    """Requests until the card of rank 1 is full."""
+    engine = llm.llm_engine
+    for n, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(n), {"prompt_token_ids": prompt}, params)
+    engine.step()
+    llm.collective_rpc("fill")
+
+
+def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed(folder):
+    want = [output.outputs[0].token_ids for output in generate(LLM(folder, **ENGINE))]
+    with two_cards(folder) as start:
+        llm = start()
+        scheduler = llm.llm_engine.engine_core.scheduler
+        got = random_load(llm, random.Random(3))
+        assert len(got) > 12 and scheduler.num_preemptions
+        for index, token_ids in got.items():
+            assert token_ids == want[index % len(PROMPTS)]
+        (pid,) = ranks_of(llm)
+        signals = iter([None, None, None, signal.SIGKILL])
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by sig"):
+            random_load(llm, random.Random(4), lambda: send(pid, next(signals, None)))
+
+
+def send(pid: int, signum: int | None) -> None:
+    if signum is not None:
+        os.kill(pid, signum)
+
+
+@pytest.mark.exhaustive
+def test_a_card_that_is_stopped_in_a_load_is_named_when_time_is_up(folder):
+    with two_cards(folder, distributed_timeout_s=10.0) as start:
+        llm = start()
+        (pid,) = ranks_of(llm)
+        signals = iter([None, None, None, signal.SIGSTOP])
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) is stopped"):
+            random_load(llm, random.Random(4), lambda: send(pid, next(signals, None)))
+
+
+@pytest.mark.exhaustive
+def test_a_card_that_is_full_in_a_step_ends_the_others_at_once(folder):
+    with two_cards(folder, worker_cls=f"{FAILING}.RunsOutOfMemory") as start:
+        llm = start()
+        fill_in_the_middle(llm)
+        with pytest.raises(EngineDeadError, match=r"rank 1 .*failed: .*Allocation failed"):
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+
+
+@pytest.mark.parametrize(
+    ("worker", "rank"),
+    [
+        ("RunsOutOfMemoryInWarmUp", "rank 1: "),
+        pytest.param("FirstRunsOutOfMemoryInWarmUp", "", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
+    folder, worker, rank
+):
+    """The other one waits in an exchange of the same launch, for up to 300 s."""
+    with two_cards(folder, worker_cls=f"{FAILING}.{worker}") as start:
+        message = f"^{rank}no memory for a launch for which other cards of the engine have memory"
+        with pytest.raises(ConfigError, match=message):
+            start()
