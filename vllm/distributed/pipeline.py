@@ -73,6 +73,14 @@ class Stage:
         assert self.link is not None, "the ranks have not met"
         return self.link
 
+    def receive(
+        self, num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """[num_tokens, size] hidden states, which the stage before has sent for a launch."""
+        hidden_states = torch.empty(num_tokens, size, dtype=dtype, device=device)
+        self.connected.receive(hidden_states)
+        return hidden_states
+
 
 class _StageLink:
     """What links have in common: one tensor under way, and errors that name the rank.

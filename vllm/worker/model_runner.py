@@ -432,9 +432,7 @@ class ModelRunner:
         if self.stage.is_first:
             return input_ids
         size = self.model.arch.hidden_size
-        hidden_states = torch.empty(len(input_ids), size, dtype=self._dtype, device=self.device)
-        self.stage.connected.receive(hidden_states)
-        return hidden_states
+        return self.stage.receive(len(input_ids), size, self._dtype, self.device)
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""

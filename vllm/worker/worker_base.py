@@ -139,7 +139,7 @@ class WorkerBase(ABC):
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """See `Worker.record_tokens`."""
-        assert isinstance(self.runner, ModelRunner), "a pooling model has one stage"
+        assert isinstance(self.runner, ModelRunner), "a pooling model samples no tokens"
         self.runner.record_tokens(tokens)
 
     # ---- the model ------------------------------------------------------------------------

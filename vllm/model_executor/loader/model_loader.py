@@ -83,7 +83,6 @@ def load_model(
     dtype = getattr(torch, config.model.dtype_name)
     model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats)
     if stage is not None and stage.count > 1:
-        assert isinstance(model, CausalLM), "a pooling model has one stage"
         keep_stage(model, stage)
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
     _read(model, config, files, formats, tp, device, on_host)

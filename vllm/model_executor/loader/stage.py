@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from vllm.distributed import Stage
-from vllm.model_executor.models.interface import CausalLM, LoadableModel
+from vllm.model_executor.models.interface import LayeredModel, LoadableModel
 
 
 class Absent(nn.Module):
@@ -17,7 +17,7 @@ class Absent(nn.Module):
         raise AssertionError("this module is on another stage of the pipeline")
 
 
-def keep_stage(model: CausalLM, stage: Stage) -> None:
+def keep_stage(model: LayeredModel, stage: Stage) -> None:
     """Drop what the stage does not run.
 
     Args:

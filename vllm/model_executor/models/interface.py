@@ -70,21 +70,6 @@ class LayeredModel(LoadableModel, ABC):
 
     Between two layers the hidden states are one tensor [T, hidden], so a stage of a pipeline can
     run some of the layers, and embeddings of an image can take the place of those of tokens.
-    """
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return self.arch.num_layers
-
-    @abstractmethod
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
-        is added by `run_layers`."""
-
-
-class CausalLM(LayeredModel):
-    """A decoder: embeddings, layers and output head.
 
     Attributes:
         stage: the layers that `forward` runs; all of them unless the loader says otherwise.
@@ -98,6 +83,20 @@ class CausalLM(LayeredModel):
         """What only the first stage of a pipeline runs besides its layers, and what only the last
         one does. Modules that are in neither list are on every stage."""
         return [], []
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.arch.num_layers
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
+        is added by `run_layers`."""
+
+
+class CausalLM(LayeredModel):
+    """A decoder: embeddings, layers and output head."""
 
     @abstractmethod
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -172,13 +171,16 @@ class PoolingModel(LayeredModel):
         """
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+        self, inputs: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No types: all
-        are 0."""
-        embedded = self.embed(input_ids)
-        return self.run_layers(embedded, positions, 0, self.num_layers, token_type_ids)
+        are 0. A stage of a pipeline takes and returns what one of a `CausalLM` does."""
+        stage = self.stage
+        hidden_states = self.embed(inputs) if stage.is_first else inputs
+        first, end = stage.first_layer, stage.end_layer
+        return self.run_layers(hidden_states, positions, first, end, token_type_ids)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation."""
+        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation. Only the
+        last stage of a pipeline pools."""
         return pooled

@@ -55,6 +55,8 @@ class CPUWorker(WorkerBase):
         config: of the engine.
     """
 
+    model: CausalLM | PoolingModel
+
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")

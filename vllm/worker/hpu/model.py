@@ -65,7 +65,7 @@ class LaunchModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: LayeredModel = model
         self.launch_holder = share_context(model)
         self._block_size = block_size
         self._kernel = kernel
@@ -183,7 +183,7 @@ class HPUModel(LaunchModel):
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
-        self._has_head = isinstance(model, PoolingModel) or model.stage.is_last
+        self._has_head = model.stage.is_last
 
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None

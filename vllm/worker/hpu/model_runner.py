@@ -185,7 +185,7 @@ class HPUModelRunner(ModelRunner):
             self.sampling.start_masks(launch.rows[indices], drafts)
         device_input = self.launches.to_device(packed)
         logits, hidden_states = self.launches.execution.run(
-            device_input, launch.shape, *self._received(launch.shape)
+            device_input, launch.shape, *self.launches.received(launch.shape)
         )
         if not self.stage.is_last:
             self.stage.connected.send(self._kept_states(hidden_states))
@@ -210,16 +210,6 @@ class HPUModelRunner(ModelRunner):
             if num_drafts is not None:
                 self.launches.inputs.mark_verified(launch.rows[indices][num_drafts > 0])
         return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
-
-    def _received(self, shape: PaddedShape) -> list[Tensor]:
-        """What the stage of the pipeline before this one has sent for a launch; nothing to the
-        first stage."""
-        size = self.launches.size_before(shape)
-        if size is None:
-            return []
-        states = torch.empty(size, dtype=self._dtype, device=self.device)
-        self.stage.connected.receive(states)
-        return [states]
 
     def _kept_states(self, hidden_states: Tensor) -> Tensor:
         """A copy: the next launch of this shape writes over what a graph gives."""
