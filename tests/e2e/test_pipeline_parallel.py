@@ -138,11 +138,12 @@ def test_stages_read_files_of_their_own(folder, tmp_path, monkeypatch):
     executor_of(llm).shutdown()
 
 
-@pytest.mark.parametrize("num_blocks", [12, 30])
-def test_drafts_in_stages_change_no_token(folder, monkeypatch, num_blocks):
+@pytest.mark.parametrize(("method", "num_blocks"), [("ngram", 12), ("ngram", 30), ("suffix", 12)])
+def test_drafts_in_stages_change_no_token(folder, monkeypatch, method, num_blocks):
     values = ENGINE | {"num_gpu_blocks_override": num_blocks}
     want = generate(LLM(folder, **values))
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    drafts |= {"prompt_lookup_max": 2} if method == "ngram" else {}
     llm = in_stages(
         monkeypatch, folder, pipeline_parallel_size=2, speculative_config=drafts, **values
     )

@@ -38,6 +38,7 @@ from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
+from vllm.worker.stage_drafts import StageDrafts
 from vllm.worker.verification import count_accepted
 
 
@@ -179,6 +180,11 @@ class ModelRunner:
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
+        self.stage_drafts: StageDrafts | None = None
+        """Carries drafts of a model beside this one between stages; None: there is no such model,
+        or one stage."""
+        if self.stage.count > 1 and config.speculative.draft_model is not None:
+            self.stage_drafts = StageDrafts(config, self.stage, self.batch, device)
         self.reader: StateReader | None = None
         """Takes the hidden states of all launches; None: nothing does."""
         self._inner: list[Tensor] = []
@@ -225,6 +231,8 @@ class ModelRunner:
         self._update_state(step)
         if self.drafter is not None:
             self.drafter.propose(step)
+        if self.stage_drafts is not None:
+            self.stage_drafts.exchange(step)
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
         self._in_flight = StepHandle(self._start(step), before=self._in_flight)
@@ -327,9 +335,9 @@ class ModelRunner:
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
     def _update_state(self, step: SchedulerOutput) -> None:
-        samples = self.stage.is_last
+        samples, makes_drafts = self.stage.is_last, self.drafter is not None
         for row in step.freed_rows:
-            if samples:
+            if samples or makes_drafts:
                 self.sampling.remove(row)
             self.prompt_logprobs.remove(row)
             if self.embeddings is not None:
@@ -343,6 +351,8 @@ class ModelRunner:
                 if new.request.sampling_params.guided_decoding is not None:
                     matcher = self.grammars.matcher(new.request, new.output_token_ids)
                 self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
+            elif makes_drafts:
+                self.sampling.add_distribution(new.row, new.request)
             # Also where they are not computed: all stages plan the same launches.
             self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:

@@ -25,6 +25,7 @@ from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
+from vllm.worker.stage_drafts import makes_drafts
 from vllm.worker.torch_profile import TorchProfile
 
 
@@ -107,6 +108,14 @@ class WorkerBase(ABC):
             self.tp.collectives = self._make_collectives(meeting)
         if self.stage.count > 1:
             self.stage.link = self._make_link(meeting)
+
+    @property
+    def _draft_config(self) -> VllmConfig | None:
+        """The config of the model beside the model that makes drafts; None: there is none, or it is
+        on another stage of the pipeline."""
+        if not makes_drafts(self.config, self.stage):
+            return None
+        return self.config.of_draft_model
 
     @abstractmethod
     def _make_collectives(self, meeting: Meeting) -> Collectives:

@@ -96,7 +96,7 @@ def check_speculator(config: VllmConfig) -> None:
     parallel = config.parallel
     reasons = {
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
-            parallel.pipeline_parallel_size > 1
+            parallel.pipeline_parallel_size > 1 and method == "eagle3"
         ),
         "enable_sleep_mode": config.model.enable_sleep_mode,
         "kv_transfer_config": config.connector.kv_transfer is not None,

@@ -129,24 +129,25 @@ class CausalLM(LayeredModel):
         return self.run_layers(hidden_states, positions, stage.first_layer, stage.end_layer)
 
     def forward_and_inputs(
-        self, input_ids: Tensor, positions: Tensor, layers: Sequence[int]
+        self, inputs: Tensor, positions: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What `forward` returns for a model that is one stage, and the inputs of some layers.
+        """What `forward` returns, and the inputs of some layers.
 
         Args:
-            input_ids: [T] int64
-            positions: [T] int64
-            layers: ascending and distinct, above 0.
+            inputs, positions: see `forward`.
+            layers: of this stage, ascending and distinct, above 0.
 
         Returns:
             [T, hidden] after the norm, and [T, hidden] for each layer.
         """
-        hidden_states, first, inputs = self.embed(input_ids), 0, []
+        hidden_states = self.embed(inputs) if self.stage.is_first else inputs
+        first, found = self.stage.first_layer, []
         for layer in layers:
-            hidden_states = self.run_layers(hidden_states, positions, first, layer)
-            inputs.append(hidden_states * 1)  # a copy: the layer may overwrite it
+            if layer > first:
+                hidden_states = self.run_layers(hidden_states, positions, first, layer)
+            found.append(hidden_states * 1)  # a copy: the layer may overwrite it
             first = layer
-        return self.run_layers(hidden_states, positions, first, self.num_layers), inputs
+        return self.run_layers(hidden_states, positions, first, self.stage.end_layer), found
 
 
 class PoolingModel(LayeredModel):

@@ -49,6 +49,10 @@ from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
 class PaddedDrafter(Drafter, PaddedRunner, Protocol):
     """Makes drafts in the buckets of the model."""
 
+    def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
+        """See `HPUModelRunner.warm_up_sampling`."""
+        ...
+
 
 class HPUModelRunner(ModelRunner):
     """One model on one card.
@@ -312,6 +316,8 @@ class HPUModelRunner(ModelRunner):
         with self.launches.report.warming_up():
             device_input, (logits, _) = self.launches.run_padding(shape)
             self._warm_up_sampler(shape, device_input, logits, [metadata])
+        if self.drafter is not None and not self.stage.is_last:
+            self.drafter.warm_up_sampling(shape, metadata)  # drafts alone are sampled here
 
     def _warm_up_sampler(
         self,
