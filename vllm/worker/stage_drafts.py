@@ -6,7 +6,10 @@ guesses goes the way of the hidden states. A speculator reads hidden states of t
 is on the last stage, and the first one waits for what it guesses.
 """
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.config.speculators import SPECULATORS
@@ -20,6 +23,36 @@ def makes_drafts(config: VllmConfig, stage: Stage) -> bool:
     if config.speculative.draft_model is None:
         return False
     return stage.is_last if config.speculative.method in SPECULATORS else stage.is_first
+
+
+@dataclass(frozen=True)
+class InnerLayers:
+    """Layers whose inputs [T, hidden] a speculator reads besides the result of the model. Each
+    stage puts those of its layers behind the hidden states that it sends, and behind those that it
+    was sent, up to the last stage, which has the speculator."""
+
+    own: tuple[int, ...] = ()
+    """Of this stage, ascending and distinct."""
+    num_before: int = 0
+    """How many the stages before have."""
+
+    @classmethod
+    def of(cls, config: VllmConfig, stage: Stage) -> "InnerLayers":
+        """Those of a stage."""
+        row, draft = SPECULATORS.get(config.speculative.method or ""), config.of_draft_model
+        if draft is None or row is None or row.inner_layers is None:
+            return cls()
+        num_layers = config.model.resolved_arch.num_layers
+        layers = sorted({*row.inner_layers(draft.model.resolved_arch.hf_config, num_layers)})
+        own = [layer for layer in layers if stage.first_layer <= layer < stage.end_layer]
+        return cls(tuple(own), sum(layer < stage.first_layer for layer in layers))
+
+    def split(self, received: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What the stage before has sent: hidden states, and the inputs of inner layers."""
+        if not self.num_before:
+            return received, []
+        first, *others = received.chunk(1 + self.num_before, dim=1)
+        return first.contiguous(), others
 
 
 class StageDrafts:

@@ -185,12 +185,12 @@ class PaddedLaunches:
         )
 
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
-        """Of the hidden states that a launch takes from the stage of the pipeline before this one:
-        [B * Q, hidden]; None: this is the first stage."""
-        model = self.execution.model.model
-        if model.stage.is_first:
+        """Of the hidden states that a launch takes from the stage of the pipeline before this one,
+        [B * Q, hidden] or more behind them; None: this is the first stage."""
+        launch_model = self.execution.model
+        if launch_model.model.stage.is_first:
             return None
-        return shape.bucket.num_tokens, model.arch.hidden_size
+        return shape.bucket.num_tokens, launch_model.size_before
 
     def received(self, shape: PaddedShape) -> list[Tensor]:
         """What the stage of the pipeline before this one has sent for a launch; nothing to the

@@ -102,6 +102,7 @@ class HPUModelRunner(ModelRunner):
         hpu_model = self._pad_model(
             model, self.block_size, kernel, normaliser, self._last_token_ids, adapters, self._dtype
         )
+        hpu_model.inner_layers = self._inner_layers
         inputs = self._make_inputs(slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
         with_blocks = [
@@ -300,7 +301,7 @@ class HPUModelRunner(ModelRunner):
         launches = self._sampling_launches(shape.num_rows, sampling)
         self._warm_up_sampler(shape, device_input, logits, launches)
         if self.drafter is not None:
-            self.drafter.warm_up(shape)
+            self.drafter.warm_up(shape, sampling=sampling)
 
     def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
         """Launches of so many rows that compile what is missing of the sampler; see
