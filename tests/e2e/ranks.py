@@ -48,11 +48,13 @@ def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
     return [{token: found.logprob for token, found in each.items()} for each in positions]
 
 
-def assert_same(got: list[RequestOutput], want: list[RequestOutput]) -> None:
+def assert_same(
+    got: list[RequestOutput], want: list[RequestOutput], tolerance: float = 1e-4
+) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         for mine, other in zip(logprobs_of(ours), logprobs_of(theirs), strict=True):
-            assert mine == pytest.approx(other, abs=1e-4)
+            assert mine == pytest.approx(other, rel=0, abs=tolerance)
 
 
 def random_load(

@@ -169,6 +169,9 @@ class SpeculatorMethod:
     read: Callable[[SpeculatorFile], SpeculatorArch]
     is_decoder: bool = False
     """config.json is that of a decoder; left out keys have the defaults of its type."""
+    inner_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
+    """Config and number of layers of the model -> layers of the model whose inputs it reads besides
+    the result; None: it reads the result alone."""
     has_files: bool = True
     """It has a folder of its own; False: it is in the files of the model."""
 
@@ -178,7 +181,11 @@ SPECULATORS: Mapping[str, SpeculatorMethod] = {
         "vllm.model_executor.speculators.eagle:Eagle", 4, _read_eagle, is_decoder=True
     ),
     "eagle3": SpeculatorMethod(
-        "vllm.model_executor.speculators.eagle:Eagle3", 4, _read_eagle3, is_decoder=True
+        "vllm.model_executor.speculators.eagle:Eagle3",
+        4,
+        _read_eagle3,
+        is_decoder=True,
+        inner_layers=eagle3_layers,
     ),
     "mtp": SpeculatorMethod(
         "vllm.model_executor.speculators.mtp:MTP", 2, _read_mtp, has_files=False

@@ -90,6 +90,8 @@ class Scheduler:
             else config.max_num_batched_tokens
         )
         self._num_stages = num_stages
+        self._max_pooled = -(-config.max_num_seqs // num_stages)
+        """Requests of a pooling model that a step admits: each stage has its share of the rows."""
         self._max_decodes = config.num_scheduler_steps
         if draft_source is not None or num_stages > 1:
             self._max_decodes = 1
@@ -348,6 +350,8 @@ class Scheduler:
         while self.waiting and plan.budget:
             request = self.waiting.peek()
             if not preemption.has_row_for(request):
+                break
+            if request.spec.pooling_params is not None and len(counts) == self._max_pooled:
                 break
             if passed_over and preemption.outranks(passed_over[0], request):
                 break

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.config import ParallelConfig
 
@@ -13,6 +14,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
     ('rank 2', 'ranks 0, 3')
     """
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+
+
+class StagesAround(NamedTuple):
+    """The ranks of other stages that a rank exchanges tensors with."""
+
+    before: int | None
+    """It takes hidden states from; None: this is the first stage."""
+    after: int | None
+    """It sends hidden states to; None: this is the last stage."""
+    other_end: int | None
+    """Of the last stage for one of the first, and the other way round; None for those between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +63,17 @@ class RankLayout:
         """Stage of a rank."""
         return rank // self.tensor_size
 
-    def stages_around(self, rank: int) -> tuple[int | None, int | None]:
-        """The ranks that a rank takes hidden states from, and sends them to; None: there is none.
+    def stages_around(self, rank: int) -> StagesAround:
+        """The ranks at the same place of other stages.
 
         >>> RankLayout(pipeline_size=3).stages_around(2)
-        (1, None)
+        StagesAround(before=1, after=None, other_end=0)
         """
         before, after = rank - self.tensor_size, rank + self.tensor_size
-        return before if before >= 0 else None, after if after < self.world_size else None
+        is_first, is_last = before < 0, after >= self.world_size
+        last = self.result_rank + self.tensor_rank(rank)
+        other_end = last if is_first else self.tensor_rank(rank) if is_last else None
+        return StagesAround(None if is_first else before, None if is_last else after, other_end)
 
     @property
     def result_rank(self) -> int:

@@ -27,6 +27,15 @@ class Link(Protocol):
         step."""
         ...
 
+    def send_drafts(self, drafts: Tensor) -> None:
+        """From the first stage to the last one, or the other way round, [n] int32. The tensor is
+        not written any more by the caller."""
+        ...
+
+    def receive_drafts(self, drafts: Tensor) -> None:
+        """Fill the tensor with what the other end has sent."""
+        ...
+
 
 @dataclass(eq=False)
 class Stage:
@@ -73,42 +82,69 @@ class Stage:
         assert self.link is not None, "the ranks have not met"
         return self.link
 
+    def receive(
+        self, num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """[num_tokens, size] hidden states, which the stage before has sent for a launch."""
+        hidden_states = torch.empty(num_tokens, size, dtype=dtype, device=device)
+        self.connected.receive(hidden_states)
+        return hidden_states
+
 
 class _StageLink:
-    """What links have in common: one tensor under way, and errors that name the rank.
+    """What links have in common: one tensor of a kind under way, and errors that name the rank.
 
     Args:
         rank: of this process.
-        before, after: ranks of the stages around this one; None: there is none.
+        before, after, other_end: see `StagesAround`.
     """
 
-    def __init__(self, rank: int, before: int | None, after: int | None) -> None:
+    def __init__(
+        self, rank: int, before: int | None, after: int | None, other_end: int | None
+    ) -> None:
         self._rank = rank
-        self._before, self._after = before, after
-        self._sent: tuple[torch.distributed.Work, Tensor] | None = None
+        self._before, self._after, self._other_end = before, after, other_end
+        self._sent: dict[str, tuple[torch.distributed.Work, Tensor]] = {}
+        """The last tensor of each kind."""
 
     def close(self) -> None:
         """Give up what is under way; nothing is sent from here on."""
-        self._sent = None
+        self._sent.clear()
 
     def send(self, hidden_states: Tensor) -> None:
         """See `Link`. Waits until the tensor before this one has been taken."""
-        assert self._after is not None
-        try:
-            if self._sent is not None:
-                self._sent[0].wait()
-            self._sent = self._begin_send(hidden_states, self._after)
-        except RuntimeError as error:
-            raise CollectiveError(f"send to rank {self._after}", self._rank, str(error)) from error
+        self._send("hidden states", hidden_states, self._after)
 
     def receive(self, hidden_states: Tensor) -> None:
         """See `Link`."""
-        assert self._before is not None
+        self._take(hidden_states, self._before)
+
+    # Two stages have one order of what goes from the first to the last: the drafts of a step, then
+    # its hidden states.
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        """See `Link`. Waits until the drafts before these have been taken."""
+        self._send("drafts", drafts, self._other_end)
+
+    def receive_drafts(self, drafts: Tensor) -> None:
+        """See `Link`."""
+        self._take(drafts, self._other_end)
+
+    def _send(self, kind: str, x: Tensor, rank: int | None) -> None:
+        assert rank is not None
         try:
-            self._receive(hidden_states, self._before)
+            if kind in self._sent:
+                self._sent[kind][0].wait()
+            self._sent[kind] = self._begin_send(x, rank)
         except RuntimeError as error:
-            what = f"receive from rank {self._before}"
-            raise CollectiveError(what, self._rank, str(error)) from error
+            raise CollectiveError(f"send to rank {rank}", self._rank, str(error)) from error
+
+    def _take(self, x: Tensor, rank: int | None) -> None:
+        assert rank is not None
+        try:
+            self._receive(x, rank)
+        except RuntimeError as error:
+            raise CollectiveError(f"receive from rank {rank}", self._rank, str(error)) from error
 
     def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
         raise NotImplementedError
@@ -123,17 +159,16 @@ class GlooLink(_StageLink):
     Args:
         group: of all ranks.
         rank: of this process in it.
-        before, after: ranks of the stages around this one; None: there is none.
+        around: see `StagesAround`.
     """
 
     def __init__(
         self,
         group: "torch.distributed.ProcessGroup",
         rank: int,
-        before: int | None,
-        after: int | None,
+        *around: int | None,
     ) -> None:
-        super().__init__(rank, before, after)
+        super().__init__(rank, *around)
         self._group: torch.distributed.ProcessGroup | None = group
 
     def close(self) -> None:
@@ -155,12 +190,18 @@ class CardLink(_StageLink):
     """Sends hidden states from card to card through the default group of torch.distributed."""
 
     def connect(self, device: torch.device) -> None:
-        """Exchange one number with the stages around this one: the first exchange of two cards
-        opens their connection, which takes seconds."""
+        """Exchange one number with each of these stages: the first exchange of two cards opens
+        their connection, which takes seconds."""
         if self._before is not None:
             self.receive(torch.empty(1, device=device))
         if self._after is not None:
             self.send(torch.zeros(1, device=device))
+        if self._before is None:
+            self.send_drafts(torch.zeros(1, device=device))
+            self.receive_drafts(torch.empty(1, device=device))
+        elif self._after is None:
+            self.receive_drafts(torch.empty(1, device=device))
+            self.send_drafts(torch.zeros(1, device=device))
 
     def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
         work = torch.distributed.isend(x, rank)

@@ -143,11 +143,8 @@ class SamplingState:
             output_token_ids: generated before a preemption; only read.
             matcher: of a request with structured output; it also applies allowed_token_ids.
         """
-        assert row not in self._taken, f"row {row} is already in use"
-        self._taken.add(row)
-        params = request.sampling_params
-        self._keys[row] = stream_keys(np.array([request.seed & 2**64 - 1], np.uint64))[0]
-        features = self._add_distribution(row, params)
+        self.add_distribution(row, request)
+        params, features = request.sampling_params, int(self._features[row])
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTIES
             # Presence and frequency penalties only depend on the output.
@@ -176,6 +173,19 @@ class SamplingState:
             features |= Feature.LOGPROBS
             self._num_logprobs[row] = params.logprobs
         self._features[row] = features
+
+    def add_distribution(self, row: int, request: EngineRequest) -> None:
+        """Place a request of which no more than `distribution` is asked for: others sample it, and
+        here are drafts made.
+
+        Args:
+            row: free.
+            request: see `add`.
+        """
+        assert row not in self._taken, f"row {row} is already in use"
+        self._taken.add(row)
+        self._keys[row] = stream_keys(np.array([request.seed & 2**64 - 1], np.uint64))[0]
+        self._features[row] = self._add_distribution(row, request.sampling_params)
 
     def _allowed_mask(self, token_ids: list[int]) -> IntArray:
         """[W] the mask of allowed_token_ids; only read."""

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention, share_context
 from vllm.config import VllmConfig
-from vllm.distributed import Stage
 from vllm.logger import init_logger
 from vllm.model_executor.loader.kv_scales import cache_scale_factor
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import LayeredModel
 from vllm.ops.interface import FP8_DTYPES
 from vllm.worker.kv_cache import cache_dtype, layers_with_cache
 
@@ -27,7 +26,7 @@ other texts has room."""
 
 
 @torch.no_grad()
-def calculate_scales(config: VllmConfig, model: nn.Module, device: torch.device) -> None:
+def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
     """Set the scales of the layers that have none yet, one for each key/value head.
 
     All ranks call this at the same time, before caches are bound. Nothing is done unless the config
@@ -69,17 +68,17 @@ def calculate_scales(config: VllmConfig, model: nn.Module, device: torch.device)
     logger.info("Scales of the KV cache were calculated in %d of %d layers", num_set, len(layers))
 
 
-def _run(config: VllmConfig, model: nn.Module, device: torch.device) -> None:
+def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
     """One prompt without a cache, through all stages of the pipeline."""
     arch, scheduler = config.model.resolved_arch, config.scheduler
     size = min(_NUM_TOKENS, scheduler.max_model_len, scheduler.max_num_batched_tokens)
     generator = torch.Generator().manual_seed(_SEED)
     inputs = torch.randint(arch.vocab_size, (size,), generator=generator).to(device)
-    stage = model.stage if isinstance(model, CausalLM) else Stage(0, arch.num_layers)
+    stage = model.stage
     if not stage.is_first:
-        dtype = getattr(torch, config.model.dtype_name)
-        inputs = torch.empty(size, arch.hidden_size, dtype=dtype, device=device)
-        stage.connected.receive(inputs)
+        inputs = stage.receive(
+            size, arch.hidden_size, getattr(torch, config.model.dtype_name), device
+        )
     positions = torch.arange(size).to(device)
     # Not worth compiling: it runs once.
     with torch.compiler.set_stance("force_eager"), share_context(model).running(None):

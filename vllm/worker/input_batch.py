@@ -80,12 +80,23 @@ class InputBatch:
             self._append_blocks(step.block_rows, step.block_ids)
         for row, group, num_passed in step.passed_blocks:
             self.block_tables[group, row, :num_passed] = NULL_BLOCK_ID
-        if step.num_draft_tokens is not None:
-            assert step.draft_token_ids is not None
-            counts = step.num_draft_tokens
-            rows = np.repeat(step.rows, counts)
-            positions = self.num_tokens[rows] + positions_within(counts)
-            self.token_ids[rows, positions] = step.draft_token_ids
+        if step.draft_token_ids is not None:
+            self.write_drafts(step, step.draft_token_ids)
+
+    def write_drafts(self, step: SchedulerOutput, token_ids: IntArray) -> None:
+        """Write the drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
+        self.token_ids[self._draft_places(step)] = token_ids
+
+    def drafts_of(self, step: SchedulerOutput) -> IntArray:
+        """The drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
+        drafts: IntArray = self.token_ids[self._draft_places(step)]
+        return drafts
+
+    def _draft_places(self, step: SchedulerOutput) -> tuple[IntArray, IntArray]:
+        """Row and position of each draft of a step."""
+        assert step.num_draft_tokens is not None, "the step has no drafts"
+        rows = np.repeat(step.rows, step.num_draft_tokens)
+        return rows, self.num_tokens[rows] + positions_within(step.num_draft_tokens)
 
     def drafts(self, rows: IntArray, num_drafts: IntArray) -> dict[int, list[int]]:
         """The drafts behind the known tokens of some rows, before `expect`."""

@@ -38,6 +38,7 @@ from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
+from vllm.worker.stage_drafts import InnerLayers, StageDrafts
 from vllm.worker.verification import count_accepted
 
 
@@ -120,17 +121,14 @@ class Drafter(Protocol):
 class StateReader(Protocol):
     """Takes hidden states of the tokens that the model has run."""
 
-    inner_layers: tuple[int, ...]
-    """Layers whose inputs it takes besides the result of the forward pass, ascending and
-    distinct."""
-
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
         """Called after each launch of T tokens, in the order of its rows.
 
         Args:
             launch: which tokens.
             result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, of `inner_layers`. Belong to the reader.
+            inner: [T, hidden] each, the inputs of the layers that it reads besides the result,
+                ascending. Belong to the reader.
         """
         ...
 
@@ -179,10 +177,16 @@ class ModelRunner:
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
+        self.stage_drafts: StageDrafts | None = None
+        """Carries drafts of a model beside this one between stages; None: there is no such model,
+        or one stage."""
+        if self.stage.count > 1 and config.speculative.draft_model is not None:
+            self.stage_drafts = StageDrafts(config, self.stage, self.batch, device)
         self.reader: StateReader | None = None
         """Takes the hidden states of all launches; None: nothing does."""
+        self._inner_layers = InnerLayers.of(config, self.stage)
         self._inner: list[Tensor] = []
-        """Those of the last forward pass that `reader` asks for."""
+        """What the last forward pass has of inner layers, up to those of this stage."""
         self._in_flight: StepHandle | None = None
         self._awaited: dict[int, list[ExpectedTokens]] = {}
         """Tokens that the last stage samples, by the id of their step."""
@@ -225,6 +229,8 @@ class ModelRunner:
         self._update_state(step)
         if self.drafter is not None:
             self.drafter.propose(step)
+        if self.stage_drafts is not None:
+            self.stage_drafts.exchange(step)
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
         self._in_flight = StepHandle(self._start(step), before=self._in_flight)
@@ -327,9 +333,9 @@ class ModelRunner:
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
     def _update_state(self, step: SchedulerOutput) -> None:
-        samples = self.stage.is_last
+        samples, makes_drafts = self.stage.is_last, self.drafter is not None
         for row in step.freed_rows:
-            if samples:
+            if samples or makes_drafts:
                 self.sampling.remove(row)
             self.prompt_logprobs.remove(row)
             if self.embeddings is not None:
@@ -343,6 +349,8 @@ class ModelRunner:
                 if new.request.sampling_params.guided_decoding is not None:
                     matcher = self.grammars.matcher(new.request, new.output_token_ids)
                 self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
+            elif makes_drafts:
+                self.sampling.add_distribution(new.row, new.request)
             # Also where they are not computed: all stages plan the same launches.
             self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:
@@ -366,7 +374,10 @@ class ModelRunner:
         )
         num_drafts = model_input.num_drafts
         if not self.stage.is_last:
-            self.stage.connected.send(self._forward(model_input))
+            hidden_states = self._forward(model_input)
+            if self._inner:
+                hidden_states = torch.cat((hidden_states, *self._inner), dim=1)
+            self.stage.connected.send(hidden_states)
             return LaunchResult.unsampled(launch.rows[model_input.sampled], num_drafts)
         drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
         self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
@@ -419,22 +430,24 @@ class ModelRunner:
         context = model_input.context
         with self._launch_holder.running(context):
             inputs = self._inputs(model_input.input_ids)
-            if self.reader is None or not self.reader.inner_layers:
+            if not self._inner_layers.own:
                 return self.model(inputs, context.positions)
-            result, self._inner = self.model.forward_and_inputs(
-                inputs, context.positions, self.reader.inner_layers
+            result, inner = self.model.forward_and_inputs(
+                inputs, context.positions, self._inner_layers.own
             )
+            self._inner += inner
             return result
 
     def _inputs(self, input_ids: Tensor) -> Tensor:
         """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the
-        stage before."""
+        stage before. The inputs of inner layers that come with them begin `_inner`."""
+        self._inner = []
         if self.stage.is_first:
             return input_ids
-        size = self.model.arch.hidden_size
-        hidden_states = torch.empty(len(input_ids), size, dtype=self._dtype, device=self.device)
-        self.stage.connected.receive(hidden_states)
-        return hidden_states
+        size = self.model.arch.hidden_size * (1 + self._inner_layers.num_before)
+        received = self.stage.receive(len(input_ids), size, self._dtype, self.device)
+        inputs, self._inner = self._inner_layers.split(received)
+        return inputs
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""

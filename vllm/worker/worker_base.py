@@ -25,6 +25,7 @@ from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
+from vllm.worker.stage_drafts import makes_drafts
 from vllm.worker.torch_profile import TorchProfile
 
 
@@ -108,6 +109,14 @@ class WorkerBase(ABC):
         if self.stage.count > 1:
             self.stage.link = self._make_link(meeting)
 
+    @property
+    def _draft_config(self) -> VllmConfig | None:
+        """The config of the model beside the model that makes drafts; None: there is none, or it is
+        on another stage of the pipeline."""
+        if not makes_drafts(self.config, self.stage):
+            return None
+        return self.config.of_draft_model
+
     @abstractmethod
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         """Between the ranks that share layers."""
@@ -139,7 +148,7 @@ class WorkerBase(ABC):
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """See `Worker.record_tokens`."""
-        assert isinstance(self.runner, ModelRunner), "a pooling model has one stage"
+        assert isinstance(self.runner, ModelRunner), "a pooling model samples no tokens"
         self.runner.record_tokens(tokens)
 
     # ---- the model ------------------------------------------------------------------------

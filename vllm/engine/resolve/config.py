@@ -100,7 +100,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     speculative = resolve_speculator(speculative, model, platform, load)
     parallel = _section(ParallelConfig, settings)
     num_stages = parallel.pipeline_parallel_size
-    asked_draft = asked_draft_model(speculative, model, platform, num_stages)
+    asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
         draft = check_draft_model(_resolve_model(asked_draft, load), model, platform)
         speculative = replace(speculative, draft_model=draft)

@@ -19,11 +19,6 @@ def resolve_parallel(asked: ParallelConfig, model: ModelConfig) -> ParallelConfi
     size = asked.pipeline_parallel_size
     if size == 1:
         return asked
-    if model.pooler is not None:
-        raise ConfigError(
-            f"pipeline_parallel_size={size} needs a model that generates, and '{model.model}' runs "
-            f"with pooling. Leave it out; tensor_parallel_size splits a model over devices, too"
-        )
     num_layers = model.resolved_arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
     return replace(asked, pipeline_layer_partition=tuple(partition))

@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 
 def asked_draft_model(
-    speculative: SpeculativeConfig, model: ModelConfig, platform: Platform, num_stages: int
+    speculative: SpeculativeConfig, model: ModelConfig, platform: Platform
 ) -> ModelConfig | None:
     """The draft model that is asked for, not yet resolved; None if there is none.
 
@@ -32,12 +32,6 @@ def asked_draft_model(
         raise ConfigError(
             "speculative_config: a draft model and enable_sleep_mode cannot be used together: its "
             "memory could not be released. Leave one of them out, or use the method ngram"
-        )
-    if num_stages > 1:
-        raise ConfigError(
-            f"speculative_config: a draft model and pipeline_parallel_size={num_stages} cannot be "
-            f"used together: a stage does not know the newest tokens. Leave one of them out, or "
-            f"use the method ngram"
         )
     return ModelConfig(
         model=options.model or "",

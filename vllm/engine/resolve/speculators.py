@@ -93,11 +93,7 @@ def check_speculator(config: VllmConfig) -> None:
     method = config.speculative.method
     if config.speculative.draft_model is None or method not in SPECULATORS:
         return
-    parallel = config.parallel
     reasons = {
-        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
-            parallel.pipeline_parallel_size > 1
-        ),
         "enable_sleep_mode": config.model.enable_sleep_mode,
         "kv_transfer_config": config.connector.kv_transfer is not None,
     }

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config import ModelArch, VllmConfig
+from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
@@ -83,8 +84,7 @@ def load_model(
     dtype = getattr(torch, config.model.dtype_name)
     model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats, files=files)
     if stage is not None and stage.count > 1:
-        assert isinstance(model, CausalLM), "a pooling model has one stage"
-        keep_stage(model, stage)
+        keep_stage(model, stage, last_embeds=config.speculative.method in SPECULATORS)
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
     _read(model, config, files, formats, tp, device, on_host)
     return model

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from vllm.distributed import Stage
-from vllm.model_executor.models.interface import CausalLM, LoadableModel
+from vllm.model_executor.models.interface import LayeredModel, LoadableModel
 
 
 class Absent(nn.Module):
@@ -17,12 +17,13 @@ class Absent(nn.Module):
         raise AssertionError("this module is on another stage of the pipeline")
 
 
-def keep_stage(model: CausalLM, stage: Stage) -> None:
+def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) -> None:
     """Drop what the stage does not run.
 
     Args:
         model: without memory.
         stage: that remains.
+        last_embeds: the last stage has the embedding, too, for a speculator beside the model.
     """
     model.stage = stage
     if stage.count == 1:
@@ -33,7 +34,7 @@ def keep_stage(model: CausalLM, stage: Stage) -> None:
         for index, layer in enumerate(model.layers)
         if not stage.first_layer <= index < stage.end_layer
     ]
-    if not stage.is_first:
+    if not stage.is_first and not (stage.is_last and last_embeds):
         # The output head may have the very parameters of the embedding.
         shared = _parameter_ids(last) if stage.is_last else set()
         dropped += [module for module in first if shared.isdisjoint(_parameter_ids([module]))]

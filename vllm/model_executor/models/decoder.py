@@ -420,7 +420,11 @@ class DecoderForCausalLM(CausalLM):
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         model = self.model
         first = [model.embed_tokens, model.embed_positions, model.embed_norm]
-        return [module for module in first if module is not None], [model.norm, self.lm_head]
+        last = [model.norm, getattr(self, "lm_head", None)]  # a pooling model has no head
+        return (
+            [module for module in first if module is not None],
+            [module for module in last if module is not None],
+        )
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)

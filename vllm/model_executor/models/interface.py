@@ -70,21 +70,6 @@ class LayeredModel(LoadableModel, ABC):
 
     Between two layers the hidden states are one tensor [T, hidden], so a stage of a pipeline can
     run some of the layers, and embeddings of an image can take the place of those of tokens.
-    """
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return self.arch.num_layers
-
-    @abstractmethod
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
-        is added by `run_layers`."""
-
-
-class CausalLM(LayeredModel):
-    """A decoder: embeddings, layers and output head.
 
     Attributes:
         stage: the layers that `forward` runs; all of them unless the loader says otherwise.
@@ -98,6 +83,20 @@ class CausalLM(LayeredModel):
         """What only the first stage of a pipeline runs besides its layers, and what only the last
         one does. Modules that are in neither list are on every stage."""
         return [], []
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.arch.num_layers
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
+        is added by `run_layers`."""
+
+
+class CausalLM(LayeredModel):
+    """A decoder: embeddings, layers and output head."""
 
     @abstractmethod
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -130,24 +129,25 @@ class CausalLM(LayeredModel):
         return self.run_layers(hidden_states, positions, stage.first_layer, stage.end_layer)
 
     def forward_and_inputs(
-        self, input_ids: Tensor, positions: Tensor, layers: Sequence[int]
+        self, inputs: Tensor, positions: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What `forward` returns for a model that is one stage, and the inputs of some layers.
+        """What `forward` returns, and the inputs of some layers.
 
         Args:
-            input_ids: [T] int64
-            positions: [T] int64
-            layers: ascending and distinct, above 0.
+            inputs, positions: see `forward`.
+            layers: of this stage, ascending and distinct, above 0.
 
         Returns:
             [T, hidden] after the norm, and [T, hidden] for each layer.
         """
-        hidden_states, first, inputs = self.embed(input_ids), 0, []
+        hidden_states = self.embed(inputs) if self.stage.is_first else inputs
+        first, found = self.stage.first_layer, []
         for layer in layers:
-            hidden_states = self.run_layers(hidden_states, positions, first, layer)
-            inputs.append(hidden_states * 1)  # a copy: the layer may overwrite it
+            if layer > first:
+                hidden_states = self.run_layers(hidden_states, positions, first, layer)
+            found.append(hidden_states * 1)  # a copy: the layer may overwrite it
             first = layer
-        return self.run_layers(hidden_states, positions, first, self.num_layers), inputs
+        return self.run_layers(hidden_states, positions, first, self.stage.end_layer), found
 
 
 class PoolingModel(LayeredModel):
@@ -172,13 +172,16 @@ class PoolingModel(LayeredModel):
         """
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+        self, inputs: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No types: all
-        are 0."""
-        embedded = self.embed(input_ids)
-        return self.run_layers(embedded, positions, 0, self.num_layers, token_type_ids)
+        are 0. A stage of a pipeline takes and returns what one of a `CausalLM` does."""
+        stage = self.stage
+        hidden_states = self.embed(inputs) if stage.is_first else inputs
+        first, end = stage.first_layer, stage.end_layer
+        return self.run_layers(hidden_states, positions, first, end, token_type_ids)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation."""
+        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation. Only the
+        last stage of a pipeline pools."""
         return pooled

@@ -143,7 +143,8 @@ class OPTForCausalLM(CausalLM):
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         decoder = self.model.decoder
         first = [decoder.embed_tokens, decoder.embed_positions, decoder.project_in]
-        last = [decoder.final_layer_norm, decoder.project_out, self.lm_head]
+        head = getattr(self, "lm_head", None)  # a pooling model has none
+        last = [decoder.final_layer_norm, decoder.project_out, head]
         return (
             [module for module in first if module is not None],
             [module for module in last if module is not None],

@@ -56,6 +56,10 @@ class DecoderPooling(PoolingModel):
     def layers(self) -> Sequence[nn.Module]:
         return self.decoder.layers
 
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        first, last = self.decoder.modules_beside_layers()
+        return first, last + [module for module in self.children() if module is not self.decoder]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.decoder.embed(input_ids)
 

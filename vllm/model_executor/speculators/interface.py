@@ -54,8 +54,8 @@ class Speculator(LoadableModel):
 
     @property
     def stage(self) -> Stage:
-        """That of its target, which has all layers."""
-        return self.target.stage
+        """It is whole, also beside the last stage of its target."""
+        return Stage(0, self.target.arch.num_layers)
 
     @property
     def num_networks(self) -> int:

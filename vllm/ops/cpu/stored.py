@@ -25,6 +25,8 @@ from vllm.ops.stored_weight import (
 
 _STRETCH = 128
 """Inputs of bytes that are widened at a time, csrc/cpu/linear_bytes.h."""
+_UNEQUAL_BLOCK = 32
+"""Inputs of each part that groups of different sizes are divided into."""
 
 
 def pack_stored(weight: StoredWeight) -> PackedWeight | None:
@@ -135,7 +137,7 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:
     """A part of groups that have inputs from everywhere."""
-    found = in_equal_groups(weight, _INT4_BLOCK)
+    found = in_equal_groups(weight, _UNEQUAL_BLOCK)
     packed = None if found is None else pack_stored(found[0])
     if found is not None and packed is not None:
         packed.read_inputs(found[1].int(), weight.shape[1])

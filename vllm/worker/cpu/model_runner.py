@@ -130,7 +130,7 @@ class CPUModelRunner(ModelRunner):
             embeddings,
             adapted,
         )
-        self._inner = self._fused.tapped
+        self._inner += self._fused.tapped
         return result
 
     def _row_features(self) -> FeatureArray:
@@ -143,7 +143,7 @@ class CPUModelRunner(ModelRunner):
         if self._is_fused_known:
             return
         self._is_fused_known = True
-        self._fused = fuse(self.model, () if self.reader is None else self.reader.inner_layers)
+        self._fused = fuse(self.model, self._inner_layers.own)
         if self._fused is None or self.stage.count > 1:
             return  # a stage has only a part of a step
         head = fuse_head(self.model, self._fused)

@@ -56,7 +56,6 @@ class SpeculatorRunner:
         self.attention_layers: list[CachedLayer] = layers_with_cache(speculator)
         self._states: KeptStates | None = None
         self._progress: DraftProgress | NewestTokens | None = None
-        self.inner_layers = speculator.inner_layers
 
     @property
     def cache_layout(self) -> KVCacheLayout:

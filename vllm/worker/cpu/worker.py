@@ -55,6 +55,8 @@ class CPUWorker(WorkerBase):
         config: of the engine.
     """
 
+    model: CausalLM | PoolingModel
+
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
@@ -87,7 +89,7 @@ class CPUWorker(WorkerBase):
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
         models: list[nn.Module] = [self.model]
-        if (draft_config := self.config.of_draft_model) is not None:
+        if (draft_config := self._draft_config) is not None:
             models.append(self._read_drafter(draft_config))
         self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
         self._count_threads(self._weight_bytes)
@@ -99,7 +101,7 @@ class CPUWorker(WorkerBase):
         """The draft model or speculator beside the model."""
         row = SPECULATORS.get(self.config.speculative.method or "")
         if row is None:
-            return self._read_model(config)
+            return load_model(config, self.tp, self.device, self._dense_format())
         assert isinstance(self.model, CausalLM), "a pooling model has no drafts"
         return load_speculator(
             row.class_path, config, self.model, self.device, self._dense_format()

@@ -5,6 +5,7 @@ that verify drafts, what is before them as a prompt. Each further draft is a dec
 draft before it on the card. The host reads all drafts at once, when the last one is launched.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM
-from vllm.sample.metadata import ALL_GREEDY
+from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 from vllm.worker.draft_maker import DraftMaker
@@ -180,6 +181,10 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up."""
+        """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up, if that
+        samples on this stage."""
         device_input, (logits, _) = self.launches.run_padding(shape)
-        self._warm_up_sampler(shape, device_input, logits, [ALL_GREEDY])
+        launches: Iterable[SamplingMetadata] = [ALL_GREEDY]
+        if not self._target.stage.is_last:
+            launches = self._sampling_launches(shape.num_rows, sampling)
+        self._warm_up_sampler(shape, device_input, logits, launches)

@@ -12,7 +12,6 @@ from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import RunnerStats, SchedulerOutput
-from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import GraphExecution, Outputs, make_execution
@@ -189,12 +188,20 @@ class PaddedLaunches:
         )
 
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
-        """Of the hidden states that a launch takes from the stage of the pipeline before this one:
-        [B * Q, hidden]; None: this is the first stage."""
-        model = self.execution.model.model
-        if not isinstance(model, CausalLM) or model.stage.is_first:
+        """Of the hidden states that a launch takes from the stage of the pipeline before this one,
+        [B * Q, hidden] or more behind them; None: this is the first stage."""
+        launch_model = self.execution.model
+        if launch_model.model.stage.is_first:
             return None
-        return shape.bucket.num_tokens, model.arch.hidden_size
+        return shape.bucket.num_tokens, launch_model.size_before
+
+    def received(self, shape: PaddedShape) -> list[Tensor]:
+        """What the stage of the pipeline before this one has sent for a launch; nothing to the
+        first stage."""
+        size = self.size_before(shape)
+        if size is None:
+            return []
+        return [self.execution.model.model.stage.receive(*size, self._dtype, self._bridge.device)]
 
     def run_padding(self, shape: PaddedShape) -> tuple[Tensor, Outputs]:
         """Run a launch without rows: its packed input, and what it returns."""

@@ -31,6 +31,7 @@ from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill, unpack_slots
 from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.stage_drafts import InnerLayers
 
 
 def softmax_normaliser(config: HPUConfig) -> Normaliser | float | None:
@@ -65,7 +66,7 @@ class LaunchModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: LayeredModel = model
         self.launch_holder = share_context(model)
         self._block_size = block_size
         self._kernel = kernel
@@ -73,6 +74,11 @@ class LaunchModel(nn.Module):
         self._rotary_tables = number_rotary_tables(model)
         self._dtype = dtype or next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
+
+    @property
+    def size_before(self) -> int:
+        """Elements of a token that the stage of the pipeline before this one sends."""
+        return self.model.arch.hidden_size
 
     def compile_regions(self, **options: Any) -> None:
         """Compile the parts of a launch each by itself, with these options of `torch.compile`: the
@@ -137,16 +143,13 @@ head gets (None: all), the adapters of its tokens, and the states of its rows.""
 class StateKeeper(Protocol):
     """Keeps hidden states of the tokens of a launch on the card, as a part of the launch."""
 
-    inner_layers: tuple[int, ...]
-    """Layers whose inputs it takes besides the result, ascending and distinct."""
-
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
         """Keep them.
 
         Args:
             slots: [T] of the KV cache, one for each token.
             result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, of `inner_layers`.
+            inner: [T, hidden] each, the inputs of the layers that are read besides the result.
         """
         ...
 
@@ -162,10 +165,12 @@ class HPUModel(LaunchModel):
 
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
+        inner_layers: whose inputs a speculator reads.
 
-    Shape: packed input of a launch and, for a stage after the first, the hidden states
-    [B * Q, hidden] of the stage before -> (logits [B, V], of a decode [B * Q, V]; hidden states
-    [B * Q, hidden]). A stage before the last has no logits: the hidden states stand for them.
+    Shape: packed input of a launch and, for a stage after the first, what the stage before has
+    returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
+    [B, V], of a decode [B * Q, V]; hidden states [B * Q, hidden]). A stage before the last has no
+    logits: what it sends stands for them.
     """
 
     def __init__(
@@ -180,23 +185,29 @@ class HPUModel(LaunchModel):
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
         self.keeper: StateKeeper | None = None
+        self.inner_layers = InnerLayers()
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
-        self._has_head = isinstance(model, PoolingModel) or model.stage.is_last
+        self._has_head = model.stage.is_last
 
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
-        inputs = token_ids if before is None else before
+        inputs, inner = token_ids, []
+        if before is not None:
+            inputs, inner = self.inner_layers.split(before)
         result = self._run(attention, inputs, positions, adapters=adapters, states=states)
-        if self.keeper is None:
-            hidden_states = result
-        else:
-            hidden_states, inner = result
+        hidden_states = result
+        if self.inner_layers.own:
+            hidden_states, own = result
+            inner = inner + own
+        if self.keeper is not None:
             self.keeper.keep(unpack_slots(packed, shape), hidden_states, inner)
         if not self._has_head:
+            if inner:
+                hidden_states = torch.cat((hidden_states, *inner), dim=1)
             return hidden_states, hidden_states
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
         if adapters is None:
@@ -207,12 +218,16 @@ class HPUModel(LaunchModel):
         self.launch_holder.context = None
         return logits, hidden_states
 
+    @property
+    def size_before(self) -> int:
+        return super().size_before * (1 + self.inner_layers.num_before)
+
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
-        """The hidden states, and with a keeper also the inputs of its layers."""
-        if self.keeper is None:
+        """The hidden states, and the inputs of inner layers where there are some."""
+        if not self.inner_layers.own:
             return super()._forward(inputs, positions, *more)
         assert isinstance(self.model, CausalLM)
-        return self.model.forward_and_inputs(inputs, positions, self.keeper.inner_layers)
+        return self.model.forward_and_inputs(inputs, positions, self.inner_layers.own)
 
     def compile_regions(self, **options: Any) -> None:
         super().compile_regions(**options)

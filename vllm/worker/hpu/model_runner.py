@@ -49,6 +49,10 @@ from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
 class PaddedDrafter(Drafter, PaddedRunner, Protocol):
     """Makes drafts in the buckets of the model."""
 
+    def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
+        """See `HPUModelRunner.warm_up_sampling`."""
+        ...
+
 
 class HPUModelRunner(ModelRunner):
     """One model on one card.
@@ -98,6 +102,7 @@ class HPUModelRunner(ModelRunner):
         hpu_model = self._pad_model(
             model, self.block_size, kernel, normaliser, self._last_token_ids, adapters, self._dtype
         )
+        hpu_model.inner_layers = self._inner_layers
         inputs = self._make_inputs(slot_of_row)
         logprob_rows = self.prompt_logprobs.rows
         with_blocks = [
@@ -185,7 +190,7 @@ class HPUModelRunner(ModelRunner):
             self.sampling.start_masks(launch.rows[indices], drafts)
         device_input = self.launches.to_device(packed)
         logits, hidden_states = self.launches.execution.run(
-            device_input, launch.shape, *self._received(launch.shape)
+            device_input, launch.shape, *self.launches.received(launch.shape)
         )
         if not self.stage.is_last:
             self.stage.connected.send(self._kept_states(hidden_states))
@@ -210,16 +215,6 @@ class HPUModelRunner(ModelRunner):
             if num_drafts is not None:
                 self.launches.inputs.mark_verified(launch.rows[indices][num_drafts > 0])
         return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
-
-    def _received(self, shape: PaddedShape) -> list[Tensor]:
-        """What the stage of the pipeline before this one has sent for a launch; nothing to the
-        first stage."""
-        size = self.launches.size_before(shape)
-        if size is None:
-            return []
-        states = torch.empty(size, dtype=self._dtype, device=self.device)
-        self.stage.connected.receive(states)
-        return [states]
 
     def _kept_states(self, hidden_states: Tensor) -> Tensor:
         """A copy: the next launch of this shape writes over what a graph gives."""
@@ -306,7 +301,7 @@ class HPUModelRunner(ModelRunner):
         launches = self._sampling_launches(shape.num_rows, sampling)
         self._warm_up_sampler(shape, device_input, logits, launches)
         if self.drafter is not None:
-            self.drafter.warm_up(shape)
+            self.drafter.warm_up(shape, sampling=sampling)
 
     def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
         """Launches of so many rows that compile what is missing of the sampler; see
@@ -322,6 +317,8 @@ class HPUModelRunner(ModelRunner):
         with self.launches.report.warming_up():
             device_input, (logits, _) = self.launches.run_padding(shape)
             self._warm_up_sampler(shape, device_input, logits, [metadata])
+        if self.drafter is not None and not self.stage.is_last:
+            self.drafter.warm_up_sampling(shape, metadata)  # drafts alone are sampled here
 
     def _warm_up_sampler(
         self,

@@ -43,7 +43,6 @@ class StatesOnCard:
     Attributes:
         by_slot: [slots, kept_size]; of each token whose keys and values are in the KV cache.
         by_row: [rows, step_size]; what the newest token of a row has become in the last launch.
-        inner_layers: see `StateKeeper`.
     """
 
     by_slot: Tensor
@@ -58,7 +57,6 @@ class StatesOnCard:
     ) -> None:
         self._bridge, self._speculator, self._block_size = bridge, speculator, block_size
         self._dtype = dtype
-        self.inner_layers = speculator.inner_layers
         self.by_row = bridge.zeros((num_rows, speculator.step_size), dtype)
 
     @property

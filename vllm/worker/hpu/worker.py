@@ -97,7 +97,7 @@ class HPUWorker(WorkerBase):
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
                 self.model = self._load_weights()
-                draft_config, draft_model = self.config.of_draft_model, None
+                draft_config, draft_model = self._draft_config, None
                 if draft_config is not None:
                     draft_model = self._read_drafter(draft_config)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)

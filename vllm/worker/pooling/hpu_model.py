@@ -65,19 +65,30 @@ class WholePromptModel(LaunchModel):
             `TypedInputBuilder` packs.
         pooler: how it pools.
 
-    Shape: packed input of a launch -> (numbers [B, size], or [B * Q, size] with one result per
-    token, hidden states [B * Q, hidden])
+        dtype: of the hidden states.
+
+    Shape: packed input of a launch and, for a stage of a pipeline after the first, the hidden
+    states [B * Q, hidden] of the stage before -> (numbers [B, size], or [B * Q, size] with one
+    result per token, hidden states [B * Q, hidden]). A stage before the last has no numbers: the
+    hidden states stand for them.
     """
 
     def __init__(
-        self, model: PoolingModel, pooler: PoolerConfig, block_size: int, kernel: SDPAKernel
+        self,
+        model: PoolingModel,
+        pooler: PoolerConfig,
+        block_size: int,
+        kernel: SDPAKernel,
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__(model, block_size, kernel)
-        self._head = model.head
+        super().__init__(model, block_size, kernel, dtype=dtype)
+        self._has_head = model.stage.is_last
         self._has_types = model.num_token_types > 1
         self._pooler = pooler
 
-    def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         given: PrefillInput[Tensor]
         types: tuple[Tensor, ...] = ()
         if self._has_types:
@@ -86,8 +97,11 @@ class WholePromptModel(LaunchModel):
         else:
             given = unpack_prefill(packed, shape)
         attention = self._attention(given, shape)
-        hidden_states = self._run(attention, given.token_ids, given.positions, *types)
+        inputs = given.token_ids if before is None else before
+        hidden_states = self._run(attention, inputs, given.positions, *types)
         assert isinstance(self.model, PoolingModel)
+        if not self._has_head:
+            return hidden_states, hidden_states
         return self.model.head(self._pool(hidden_states, given, shape)), hidden_states
 
     def _attention(self, given: PrefillInput[Tensor], shape: PaddedShape) -> AttentionMetadata:

@@ -44,9 +44,10 @@ class HPUPoolingRunner(PoolingRunner):
         pooler, size = self.requests.pooler, self.block_size
         launch_model: LaunchModel
         if pooler.needs_whole_prompts:
-            launch_model = WholePromptModel(model, pooler, size, kernel)
+            launch_model = WholePromptModel(model, pooler, size, kernel, self._dtype)
         else:
-            launch_model = HPUModel(model, size, kernel, softmax_normaliser(config.hpu))
+            normaliser = softmax_normaliser(config.hpu)
+            launch_model = HPUModel(model, size, kernel, normaliser, dtype=self._dtype)
         inputs = HPUInputBuilder(self.batch, size)
         if self._types is not None:
             inputs = TypedInputBuilder(self.batch, size, self._types)
@@ -60,11 +61,18 @@ class HPUPoolingRunner(PoolingRunner):
         return self.launches.stats(self._num_steps, self._num_useful_tokens)
 
     @torch.inference_mode()
-    def _run(self, launch: Launch) -> PooledRows:
+    def _run(self, launch: Launch) -> PooledRows | None:
         assert isinstance(launch, PaddedLaunch)
         with self.launches.running(launch):
             packed, indices = self.launches.inputs.pack(launch)
-            numbers = self._run_packed(self.launches.to_device(packed), launch.shape)
+            numbers = self._run_packed(
+                self.launches.to_device(packed),
+                launch.shape,
+                *self.launches.received(launch.shape),
+            )
+            if not self.stage.is_last:
+                self.stage.connected.send(numbers)
+                return None
         rows, counts, places = launch.rows[indices], np.ones_like(indices), indices
         if self.requests.pooler.pooling_type in ("ALL", "STEP"):
             counts = launch.num_scheduled_tokens[indices]
@@ -72,9 +80,10 @@ class HPUPoolingRunner(PoolingRunner):
             places = first + positions_within(counts)
         return PooledRows(rows, counts, numbers, places)
 
-    def _run_packed(self, packed: Tensor, shape: PaddedShape) -> Tensor:
-        """A copy of the numbers: the next launch of this shape writes over what a graph gives."""
-        numbers, _ = self.launches.execution.run(packed, shape)
+    def _run_packed(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Tensor:
+        """A copy of the numbers, or of the hidden states for the next stage: the next launch of
+        this shape writes over what a graph gives."""
+        numbers, _ = self.launches.execution.run(packed, shape, *before)
         kept = numbers.clone()
         self._bridge.mark_step()
         return kept
@@ -82,5 +91,5 @@ class HPUPoolingRunner(PoolingRunner):
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`; there is no sampler."""
-        packed, *_ = self.launches.padding_inputs(shape)
-        self._run_packed(packed, shape).cpu()
+        packed, *before = self.launches.padding_inputs(shape)
+        self._run_packed(packed, shape, *before).cpu()

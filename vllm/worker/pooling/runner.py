@@ -132,12 +132,19 @@ class PoolingRunner:
 
     def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
         self.model = model
+        self.stage = model.stage
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         limits = config.scheduler
-        dtype, keeps_all = cache_dtype(config), self._keeps_all_blocks
-        self.cache_layout = cache_layout(config, self.attention_layers, dtype, keeps_all=keeps_all)
+        # Stages of a pipeline need not have the same windows.
+        self.cache_layout = cache_layout(
+            config,
+            self.attention_layers,
+            cache_dtype(config),
+            keeps_all=self._keeps_all_blocks or self.stage.count > 1,
+        )
         self.batch = InputBatch(
             limits.max_num_seqs,
             limits.max_model_len,
@@ -172,15 +179,23 @@ class PoolingRunner:
         if self._types is not None:
             self._types.update(step)
         launches = [self._run(launch) for launch in self._planner.plan(step)]
-        self._in_flight = StepHandle(lambda: self.requests.output(step.step_id, launches))
+        pooled = [launch for launch in launches if launch is not None]
+        self._in_flight = StepHandle(lambda: self.requests.output(step.step_id, pooled))
         return self._in_flight
 
     @torch.inference_mode()
-    def _run(self, launch: Launch) -> PooledRows:
-        given = self._build(launch)
-        positions = given.context.positions
+    def _run(self, launch: Launch) -> PooledRows | None:
+        """The results of a launch; None: a later stage of the pipeline has them."""
+        given, stage = self._build(launch), self.stage
+        inputs, positions = given.input_ids, given.context.positions
+        if not stage.is_first:
+            size = self.model.arch.hidden_size
+            inputs = stage.receive(len(positions), size, self._dtype, self.device)
         with self._launch_holder.running(given.context):
-            hidden_states = self.model(given.input_ids, positions, given.token_type_ids)
+            hidden_states = self.model(inputs, positions, given.token_type_ids)
+        if not stage.is_last:
+            stage.connected.send(hidden_states)
+            return None
         counts = launch.num_scheduled_tokens
         ends = launch.num_computed_tokens + counts
         done = np.flatnonzero(ends >= self.batch.num_tokens[launch.rows])

@@ -1,0 +1,123 @@
+"""Drafts of all methods in stages of a pipeline change no token."""
+
+import pytest
+
+from tests.e2e.test_draft_model import FEW_BLOCKS as CROWDED
+from tests.e2e.test_draft_model import drafts_of, with_draft
+from tests.e2e.test_draft_model import expected as expected_texts
+from tests.e2e.test_draft_model import run as run_texts
+from tests.e2e.test_speculators import (
+    COMMON,
+    FEW_BLOCKS,
+    METHODS,
+    expected,
+    made,
+    run,
+    with_speculator,
+)
+from tests.e2e.test_speculators_hpu import FEW_BLOCKS as ON_CARDS
+from tests.executor.thread_ranks import ThreadRanks
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from vllm import LLM, envs
+from vllm.assets import BUNDLED_MODEL
+from vllm.engine import engine_core
+from vllm.model_executor.speculators.eagle import Eagle3
+from vllm.ops.cpu.library import load_cpu_kernels
+
+__all__ = ["expected", "expected_texts", "made"]
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+
+
+def sizes(tensor: int, stages: int) -> dict[str, int]:
+    return {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (1, 3)])
+def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_threads):
+    llm = with_draft(BUNDLED_MODEL, **CROWDED, **sizes(tensor, stages))
+    executor = llm.llm_engine.engine_core.executor
+    has_drafter = [worker.runner.drafter is not None for worker in executor.workers]
+    assert has_drafter == [True] * tensor + [False] * tensor * (stages - 1)
+    assert run_texts(llm) == expected_texts
+    assert run_texts(llm) == expected_texts, "with a prefix cache"
+    num_drafts, num_right = drafts_of(llm)
+    assert num_drafts > num_right > 0.8 * num_drafts > 100
+    stats = llm.llm_engine.engine_core.stats()
+    assert stats.num_preemptions and stats.num_prefix_hits
+    assert executor.most_in_flight == stages
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
+    tensor = 2 if method == "mlp_speculator_tied" else 1
+    llm = with_speculator(made[method], **FEW_BLOCKS, **sizes(tensor, 2))
+    executor = llm.llm_engine.engine_core.executor
+    has_drafter = [worker.runner.drafter is not None for worker in executor.workers]
+    assert has_drafter == [False] * tensor + [True] * tensor
+    assert run(llm) == expected[method]
+    assert run(llm) == expected[method], "with a prefix cache"
+    stats = llm.llm_engine.engine_core.stats()
+    assert stats.num_preemptions and stats.num_prefix_hits
+    assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
+    executor.shutdown()
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
+    made, monkeypatch, in_threads
+):
+    values = {**FEW_BLOCKS, "num_gpu_blocks_override": 80, "dtype": "bfloat16"}
+    want = run(LLM(str(made["eagle3"].target), **{**COMMON, **values}))
+    kept = []
+    keep = Eagle3.keep
+    monkeypatch.setattr(
+        Eagle3, "keep", lambda self, x, inner: kept.append(len(inner)) or keep(self, x, inner)
+    )
+    llm = with_speculator(made["eagle3"], **values, **sizes(1, 3))
+    executor = llm.llm_engine.engine_core.executor
+    assert run(llm) == want
+    assert set(kept) == {len(executor.workers[-1].runner.reader._speculator.inner_layers)}
+    assert all(worker.runner._fused is not None for worker in executor.workers)
+    executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [
+        ("draft_model", "HPU graphs"),
+        pytest.param("eagle3", "HPU graphs", marks=pytest.mark.exhaustive),
+        pytest.param("medusa", "torch.compile", marks=pytest.mark.exhaustive),
+        pytest.param("mlp_speculator", "lazy", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_drafts_on_cards_change_no_token(method, mode, made, monkeypatch):
+    speculator = made["eagle" if method == "draft_model" else method]
+    config = {"adaptive": False, **speculator.config}
+    if method == "draft_model":
+        config = {"adaptive": False, "method": method, "model": str(speculator.target)}
+    for name, value in envs.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    is_lazy, is_eager = MODES[mode]
+    want = run(LLM(str(speculator.target), device="cpu", **COMMON))
+    with simulated_hpu(
+        PT_HPU_LAZY_MODE=is_lazy, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
+    ):
+        llm = LLM(
+            str(speculator.target),
+            device="hpu",
+            enforce_eager=is_eager,
+            speculative_config=config,
+            sampling_warmup="all",
+            worker_extension_cls="tests.executor.late_compilations.LateCompilations",
+            **{**COMMON, **ON_CARDS, **sizes(1, 2)},
+        )
+        executor = llm.llm_engine.engine_core.executor
+        assert run(llm) == want
+        assert sum(llm.llm_engine.engine_core.stats().drafts.accepted)
+        assert set(executor.collective_rpc("late_compilations")) == {0}
+        executor.shutdown()
