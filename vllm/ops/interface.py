@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.stored_weight import StoredWeight
+from vllm.utils.pace import Rest, no_rest
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
@@ -424,7 +425,11 @@ class Ops(ABC):
 
     @abstractmethod
     def prepare_adapter(
-        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+        self,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        dtype: torch.dtype,
+        rest: Rest = no_rest,
     ) -> PreparedAdapter:
         """Bring an adapter into the layout that runs.
 
@@ -432,6 +437,7 @@ class Ops(ABC):
             layers: of the model.
             parts: of the adapter by their numbers, on the host; None: not changed.
             dtype: of the inputs.
+            rest: between two projections.
         """
 
     @abstractmethod
