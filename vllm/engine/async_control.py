@@ -14,11 +14,12 @@ from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.replica_metrics import sum_stats
+from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
 from vllm.errors import CapacityError, RequestError, RequestTimeoutError
 from vllm.lora.request import LoRARequest
-from vllm.messages import SchedulerStats
+from vllm.messages import AdapterRef, SchedulerStats
 
 if TYPE_CHECKING:
     from vllm.engine.metrics.stats_log import StatsLog
@@ -32,6 +33,7 @@ class AsyncControl:
 
     _is_shut_down: bool
     input_processor: InputProcessor
+    output_processor: OutputProcessor
 
     if TYPE_CHECKING:
 
@@ -133,6 +135,15 @@ class AsyncControl:
 
     # ---- LoRA -----------------------------------------------------------------------------
 
+    async def _find_adapter(self, lora_request: LoRARequest) -> AdapterRef:
+        """`InputProcessor.adapter` in a thread, as a new adapter has files to hash."""
+        outputs = self.output_processor
+        return await asyncio.to_thread(
+            self.input_processor.adapter,
+            lora_request,
+            lambda: outputs.num_unfinished_requests > 0,
+        )
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before requests name it. Returns False if it is loaded already.
 
@@ -140,7 +151,7 @@ class AsyncControl:
             RequestError: LoRA is off, or the adapter cannot be loaded.
         """
         await self.wait_ready()
-        adapter = await asyncio.to_thread(self.input_processor.adapter, lora_request)
+        adapter = await self._find_adapter(lora_request)
         found = await self.collective_rpc("has_adapter", args=(adapter.number, adapter.key))
         if all(found):
             return False

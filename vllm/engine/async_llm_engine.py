@@ -264,8 +264,8 @@ class AsyncLLM(AsyncControl):
         refuse(prompt_adapter_request=prompt_adapter_request)
         arrival_time = time.time()
         await self.wait_ready()
-        if lora_request is not None:  # a new adapter has files to hash: not on the event loop
-            await asyncio.to_thread(self.input_processor.adapter, lora_request)
+        if lora_request is not None:  # not on the event loop
+            await self._find_adapter(lora_request)
         text, request = await self._preparation.process(
             prompt,
             sampling_params,

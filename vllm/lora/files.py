@@ -8,9 +8,9 @@ import hashlib
 import json
 import re
 import stat
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,19 @@ from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
+from vllm.utils.pace import Rest, no_rest
 
 CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """The first that is there is read."""
 
 _MAX_CONFIG_BYTES = 1 << 20
+_HASHED_AT_ONCE = 1 << 20
+"""Bytes: less than a millisecond."""
+_MOST_HASHES = 1024
+_hashes: dict[tuple[tuple[Path, ...], tuple[tuple[int, ...], ...]], str] = {}
+"""By files and their versions."""
+_hash_lock = threading.Lock()
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are saved whole",
@@ -226,9 +233,13 @@ def _check_pattern(path: Path, key: str) -> None:
         raise RequestError(f"{where} is no regular expression: {error}") from None
 
 
-def content_key(folder: Path) -> str:
+def content_key(folder: Path, rest: Rest = no_rest) -> str:
     """A hash of the files of an adapter, for the keys of the prefix cache: an adapter that was
     trained again in the same folder has another one.
+
+    Args:
+        folder: of the adapter.
+        rest: between two pieces of a file, which is read once as long as it does not change.
 
     Raises:
         RequestError: a file cannot be read.
@@ -241,7 +252,12 @@ def content_key(folder: Path) -> str:
                 f"the LoRA adapter {folder}: {CONFIG_FILE} and {paths[1].name} must be plain files"
             )
         versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
-        return _hash_files(paths, versions)
+        with _hash_lock:  # who asks for the same files meanwhile waits for the hash
+            if (paths, versions) not in _hashes:
+                if len(_hashes) >= _MOST_HASHES:
+                    _hashes.clear()
+                _hashes[paths, versions] = _hash_files(paths, rest)
+            return _hashes[paths, versions]
     except OSError as error:
         raise RequestError(
             f"the LoRA adapter {folder} cannot be read: {error.strerror or error} "
@@ -250,13 +266,13 @@ def content_key(folder: Path) -> str:
         ) from None
 
 
-@lru_cache(maxsize=1024)
-def _hash_files(paths: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) -> str:
+def _hash_files(paths: tuple[Path, ...], rest: Rest) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 22):
+            while chunk := file.read(_HASHED_AT_ONCE):
                 digest.update(chunk)
+                rest()
         digest.update(b"\0")
     return digest.hexdigest()
 
@@ -277,14 +293,19 @@ def adapter_folder(request: LoRARequest) -> Path:
         ) from None
 
 
-def find_adapter(request: LoRARequest, max_rank: int) -> AdapterRef:
+def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> AdapterRef:
     """Check the files of an adapter that a request names, and hash them.
+
+    Args:
+        request: names it.
+        max_rank: of an adapter.
+        rest: as in `content_key`.
 
     Raises:
         RequestError: they are missing or wrong.
     """
     folder = adapter_folder(request)
-    key = content_key(folder)
+    key = content_key(folder, rest)
     check_files(folder, max_rank)
     return AdapterRef(name=request.lora_name, path=str(folder), key=key, number=request.lora_int_id)
 

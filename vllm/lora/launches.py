@@ -12,13 +12,19 @@ from torch import Tensor
 from vllm.lora.places import AdaptedPlaces
 from vllm.ops import get_ops
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+from vllm.utils.pace import Rest, no_rest
 
 
 class AdapterStore(Protocol):
     """The adapters in slots."""
 
-    def prepare(self, parts: Sequence[LowRank | None]) -> Any:
-        """Bring an adapter into the layout of the slots, in host memory. From any thread."""
+    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> Any:
+        """Bring an adapter into the layout of the slots, in host memory. From any thread.
+
+        Args:
+            parts: of the adapter, by their numbers; None: not changed.
+            rest: between two projections.
+        """
         ...
 
     def put(self, slot: int, prepared: Any) -> None:
@@ -99,11 +105,11 @@ class HostSlots:
         self.adapters: list[HostAdapter | None] = [None] * num_slots
         """By slot."""
 
-    def prepare(self, parts: Sequence[LowRank | None]) -> HostAdapter:
+    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> HostAdapter:
         """See `AdapterStore`."""
         places = self._places
         layers = [layer for layer in places.layers if layer is not places.embedding]
-        prepared = get_ops().prepare_adapter(layers, parts, self._dtype)
+        prepared = get_ops().prepare_adapter(layers, parts, self._dtype, rest)
         changes = places.change_head(parts), places.change_experts(parts)
         return HostAdapter(prepared, places.embedding_of(parts), *changes)
 
@@ -235,7 +241,7 @@ class DeviceSlots:
         tensors = [*self.a, *(part for parts in self.b for part in parts)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def prepare(self, parts: Sequence[LowRank | None]) -> list[Tensor]:
+    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> list[Tensor]:
         """See `AdapterStore`: a [P * R, in_features], then b [R, size] of each projection, of one
         layer after the other."""
         found = []
@@ -243,6 +249,7 @@ class DeviceSlots:
             stacked = torch.zeros(a.shape[1:], dtype=self._dtype)
             found.append(stacked)
             for index, target in enumerate(b):
+                rest()
                 own, part = torch.zeros(target.shape[1:], dtype=self._dtype), None
                 part = parts[place.first_part + index]
                 if part is not None:

@@ -39,10 +39,6 @@ class _Hold:
     """None: there was no room for the adapter yet."""
 
 
-def _run_in_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="adapter", daemon=True).start()
-
-
 class AdapterMemory:
     """Adapters in host memory. Thread-safe.
 
@@ -60,7 +56,7 @@ class AdapterMemory:
         self,
         read: Callable[[AdapterRef], Any],
         most: int,
-        run: Callable[[Callable[[], None]], None] = _run_in_thread,
+        run: Callable[[Callable[[], None]], None],
     ) -> None:
         self._read = read
         self._most = most

@@ -23,6 +23,7 @@ from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, Exper
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
+from vllm.utils.pace import Rest, no_rest
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
@@ -328,7 +329,11 @@ class Ops(ABC):
 
     @abstractmethod
     def prepare_adapter(
-        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+        self,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        dtype: torch.dtype,
+        rest: Rest = no_rest,
     ) -> PreparedAdapter:
         """Bring an adapter into the layout that runs.
 
@@ -336,6 +341,7 @@ class Ops(ABC):
             layers: of the model.
             parts: of the adapter by their numbers, on the host; None: not changed.
             dtype: of the inputs.
+            rest: between two projections.
         """
 
     @abstractmethod

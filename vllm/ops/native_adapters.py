@@ -7,13 +7,18 @@ from torch import Tensor
 
 from vllm.ops.interface import Ops
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
+from vllm.utils.pace import Rest, no_rest
 
 
 class NativeAdapters(Ops):
     """The adapters of `Ops` in torch."""
 
     def prepare_adapter(
-        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+        self,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        dtype: torch.dtype,
+        rest: Rest = no_rest,
     ) -> PreparedAdapter:
         return PlainAdapter(parts)
 

@@ -16,6 +16,8 @@ from vllm.lora.memory import AdapterMemory
 from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray
 from vllm.model_executor.models.interface import CausalLM
+from vllm.utils.pace import Pace
+from vllm.worker.background import StepClock, run_in_background
 
 
 class Adapters:
@@ -30,6 +32,7 @@ class Adapters:
 
     Attributes:
         memory: has the adapters in host memory.
+        steps: is told of each step: while steps run, adapters are read in short turns.
         slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
             row is padding.
     """
@@ -38,7 +41,8 @@ class Adapters:
         self._layers = layers
         self._store = store
         self._slots = AdapterSlots(config.lora.max_loras)
-        self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory)
+        self.steps = StepClock()
+        self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory, run_in_background)
         self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
         self._rows: dict[int, tuple[str, str]] = {}
         """Row -> request and key of its adapter."""
@@ -107,7 +111,8 @@ class Adapters:
 
     def _read(self, adapter: AdapterRef) -> Any:
         try:
-            return self._store.prepare(self._layers.load(Path(adapter.path)))
+            rest = Pace(self.steps.is_busy).rest
+            return self._store.prepare(self._layers.load(Path(adapter.path), rest), rest)
         except RequestError:
             raise
         except Exception as error:

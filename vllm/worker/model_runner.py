@@ -226,6 +226,8 @@ class ModelRunner:
         on the host."""
         if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
+        if self.adapters is not None:
+            self.adapters.steps.note()
         self._update_state(step)
         if self.drafter is not None:
             self.drafter.propose(step)

@@ -11,7 +11,7 @@ import operator
 import random
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
+from vllm.utils.pace import Pace, no_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,8 +192,13 @@ class InputProcessor:
             adapter=adapter,
         )
 
-    def adapter(self, asked: LoRARequest) -> AdapterRef:
-        """The adapter that a request names; its files have been looked at.
+    def adapter(self, asked: LoRARequest, is_busy: Callable[[], bool] | None = None) -> AdapterRef:
+        """The adapter that a request names; its files have been looked at, and hashed, which takes
+        a while when they are new.
+
+        Args:
+            asked: names it.
+            is_busy: whether to do that in short turns, as requests run. None: they wait for it.
 
         Raises:
             RequestError: the engine accepts none, or its files are missing or wrong.
@@ -209,7 +215,8 @@ class InputProcessor:
                 f"{asked.lora_name!r} is asked for. Start it with enable_lora=True",
                 param="lora_request",
             )
-        return find_adapter(asked, lora.max_lora_rank)
+        rest = no_rest if is_busy is None else Pace(is_busy).rest
+        return find_adapter(asked, lora.max_lora_rank, rest)
 
     def process_pooling(
         self,

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -47,19 +48,33 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
         WeightLoadError: the file is damaged, is not a safetensors file, or has a dtype that
             torch has not.
     """
+    with open_safetensors(path, torch.get_num_threads()) as tensors:
+        yield from tensors
+
+
+@contextmanager
+def open_safetensors(path: Path, num_threads: int) -> Iterator[Iterator[tuple[str, Source]]]:
+    """The same, valid until the file is closed.
+
+    Args:
+        path: of the file.
+        num_threads: that read one tensor.
+    """
     try:
         with safe_open(path, framework="pt"):  # checks the header as a whole
             pass
-        with path.open("rb") as file, ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for name, place in _read_header(path, file.fileno()).items():
-                tensor = _TensorInFile(path, file.fileno(), pool, *place)
-                yield (
-                    name,
-                    Source(tensor.shape, tensor.read, tensor.copy_to, tensor.dtype, path=path),
-                )
+        with path.open("rb") as file, ThreadPoolExecutor(num_threads) as pool:
+            yield _sources(path, file.fileno(), pool)
     except (SafetensorError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WeightLoadError(f"{path} is damaged or not a safetensors file: {reason}") from error
+
+
+def _sources(path: Path, fd: int, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Source]]:
+    for name, place in _read_header(path, fd).items():
+        tensor = _TensorInFile(path, fd, pool, *place)
+        source = Source(tensor.shape, tensor.read, tensor.copy_to, tensor.dtype, path=path)
+        yield name, source
 
 
 _Place = tuple[int, torch.dtype, torch.Size]

@@ -21,6 +21,7 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.ops.cpu.source_hash import hash_sources
+from vllm.ops.cpu.threads import find_openmp
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -69,7 +70,8 @@ class CPUKernels:
             logger.warning("%s. The %s kernels run instead.", notice.decode(), self.isa)
         library.vllm_cpu_set_openmp.argtypes = [c_void_p]
         library.vllm_cpu_set_openmp.restype = None
-        address = _gomp_parallel()
+        function = find_openmp("GOMP_parallel")
+        address = None if function is None else ctypes.cast(function, c_void_p).value
         if address is None:
             logger.warning(
                 "torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread"
@@ -219,19 +221,3 @@ def packer(struct: Any, names: str) -> Callable[..., bytes]:
         raise AssertionError(f"{struct.__name__} has other fields than {names}")
     letters = {c_void_p: "P", c_int64: "q", c_float: "f"}
     return Struct("".join(letters[c_type] for _, c_type in fields) + "0q").pack
-
-
-def _gomp_parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch itself calls, or None.
-
-    The global scope comes first because the dynamic linker looks there first for torch too: a
-    preloaded runtime (LD_PRELOAD=libiomp5.so) is the one that runs.
-    """
-    torch_lib = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    for path in (None, str(torch_lib)):
-        try:
-            function = CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        return ctypes.cast(function, c_void_p).value
-    return None

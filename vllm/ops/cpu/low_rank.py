@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank
+from vllm.utils.pace import Rest, no_rest
 
 _num_threads = torch.get_num_threads
 
@@ -25,10 +26,15 @@ class PackedAdapter:
         kernels: of any dtype.
         layers: of the model.
         parts: of the adapter, by their numbers.
+        rest: between two projections.
     """
 
     def __init__(
-        self, kernels: Any, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None]
+        self,
+        kernels: Any,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        rest: Rest = no_rest,
     ) -> None:
         known = [part for part in parts if part is not None]
         self.is_float = any(part.a.dtype != torch.bfloat16 for part in known)
@@ -41,6 +47,7 @@ class PackedAdapter:
                 part = parts[number]
                 if part is None:
                     continue
+                rest()
                 rank = -(-len(part.a) // self._unit) * self._unit
                 if part.a.shape[1] != layer.in_features or part.b.shape != (size, len(part.a)):
                     raise ValueError(f"{list(part.a.shape)} and {list(part.b.shape)} for {layer}")

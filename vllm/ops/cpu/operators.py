@@ -42,6 +42,7 @@ from vllm.ops.native_experts import check_choice
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
+from vllm.utils.pace import Rest, no_rest
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -96,12 +97,16 @@ class CPUOps(NativeOps):
         return pack_stored_experts(gate, up, down, first_expert, gate_up_bias, down_bias, options)
 
     def prepare_adapter(
-        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+        self,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        dtype: torch.dtype,
+        rest: Rest = no_rest,
     ) -> PreparedAdapter:
         kernels = self._kernels.get(dtype)
         if kernels is None:
-            return super().prepare_adapter(layers, parts, dtype)
-        return PackedAdapter(kernels, layers, parts)
+            return super().prepare_adapter(layers, parts, dtype, rest)
+        return PackedAdapter(kernels, layers, parts, rest)
 
     def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
         if any(isinstance(adapter, PlainAdapter) for adapter in rows.adapters):

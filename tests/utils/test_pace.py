@@ -1,0 +1,19 @@
+"""Work in the background rests in proportion to its work, and only while others must not wait."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.utils import pace
+
+
+@pytest.mark.parametrize(("is_busy", "rests"), [(True, [0.008, 0.02]), (False, [])])
+def test_rests_are_as_long_as_the_work_before_says(monkeypatch, is_busy, rests):
+    now, slept = [0.0], []
+    clock = SimpleNamespace(thread_time=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr(pace, "time", clock)
+    own = pace.Pace(lambda: is_busy)
+    for worked in (0.0003, 0.0007, 0.0001, 0.1):  # the first and the third: not yet
+        now[0] += worked
+        own.rest()
+    assert slept == pytest.approx(rests)
