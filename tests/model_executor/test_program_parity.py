@@ -32,7 +32,7 @@ FAMILIES = [
     # phi3_long: see `tests.tiny_models.MORE_FAMILIES`.
     if family not in (*STATE_FAMILIES, "phi3_long")
 ]
-LAUNCHES = [23, 30, *[1] * 7]
+LAUNCHES = [23, 30, *[1] * 32]
 """New tokens of the one request: a prompt in two parts, then decodes."""
 
 
