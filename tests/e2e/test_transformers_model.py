@@ -5,25 +5,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.transformers_version import lets_attention_mask
 
 MAX_TOKENS = 5
 SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}
 TYPES = (
-    *("arcee", "apertus", "cwm", "ernie4_5", "exaone4", "hyperclovax", "internlm3", "jais2"),
+    *("arcee", "apertus", "cwm", "ernie4_5", "exaone4", "internlm3", "jais2"),
     *("mellum", "ministral3", "nanochat", "nemotron", "seed_oss", "smollm3", "vaultgemma"),
-    *("flex_olmo", "glm4_moe"),
+    *("flex_olmo", "glm4_moe", "afmoe", "aria_text", "biogpt", "bitnet", "cohere2_moe", "ctrl"),
+    *("exaone_moe", "hyperclovax", "laguna", "lfm2", "minimax_m2", "moshi", "persimmon"),
 )
-"""Types without modules here, three of them with experts."""
+"""Types without modules here, some of them with experts."""
 
+
+FEW_EXPERTS = {
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+VALUES: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 4} for name in ("biogpt", "ctrl", "persimmon")},
+    **dict.fromkeys(("afmoe", "glm4_moe", "laguna", "minimax_m2", "exaone_moe"), FEW_EXPERTS),
+}
+"""Of types whose config has no number of key/value heads, or many experts by default."""
+MANY_PARAMETERS = 10_000_000
 
 needs_backend = pytest.mark.skipif(
     not lets_attention_mask(), reason="the modules of this transformers keep their own attention"
@@ -52,7 +68,40 @@ def check(folder: Path, **settings: Any) -> None:
 @needs_backend
 @pytest.mark.parametrize("model_type", random.Random(0).sample(TYPES, 10))
 def test_types_without_modules_here_give_the_tokens_of_transformers(model_type, tmp_path):
-    check(make(model_type, tmp_path))
+    check(make(model_type, tmp_path, **VALUES.get(model_type, {})))
+
+
+@needs_backend
+def test_other_types_are_refused_in_one_line_or_run(tmp_path):
+    """Ten more, of all that this transformers has: whatever they do, it is no traceback."""
+    decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    others = [
+        name
+        for name in sorted(decoders)
+        if name in CONFIG_MAPPING
+        and name not in TYPES
+        and decoders[name] not in ModelRegistry.supported()
+    ]
+    checked = 0
+    for name in random.Random(0).sample(others, len(others)):
+        try:
+            config = CONFIG_MAPPING[name](**_DECODER | {"num_key_value_heads": 4})
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception:  # transformers cannot make it so small, whatever it raises
+            continue
+        if sum(parameter.numel() for parameter in model.parameters()) > MANY_PARAMETERS:
+            continue
+        config.architectures = [decoders[name]]
+        config.save_pretrained(tmp_path / name)
+        try:
+            LLM(str(tmp_path / name), load_format="dummy", model_impl="transformers", **SETTINGS)
+        except ConfigError as error:
+            assert "\n" not in str(error), name
+        checked += 1
+        if checked == 10:
+            break
+    assert checked == 10
 
 
 @needs_backend
@@ -116,12 +165,15 @@ def test_prompts_with_a_common_beginning_share_its_blocks(tmp_path):
 
 
 @needs_backend
-@pytest.mark.parametrize("mode", ["HPU graphs", "torch.compile"])
-def test_they_run_on_the_simulated_card(mode, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "model_type"),
+    [("HPU graphs", "smollm3"), ("HPU graphs", "exaone4"), ("torch.compile", "smollm3")],
+)
+def test_they_run_on_the_simulated_card(mode, model_type, tmp_path):
     lazy, eager = MODES[mode]
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
         before = bridge.counters()
-        check(make("smollm3", tmp_path), enforce_eager=eager)
+        check(make(model_type, tmp_path), enforce_eager=eager)
         assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
 
 
@@ -149,6 +201,7 @@ def test_their_weights_can_be_stored_in_int8(models):
         ("falcon", "FalconForCausalLM .* choose their attention from a fixed table"),
         ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
         ("persimmon", r"PersimmonForCausalLM .* config.json says \(4, 2, 2\) heads of 16"),
+        ("modernbert-decoder", "logits need another module than its head: lm_head"),
         ("gpt_oss", "GptOssForCausalLM .* its attention is of a kind that has no kernel here"),
     ],
 )
@@ -166,6 +219,40 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, mon
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(ConfigError, match="depends on the tokens beside it, not through attention"):
+        LLM(model=str(folder), **SETTINGS)
+
+
+@needs_backend
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lm_head", "its logits are not those of its output head"),
+        ("embed_tokens", "its embedding does more than to scale the rows of its table"),
+    ],
+)
+def test_what_a_model_adds_to_its_embedding_or_logits_is_noticed(
+    change, message, tmp_path, monkeypatch
+):
+    """Such as a scale by a key of config.json that is not known here."""
+    folder = make("smollm3", tmp_path)
+    module = transformers.models.smollm3.modeling_smollm3
+    whole, decoder = module.SmolLM3ForCausalLM, module.SmolLM3Model
+    forward, build = whole.forward, decoder.__init__
+
+    def scaled(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    def with_offset(self, config):
+        build(self, config)
+        self.embed_tokens.register_forward_hook(lambda _, args, out: out + 1)
+
+    if change == "lm_head":
+        monkeypatch.setattr(whole, "forward", scaled)
+    else:
+        monkeypatch.setattr(decoder, "__init__", with_offset)
+    with pytest.raises(ConfigError, match=message):
         LLM(model=str(folder), **SETTINGS)
 
 

@@ -305,11 +305,36 @@ def test_a_missing_shard_is_named(llama):
     assert (llama / first).exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
-def test_a_damaged_index_is_named(llama, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not valid JSON"),
+        ("[", "is not valid JSON"),
+        ("[]", "holds a JSON list, not an object"),
+        *((text, "has no 'weight_map' of names") for text in ("{}", '{"weight_map": 3}')),
+        ('{"weight_map": {}}', "has no 'weight_map' of names"),
+        ('{"weight_map": {"a": 5}}', "has no 'weight_map' of names"),
+        (
+            '{"weight_map": {"a": "../../b"}}',
+            r"names '\.\./\.\./b', which is no file of its folder",
+        ),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names '/etc/passwd', which is no file"),
+        ('{"weight_map": {"a": "b\\u0000"}}', "names .*, which is no file of its folder"),
+    ],
+)
+def test_a_damaged_index_is_named(llama, text, message):
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(WeightLoadError, match=r"index\.json is not a readable index"):
+    with pytest.raises(WeightLoadError, match=rf"index\.json {message}"):
+        load(llama)
+
+
+def test_a_link_to_nothing_is_named(llama):
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors").symlink_to(llama / "blobs" / "0")
+    with pytest.raises(
+        WeightLoadError, match=r"model\.safetensors is a link to a file that does not"
+    ):
         load(llama)
 
 

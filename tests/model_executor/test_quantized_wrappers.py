@@ -1,6 +1,5 @@
-"""Which layers are quantized in checkpoints that also have a part for images: settings name
-layers as such checkpoints do, with `language_model` in one of two places, or as the language
-model does."""
+"""Which layers are quantized in checkpoints that also have a part for images: settings name layers
+with `language_model` in one of two places, or as the language model alone does."""
 
 import json
 from dataclasses import replace

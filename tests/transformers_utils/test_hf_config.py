@@ -72,6 +72,55 @@ DAMAGED = [
 ]
 
 
+NAN, INFINITY = float("nan"), float("inf")
+OF_ANOTHER_KIND = [
+    ({"auto_map": 5}, "'auto_map' must be an object, or null, got 5. Correct the file"),
+    ({"quantization_config": "x"}, "'quantization_config' must be an object"),
+    ({"rope_scaling": []}, "'rope_scaling' must be an object"),
+    ({"dtype": 5}, "'dtype' must be a text"),
+    ({"model_type": ["llama"]}, "'model_type' must be a text"),
+    ({"layer_types": 2**40}, "'layer_types' must be a list of texts, or null, got 1099511627776"),
+    (
+        {"layer_types": [None] * 100},
+        r"'layer_types' must be a list of texts, .* None, N\.\.\.\. Correct",
+    ),
+    ({"rms_norm_eps": NAN}, "'rms_norm_eps' must be a number of 0 or more, or null, got nan"),
+    ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' must be a number of 0 or more"),
+    ({"layer_norm_eps": True}, "'layer_norm_eps' must be a number of 0 or more"),
+    ({"rope_theta": INFINITY}, "'rope_theta' must be a number above 0, or null, got inf"),
+    ({"rope_theta": 0}, "'rope_theta' must be a number above 0"),
+    ({"rope_theta": 10**400}, "'rope_theta' must be a number above 0"),
+    ({"rope_parameters": {"rope_theta": "x"}}, r"'rope_parameters\.rope_theta' must be a number"),
+    ({"rope_scaling": {"factor": "x"}}, r"'rope_scaling\.factor' must be a number above 0"),
+    (
+        {"rope_parameters": {"full_attention": 5}},
+        r"'rope_parameters\.full_attention' must be an obj",
+    ),
+    (
+        {"rope_parameters": {"sliding_attention": {"factor": NAN}}},
+        r"'rope_parameters\.sliding_attention\.factor' must be a number above 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), OF_ANOTHER_KIND)
+def test_a_value_of_another_kind_is_named(tmp_path, values, message):
+    with pytest.raises(ConfigError, match=f"^config.json: {message}"):
+        read_hf_config(write(tmp_path, CONFIG | values), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "a number that is too long"),
+    ],
+)
+def test_json_that_python_cannot_read_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=f"config.json .*{message}"):
+        read_hf_config(write(tmp_path, text), {})
+
+
 @pytest.mark.parametrize(("content", "message"), DAMAGED)
 def test_a_damaged_config_is_an_error_on_one_line(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message) as failure:

@@ -1,5 +1,6 @@
-"""Bounds on the numbers in config.json, checked before anything is made of that size."""
+"""What the values in config.json may be, checked before anything is made of them."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,6 +82,67 @@ def check_sizes(config: Mapping[str, Any]) -> None:
             f"{config[layers]} times {config[experts]}. Correct the file, or give other values "
             f"with hf_overrides"
         )
+
+
+_OBJECTS = ("auto_map", "quantization_config", "rope_parameters", "rope_scaling")
+_TEXTS = ("dtype", "torch_dtype", "model_type")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_ROPES = ("rope_parameters", "rope_scaling")
+_POSITIVE_OF_ROPES = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Keys of rotations that have rotations of a kind of layers."""
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Refuse values of config.json of another kind than all models have.
+
+    Keys that are absent or null are left to whoever reads them.
+
+    Raises:
+        ConfigError: names the key, its value, and what is accepted.
+    """
+    given = {key: value for key, value in config.items() if value is not None}
+    for keys, kind, accepted in ((_OBJECTS, Mapping, "an object"), (_TEXTS, str, "a text")):
+        for key in keys:
+            if key in given and not isinstance(given[key], kind):
+                raise _wrong(key, given[key], accepted)
+    layer_types = given.get("layer_types", [])
+    if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
+        raise _wrong("layer_types", layer_types, "a list of texts")
+    for key in _EPSILONS:
+        if not _is_number(given.get(key, 0.0), least=0.0):
+            raise _wrong(key, given[key], "a number of 0 or more")
+    _check_rope("", given)
+    for key in _ROPES:
+        rope = given.get(key, {})
+        _check_rope(f"{key}.", rope)
+        for layer_kind in _KINDS_OF_LAYERS:
+            part = rope.get(layer_kind)
+            if part is not None and not isinstance(part, Mapping):
+                raise _wrong(f"{key}.{layer_kind}", part, "an object")
+            _check_rope(f"{key}.{layer_kind}.", part or {})
+
+
+def _check_rope(path: str, values: Mapping[str, Any]) -> None:
+    for key in _POSITIVE_OF_ROPES:
+        value = values.get(key)
+        if value is not None and not (_is_number(value, least=0.0) and value > 0):
+            raise _wrong(path + key, value, "a number above 0")
+
+
+def _is_number(value: object, least: float) -> bool:
+    """Whether it is a number that float has; NaN compares as false."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= sys.float_info.max  # type: ignore[operator]
+
+
+def _wrong(key: str, value: object, accepted: str) -> ConfigError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+    return ConfigError(
+        f"config.json: '{key}' must be {accepted}, or null, got {shown}. Correct the file, or give "
+        f"another value with hf_overrides"
+    )
 
 
 def check_window(window: object) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config.sizes import check_sizes
+from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
@@ -41,6 +41,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(own, dict) and {"load_in_4bit", "load_in_8bit"} & own.keys():
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
     raw = _with_overrides(text_config(raw), overrides)
+    check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
     return raw
 

@@ -40,5 +40,9 @@ def _read(path: Path) -> Any:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid JSON: it is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path} has a number that is too long: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

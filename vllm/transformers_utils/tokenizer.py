@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
+from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
 
@@ -84,7 +85,7 @@ def get_tokenizer(
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
         if "trust_remote_code" in own_words:
             own_words = "it has its own code, which runs only with trust_remote_code"
-        reason = _what_lacks(folder) or _of_mistral(folder) or own_words
+        reason = _what_lacks(folder) or _of_mistral(folder) or _damage(folder) or own_words
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
@@ -116,13 +117,30 @@ def check_tokenizer_files(folder: Path) -> None:
 
 def _what_lacks(folder: Path) -> str | None:
     """Why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
-    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _FILES):
+    if not folder.is_dir() or any(
+        path.is_file() for pattern in _FILES for path in folder.glob(pattern)
+    ):
         return None
     if (folder / WITHOUT_TOKENIZER).is_file():
         return (folder / WITHOUT_TOKENIZER).read_text(encoding="utf-8")
     if reason := _of_mistral(folder):
         return reason
     return f"the folder has none of {', '.join(_FILES)}"
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with the structure of `tokenizer.json`; None: nothing, or it is not there."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        content = read_json_object(path)
+    except ConfigError as error:
+        return str(error)
+    for key, kind, name in (("model", dict, "object"), ("added_tokens", list, "list")):
+        if not isinstance(content.get(key), kind):
+            return f"{path.name} has no {name} {key!r}"
+    return None
 
 
 def _of_mistral(folder: Path) -> str | None:

@@ -1,9 +1,9 @@
 """Finds the weight files of a model folder. Does not open them, and does not import torch."""
 
-import json
 from pathlib import Path
 
-from vllm.errors import WeightLoadError
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.transformers_utils.json_file import read_json_object
 
 _INDEX_NAMES = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
@@ -58,7 +58,12 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             return [folder / single]
         if (folder / index).is_file():
             return _read_index(folder / index)
-        if shards := sorted({*folder.glob(pattern)} - {*shards_of_ranks}):
+        shards = sorted({*folder.glob(pattern)} - {*shards_of_ranks})
+        if broken := next((path for path in shards if not path.exists()), None):
+            raise WeightLoadError(
+                f"{broken} is a link to a file that does not exist. Download the model again"
+            )
+        if shards:
             return shards
     found = next(((name, files) for name, files in others.items() if files), None)
     if found and load_format == "auto":
@@ -73,10 +78,26 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
 
 def _read_index(path: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightLoadError(f"{path} is not a readable index: {error!r}") from error
-    files = [path.parent / name for name in names]
+        names = set(read_json_object(path)["weight_map"].values())
+    except ConfigError as error:
+        raise WeightLoadError(f"{error}. Download the file again") from error
+    except (KeyError, AttributeError, TypeError):
+        names = set()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise WeightLoadError(
+            f"{path} has no 'weight_map' of names of tensors and of files. Download the file again"
+        )
+    # A file of another folder is none of the checkpoint.
+    outside = sorted(
+        name
+        for name in names
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name
+    )
+    if outside:
+        raise WeightLoadError(
+            f"{path} names {outside[0]!r}, which is no file of its folder. Download the file again"
+        )
+    files = [path.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise WeightLoadError(

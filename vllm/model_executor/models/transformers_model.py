@@ -6,7 +6,7 @@ layer, which knows which tokens belong together. What cannot run that way is ref
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from inspect import signature
 from typing import Any
@@ -56,22 +56,22 @@ class TransformersForCausalLM(CausalLM):
         super().__init__(arch, tp)
         self._whole = (_build(arch),)
         """A tuple, so that it is no submodule: modules have the names of transformers."""
-        if self.decoder is self.inner:
+        if self.base_model is self.inner:
             raise self._refusal("its decoder is not a module of its own")
         self._refuse_states()
         self._fix_rotations()
         try:
             plan = ParallelPlan(self.inner.config, tp)
             self._use_our_attention(plan)
-            replace_linear_layers(self.decoder, plan, arch)
-            replace_experts(self.decoder, plan)
+            replace_linear_layers(self.base_model, plan, arch)
+            replace_experts(self.base_model, plan)
         except ConfigError as error:
             raise self._refusal(str(error)) from error
         named = self.inner.named_modules()
         experts = tuple(path for path, m in named if isinstance(m, ExpertsOfTransformers))
         self.names = CheckpointNames(self.inner, experts)
         embedding = self.inner.get_input_embeddings()
-        self.embedding_scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+        self.embedding_scale = self._scale_of(embedding)
         table = VocabParallelEmbedding(embedding.num_embeddings, embedding.embedding_dim, tp)
         self.inner.set_input_embeddings(table)
         head = self.inner.get_output_embeddings()
@@ -84,9 +84,11 @@ class TransformersForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             lm_head.tie(table)
         for name, module in self.inner.named_children():
+            if module not in (self.base_model, lm_head):
+                raise self._refusal(f"its logits need another module than its head: {name}")
             self.add_module(name, module)
         self.lm_head = lm_head
-        self.ranges = LayerRanges(self.decoder, self.inner.config, arch.num_layers)
+        self.ranges = LayerRanges(self.base_model, self.inner.config, arch.num_layers)
         self.logits_of = _logits_function(self.inner)
 
     @property
@@ -95,13 +97,15 @@ class TransformersForCausalLM(CausalLM):
         return self._whole[0]
 
     @property
-    def decoder(self) -> Any:
+    def base_model(self) -> Any:
         """That of transformers, without the output head."""
         return self.inner.base_model
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        lists = (module for module in self.decoder.modules() if isinstance(module, nn.ModuleList))
+        lists = (
+            module for module in self.base_model.modules() if isinstance(module, nn.ModuleList)
+        )
         return next((list(found) for found in lists if len(found) == self.arch.num_layers), [])
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -116,21 +120,24 @@ class TransformersForCausalLM(CausalLM):
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         if (first, end) == (0, self.num_layers):
-            return self._run(hidden_states, positions)
+            return self._last_hidden(hidden_states, positions)
         if self._undivided:
             raise self._refusal(self._undivided)
         with self.ranges.only(first, end):
-            return self._run(hidden_states, positions)
+            return self._last_hidden(hidden_states, positions)
 
-    def _run(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        output = self.decoder(
+    def _last_hidden(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        hidden: Tensor = self._run(hidden_states, positions, self.base_model).last_hidden_state[0]
+        return hidden
+
+    def _run(self, hidden_states: Tensor, positions: Tensor, module: Any) -> Any:
+        """The result of a module of transformers, for all tokens of a launch as one sequence."""
+        return module(
             inputs_embeds=hidden_states[None],
             position_ids=positions.view(1, -1),
             use_cache=False,
             return_dict=True,
         )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Checkpoints have names of other versions of transformers, and some of the buffers."""
@@ -165,7 +172,10 @@ class TransformersForCausalLM(CausalLM):
                     self.forward(self._inputs(rows), self._on_device(at))[1]
                     for rows, at in (([0, 1], [0, 1]), ([2, 1], [last, 1]))
                 )
+                num_attended = len(attended) // 2
                 self._undivided = self._why_undivided()
+                if self.stage.is_last and "lm_head" in self._modules:
+                    self._check_logits()
         except ConfigError as error:
             raise self._refusal(str(error)) from error
         except Exception as error:  # whatever the modules of an unknown architecture raise
@@ -178,9 +188,9 @@ class TransformersForCausalLM(CausalLM):
         if self._undivided and self.stage.count > 1:
             raise self._refusal(self._undivided)
         num_layers = self.stage.end_layer - self.stage.first_layer
-        if len(attended) != 2 * num_layers:
+        if num_attended != num_layers:
             raise self._refusal(
-                f"{len(attended) // 2} of its {num_layers} layers used the attention interface"
+                f"{num_attended} of its {num_layers} layers used the attention interface"
             )
         error_limit = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
         if (first - second).abs().max() > error_limit:
@@ -188,6 +198,27 @@ class TransformersForCausalLM(CausalLM):
                 "what it computes for a token depends on the tokens beside it, not through "
                 "attention alone"
             )
+
+    def _check_logits(self) -> None:
+        """Refuse a model that makes logits in another way than `compute_logits`."""
+        given, at = self._inputs([0, 1]), self._on_device([0, 1])
+        embedded = self.embed(given) if self.stage.is_first else given
+        first, end = self.stage.first_layer, self.stage.end_layer
+        ours = self.compute_logits(self.run_layers(embedded.clone(), at, first, end))
+        # The modules of transformers have a batch dimension, which our head has not.
+        hooks = [
+            self.lm_head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1),)),
+            self.lm_head.register_forward_hook(lambda _, args, out: out[None]),
+        ]
+        try:
+            with self.ranges.only(first, end) if self.stage.count > 1 else nullcontext():
+                theirs = self._run(embedded, at, self.inner).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        error_limit = torch.finfo(ours.dtype).eps ** 0.5 * theirs.abs().max()
+        if ours.shape != theirs.shape or (ours - theirs).abs().max() > error_limit:
+            raise ConfigError("its logits are not those of its output head")
 
     def _inputs(self, rows: list[int]) -> Tensor:
         """Token ids, or what a stage before could have returned for them."""
@@ -211,7 +242,7 @@ class TransformersForCausalLM(CausalLM):
         given = self._on_device(torch.rand(size, generator=torch.Generator().manual_seed(0)))
         given = given.to(self.dtype)
         with self.ranges.only(0, 0):
-            found = self._run(given.clone(), self._on_device([0, 1]))
+            found = self._last_hidden(given.clone(), self._on_device([0, 1]))
         if torch.equal(given, found):
             return None
         return (
@@ -222,9 +253,23 @@ class TransformersForCausalLM(CausalLM):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.logits_of(self.lm_head(hidden_states))
 
+    def _scale_of(self, embedding: Any) -> float:
+        """By what the embedding of transformers multiplies the rows of its table."""
+        with torch.device("cpu"):
+            ids = torch.tensor([0, 1])
+            found = []
+            for value in (0.0, 1.0):
+                table = torch.full((1,), value).expand(embedding.weight.shape)  # of one number
+                embedding.weight = nn.Parameter(table, requires_grad=False)
+                found.append(embedding(ids))
+            scale = float(found[1].flatten()[0])
+            if found[0].any() or not torch.equal(found[1], torch.full_like(found[1], scale)):
+                raise self._refusal("its embedding does more than to scale the rows of its table")
+        return scale
+
     def _refuse_states(self) -> None:
         """Refuse modules that remember tokens: they take a cache, and do not attend."""
-        for path, module in self.decoder.named_modules():
+        for path, module in self.base_model.named_modules():
             takes_cache = not _CACHE_ARGUMENTS.isdisjoint(signature(module.forward).parameters)
             if isinstance(module, nn.Conv1d) or (
                 takes_cache and not any(_attends(part) for part in module.modules())
@@ -239,7 +284,7 @@ class TransformersForCausalLM(CausalLM):
         those of the longest request, as our own have: another request must not change a token, and
         a key in the cache has to stay right."""
         kinds = list(self.arch.hf_config.get("layer_types") or ())
-        for module in self.decoder.modules():
+        for module in self.base_model.modules():
             given: Any = getattr(module, "rope_type", None)
             if isinstance(given, str) and _varies(given):
                 self._fix_frequencies(module, "", self.arch.rope)
@@ -267,7 +312,7 @@ class TransformersForCausalLM(CausalLM):
     def _use_our_attention(self, plan: ParallelPlan) -> None:
         found = {
             path: module
-            for path, module in self.decoder.named_modules()
+            for path, module in self.base_model.named_modules()
             if hasattr(module, "layer_idx") and _attends(module)
         }
         if len(found) != self.arch.num_layers:

@@ -1,0 +1,107 @@
+"""Decoders with the modules of transformers, split over ranks and stages: the tokens of one
+process, or refused at the start."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.e2e.ranks import ENGINE, assert_same, generate
+from tests.e2e.test_transformers_model import make, needs_backend
+from tests.executor.thread_ranks import ThreadRanks
+from vllm import LLM
+from vllm.engine import engine_core
+from vllm.errors import ConfigError
+
+pytestmark = needs_backend
+MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60, "model_impl": "transformers"}
+
+
+def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LLM:
+    """An engine whose ranks are threads of this process."""
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_core, "make_executor", ThreadRanks)
+        return LLM(str(folder), **MORE_BLOCKS | values)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tensor", "stages"),
+    [
+        ("smollm3", 2, 1),  # layers with and without rotation
+        ("exaone4", 1, 2),  # windows, and norms of heads
+        ("seed_oss", 2, 2),  # biases
+        ("arcee", 4, 1),  # ranks share heads of keys
+        ("apertus", 1, 2),  # an activation with parameters
+        # Experts, shared ones, and a layer without.
+        pytest.param("ernie4_5_moe", 2, 2, marks=pytest.mark.exhaustive),
+        ("flex_olmo", 2, 1),  # norms of all heads at once, so attention is whole
+        ("phimoe", 2, 1),  # a plan for experts only
+    ],
+)
+def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp_path, monkeypatch):
+    folder = make(model_type, tmp_path)
+    want = generate(LLM(str(folder), **MORE_BLOCKS))
+    llm = on_ranks(folder, monkeypatch, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+    assert_same(generate(llm), want)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_rank_has_its_part_of_a_planned_layer_only(tmp_path, monkeypatch):
+    llm = on_ranks(make("smollm3", tmp_path), monkeypatch, tensor_parallel_size=2)
+    for worker in llm.llm_engine.engine_core.executor.workers:
+        layers = dict(worker.runner.model.named_modules())
+        attention, mlp = (layers[f"model.layers.0.{name}"] for name in ("self_attn", "mlp"))
+        assert attention.q_proj.weight.shape == (32, 64)
+        assert attention.k_proj.weight.shape == (16, 64)
+        assert attention.o_proj.weight.shape == (64, 32)
+        assert mlp.up_proj.weight.shape[0] * 2 == mlp.down_proj.weight.shape[1] * 2 == 176
+    llm.llm_engine.engine_core.shutdown()
+
+
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "values", "message"),
+    [
+        (
+            "stablelm",
+            TENSOR,
+            {},
+            r"has no plan for it \(base_model_tp_plan\): set tensor_parallel_size=1",
+        ),
+        (
+            "nemotron",
+            PIPELINE,
+            {},
+            r"no plan to divide them \(base_model_pp_plan\): set pipeline_par",
+        ),
+        (
+            "granite",
+            PIPELINE,
+            {"embedding_multiplier": 2.0},
+            "it changes hidden states outside of its",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model_type, ranks, values, message, tmp_path, monkeypatch):
+    folder = make(model_type, tmp_path, **values)
+    with pytest.raises(ConfigError, match=message) as failure:
+        on_ranks(folder, monkeypatch, **ranks)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers.*.self_attn.q_proj": "strange"}, "its plan has layers.0.self_attn.q_proj in the"),
+        ({"layers.*.self_attn.o_proj": "replicated"}, "its modules raise RuntimeError"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(change, message, tmp_path, monkeypatch):
+    folder = make("smollm3", tmp_path)
+    config = transformers.SmolLM3Config
+    plan = config.base_model_tp_plan | change
+    monkeypatch.setattr(config, "base_model_tp_plan", plan)
+    with pytest.raises(ConfigError, match=message):
+        on_ranks(folder, monkeypatch, **TENSOR)
