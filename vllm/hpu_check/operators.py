@@ -70,7 +70,7 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
     weights = torch.rand(17, 2)
     for bits in (8, 4):
         words = torch.randint(-(2**31), 2**31 - 1, (3, 4, 64 * bits // 32, 64)).int()
-        stored = [
+        gates, ups, downs = (
             [
                 GroupedWeight(
                     words=each,
@@ -81,12 +81,14 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
                 for each in part
             ]
             for part in words
-        ]
-        prepared = HPUOps(bridge).prepare_experts(*stored, torch.bfloat16)
+        )
+        prepared = HPUOps(bridge).prepare_experts(gates, ups, downs, torch.bfloat16)
         assert isinstance(prepared, HPUNarrowExperts)
         near = [t.to(bridge.device) for t in (x, ids, weights)]
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
-        gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
+        gate, up, down = (
+            torch.stack([w.dequantize() for w in part]) for part in (gates, ups, downs)
+        )
         want = NativeOps().moe(x.float(), ids, weights, torch.cat([gate, up], dim=1), down)
         comparison.add(f"{bits} bits", call(), want)
         comparison.add_time(f"{bits} bits", shortest_s(bridge, call))
