@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import IncConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup, place_in_engine
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
@@ -85,7 +85,7 @@ class Inc(Quantization):
         self._used: dict[str, Node] = {}
         """Scales of this run, by the names of modules."""
 
-    def start(self, tp: TPGroup) -> None:
+    def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
         config = self.config
         self._limit = get_ops().fp8_max
         if config.device_for_scales is not None:
@@ -99,12 +99,15 @@ class Inc(Quantization):
             self._limit = limit
         if config.is_dynamic:
             return
-        place = config.dump_stats_path, tp.rank, tp.size
-        self._scale_path = file_path(*place, config.scale_method)
-        measured = find_file(*place)
-        scales = None if config.recalculates else find_file(*place, config.scale_method)
+        prefix = config.dump_stats_path
+        own = (prefix, *place_in_engine(tp, stage))
+        self._scale_path = file_path(*own, config.scale_method)
+        # Stages have parts of what was measured without them.
+        places = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
+        measured = next((path for place in places if (path := find_file(*place))), None)
+        scales = None if config.recalculates else find_file(*own, config.scale_method)
         if measured is None and scales is None:
-            raise missing_file(config.path, *place)
+            raise missing_file(config.path, *own)
         if measured is not None:
             self._measured = read_file(measured, "DynamicRange")
         if scales is not None:
