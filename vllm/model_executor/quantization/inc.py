@@ -52,6 +52,10 @@ from vllm.ops.stored_weight import Fp8Weight
 
 logger = init_logger(__name__)
 
+_CUT = 4
+"""By how much a scale may be too small for the largest weight: searches choose such scales."""
+_ZERO = 2.0**-10
+"""What is smaller becomes 0 in e4m3."""
 _SAME = 0.02
 """How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
 
@@ -233,7 +237,20 @@ class Inc(Quantization):
                 f"layer needs {wanted}: the file is of another model. Delete it, or set "
                 f"recalc_scales to true in {self.config.path}"
             )
-        return torch.tensor(numbers)
+        scales = torch.tensor(numbers)
+        per_output = self.method.is_per_output
+        largest = weight.float().abs().amax(1) if per_output else weight.float().abs().max()[None]
+        quotients = largest / scales
+        is_lost = (quotients > _CUT * self._limit) | ((quotients < _ZERO) & (largest > 0))
+        if bool(is_lost.any()):
+            at = int(is_lost.int().argmax())
+            raise ConfigError(
+                f"{self._scales.path}: Nodes.{name}.params.weight is {numbers[at]:.6g}, and the "
+                f"largest weight of the checkpoint there is {float(largest[at]):.6g}, which fp8 "
+                f"does not reach with this scale: the file is of another model. Delete it, or set "
+                f"recalc_scales to true in {self.config.path}"
+            )
+        return scales
 
     def _input_scale(self, name: str) -> float:
         source = self._scales or self._measured
