@@ -23,7 +23,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.loader.model_loader import ParameterMemory, build_model
 from vllm.model_executor.loader.sharded_state import save_shard
-from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization import quantization_of
 from vllm.transformers_utils.weight_files import find_files
@@ -54,9 +53,8 @@ def save(
     for index, rank in product(range(num_stages), range(size)):
         tp = TPGroup(rank, size)
         stage = Stage.of(index, num_stages, arch.num_layers, partition)
-        part = build_model(arch, tp, torch_dtype, formats=formats, files=stored)
+        part = build_model(arch, tp, torch_dtype, formats=formats, files=stored, stage=stage)
         assert isinstance(part, CausalLM), "no pooling model was asked for"
-        keep_stage(part, stage)
         memory = ParameterMemory(part, torch.device("cpu"))
         files.append(save_shard(part, tp, stage, folder, output, memory.allocate))
     for pattern in _COPIED:

@@ -2,13 +2,16 @@
 
 import csv
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.hpu import FEW_BUCKETS, needs_simulated_device, simulated_hpu
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.calibration import run as calibration_run
@@ -175,3 +178,26 @@ def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
             llm.llm_engine.shutdown()
     assert found[0] != found[1]
     assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+@pytest.mark.exhaustive
+@needs_simulated_device
+def test_two_simulated_cards_have_files_of_their_own(texts, tmp_path):
+    """Measured, quantized and served by both, each a process."""
+    card = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": 1}
+    buckets = {f"VLLM_PROMPT_SEQ_BUCKET_{name}": 128 for name in ("MIN", "STEP", "MAX")}
+    changes = card | FEW_BUCKETS | buckets | {"VLLM_SKIP_WARMUP": "true"}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "calibrate", "--device", "hpu"]
+    command += ["-t", "2", "-d", str(texts), "-o", str(tmp_path), *SMALL, *ENGINE]
+    command += ["--max-num-batched-tokens", "128", "--device-for-scales", "g2"]
+    environment = os.environ | {name: str(value) for name, value in changes.items()}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().endswith("--tensor-parallel-size 2")
+    folder = tmp_path / "stdlib-llama-5m"
+    for rank in range(2):
+        for name in (f"{rank}_2", f"MAXABS_HW_{rank}_2"):
+            content = json.loads((folder / f"g2/inc_output_hooks_maxabs_{name}.json").read_text())
+            assert content["Nodes"]["model.layers.0.mlp.down_proj"]["inputs"]
+    perplexities = json.loads((folder / "calibration_g2.json").read_text())["perplexity"]
+    assert perplexities["after"] == pytest.approx(perplexities["before"], rel=0.03)

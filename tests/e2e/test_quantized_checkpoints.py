@@ -91,26 +91,37 @@ def dtypes(model):
     return {
         str(param.dtype)
         for name, param in model.named_parameters()
-        if ".experts." in name and "scale" not in name
+        if ".experts." in name and "scale" not in name and not name.endswith("zeros")
     }
 
 
+FP8_EXPERTS = ("fp8-block", {"torch.float8_e4m3fn"})
+INT8_EXPERTS = ("ct-w8a8", {"torch.int8"})
+UINT4_EXPERTS = ("gptq-4", {"torch.int32"})
+
+
 @pytest.mark.parametrize(
-    ("mode", "card"),
+    ("stored", "mode", "card"),
     [
-        ("HPU graphs", "gaudi2"),
-        pytest.param("torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
-        ("eager", "gaudi2"),
+        (FP8_EXPERTS, "HPU graphs", "gaudi2"),
+        pytest.param(FP8_EXPERTS, "torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
+        (FP8_EXPERTS, "eager", "gaudi2"),
+        (INT8_EXPERTS, "HPU graphs", "gaudi2"),
+        (UINT4_EXPERTS, "HPU graphs", "gaudi3"),
+        pytest.param(UINT4_EXPERTS, "torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
+        pytest.param(UINT4_EXPERTS, "eager", "gaudi2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_experts_in_fp8_stay_so_on_a_simulated_card(tmp_path, mode, card):
+def test_quantized_experts_stay_so_on_a_simulated_card(tmp_path, stored, mode, card):
     """An operator for all experts, or products one after the other. Strict mode."""
-    folder, dense = write("fp8-block", tmp_path, make_tiny_model("qwen3_moe", tmp_path))
+    name, wanted = stored
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 192}
+    folder, dense = write(name, tmp_path, make_tiny_model("qwen3_moe", tmp_path, **sizes))
     is_lazy, enforce_eager = MODES[mode]
     settings = {"dtype": "bfloat16", "enforce_eager": enforce_eager}
     with simulated_hpu(card=card, PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS):
         got, types = prompt_logprobs(folder, **settings)
-    assert types == {"torch.float8_e4m3fn"}
+    assert types == wanted
     want, _ = prompt_logprobs(dense)
     # Of a token whose router chooses another expert it is more.
     assert (got - want).abs().median() < 0.2

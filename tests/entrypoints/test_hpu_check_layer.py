@@ -11,6 +11,7 @@ from vllm.attention.backends import hpu_attn
 from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.platforms.habana import sim_fp8, sim_spec, sim_uint4
 from vllm.platforms.habana.sim import SimBridge
@@ -252,6 +253,7 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         "fp8 cast": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 moe": (HPUFp8Experts, "forward", lambda self, x, *args: x),
+        "moe of few bits": (HPUNarrowExperts, "forward", lambda self, x, *args: x),
         "uint4 matmul": (sim_uint4, "_nibbles", nibbles_from_the_highest),
     }
     for row, fault in faults.items():

@@ -8,7 +8,7 @@ import torch
 
 from tests.model_executor.helpers import logits_of, make_config
 from vllm.config import IncConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.quantization import inc_measure
 
@@ -27,20 +27,21 @@ def measure(folder: Path, files: Path):
     logits_of(model, tokens)
     inc_measure.reset(model)
     logits_of(model, tokens)
-    return json.loads(Path(inc_measure.save(model, config, TPGroup(), adds=False)).read_text())
+    path = inc_measure.save(model, config, TPGroup(), None, adds=False)
+    return json.loads(Path(path).read_text())
 
 
-def quantize(folder, files: Path, **settings):
+def quantize(folder, files: Path, stage: Stage | None = None, **settings):
     config = IncConfig(
         path="quant.json", mode="QUANTIZE", dump_stats_path=str(files / "inc_output"), **settings
     )
-    return load_inc(folder, config)
+    return load_inc(folder, config, stage)
 
 
-def load_inc(folder: Path, inc: IncConfig):
+def load_inc(folder: Path, inc: IncConfig, stage: Stage | None = None):
     config = make_config(folder)
     model = replace(config.model, quantization="inc", inc=inc)
-    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"))
+    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"), stage=stage)
 
 
 def without(content, name):

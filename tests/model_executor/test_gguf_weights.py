@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import sys
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.model_executor.helpers import load, logits_of, prompt_of, reference_l
 from tests.model_executor.test_quantized_checkpoints import weight_of
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
@@ -94,7 +95,7 @@ def blocks_of(kind, shape):
     return gguf.quantize(numbers, Type[kind])
 
 
-def write_matrices(path, kinds, shape=(7, 768)):
+def write_matrices(path, kinds, shape=(7, 768), blocks_of=blocks_of):
     """A file with a matrix of each type, and what the package reads of it."""
     writer, want = gguf.GGUFWriter(path, "llama"), {}
     for i, kind in enumerate(kinds):
@@ -122,6 +123,18 @@ def test_numbers_of_every_type_are_those_of_the_package(tmp_path, monkeypatch):
         assert torch.equal(source.read(()).float(), numbers), kind
         part = (slice(1, 6), slice(256, 700))
         assert torch.equal(source.read(part).float(), numbers[part]), kind
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path):
+    """All bits of them set is NaN."""
+    kinds = [kind.name for kind in BLOCK_TYPES.values() if kind.block_size > 1]
+    kinds.remove("MXFP4")  # whose scale of all bits is 2^127 there
+    path = tmp_path / "model.gguf"
+    with warnings.catch_warnings(action="ignore"):
+        write_matrices(path, kinds, blocks_of=lambda *args: blocks_of(*args) | 255)
+        for (name, source), kind in zip(read_gguf([path]), kinds, strict=True):
+            with pytest.raises(WeightLoadError, match=rf"{name} has the type {kind}, .* damaged"):
+                source.read(())
 
 
 def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):

@@ -137,6 +137,10 @@ def test_blocks_without_scales_are_refused(checkpoints, tmp_path):
         (None, r"missing from the checkpoint: model\.layers\.1\.mlp\.experts\.0\.down_proj"),
         (tensors[name][:, :5], r"uint8 \[6, 64, 6, 16\] and scales torch\.uint8 \[6, 5, 6\]"),
         (tensors[name].float(), r"scales torch\.float32"),
+        (
+            tensors[name].index_fill(0, torch.tensor(2), 255),
+            r"down_proj_scales contains 255, .* NaN",
+        ),
     ):
         changed = tensors | {name: scales} if scales is not None else dict(tensors)
         if scales is None:

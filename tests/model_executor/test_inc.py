@@ -333,6 +333,14 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
             f"Nodes.{O_PROJ}.inputs\\[0\\] is -1.0",
         ),
         (
+            lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[[10**400]]]) or c,
+            f"Nodes.{O_PROJ}.inputs\\[0\\] is inf",
+        ),
+        (
+            lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[[1e-300]]]) or c,
+            f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e-300: float32 has no scale for it",
+        ),
+        (
             lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[["1"]]]) or c,
             f"Nodes.{O_PROJ}.inputs\\[0\\] contains '1', which is not a number",
         ),
@@ -367,6 +375,9 @@ def test_wrong_measurements_are_one_line_with_file_and_key(measured, tmp_path, c
     [
         ([0.0], 0.5, f"Nodes.{O_PROJ}.inputs\\[0\\] is 0.0: a scale must be above 0"),
         ([0.5], float("inf"), f"Nodes.{O_PROJ}.params.weight is inf"),
+        ([0.5], 1e-6, "params.weight is 1e-06, and the largest weight .* fp8 does not reach"),
+        ([0.5], 1e6, "params.weight is 1e\\+06, and the largest weight .* fp8 does not reach"),
+        ([1e38], 0.5, f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e\\+38: float32 has no scale for it"),
         ([0.5], [0.5, 0.5], f"Nodes.{O_PROJ}.params.weight has 2 numbers, the layer needs 1"),
     ],
 )

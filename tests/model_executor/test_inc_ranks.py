@@ -1,16 +1,20 @@
 """Measurements of some ranks as those of fewer, or of more."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.model_executor.helpers import load
-from tests.model_executor.inc_models import measure, quantize
+from tests.model_executor.helpers import load, read_arch
+from tests.model_executor.inc_models import load_inc, measure, quantize
+from vllm.config import IncConfig
+from vllm.distributed import Stage, TPGroup
 from vllm.entrypoints.calibration.folder import CalibrationFolder
 from vllm.entrypoints.calibration.ranks import expand, unify
 from vllm.entrypoints.calibration.run import FAMILIES
 from vllm.errors import ConfigError
+from vllm.model_executor.quantization import inc_measure
 from vllm.model_executor.quantization.inc_files import Measurements, Node, read_file, write_file
 
 OP = "model.layers.1.mlp.experts.moe_op"
@@ -79,6 +83,45 @@ def test_a_rank_that_was_expanded_may_have_smaller_weights(tiny_model, tmp_path)
         quantize(model, place, recalculates=True)
     with pytest.raises(ConfigError, match=r"--expand-ranks 3: it must be a multiple of the 2"):
         folder.expand(2, 3)
+
+
+def test_stages_have_files_of_their_own_or_use_those_of_the_whole_model(tiny_model, tmp_path):
+    model, files = tiny_model("llama"), f"{tmp_path}/inc_output_hooks_maxabs"
+    nodes = measure(model, tmp_path)["Nodes"]
+    num_layers = read_arch(model).num_layers
+    stages = [Stage.of(index, 2, num_layers) for index in range(2)]
+    for index, stage in enumerate(stages):  # a stage of what was measured as a whole
+        quantize(model, tmp_path, stage)
+        scales = json.loads(Path(f"{files}_MAXABS_HW_{index}_2.json").read_text())["Nodes"]
+        own = {
+            name for name in nodes if layer_of(name) in range(stage.first_layer, stage.end_layer)
+        }
+        assert scales.keys() >= own
+        assert not any(name in scales for name in nodes.keys() - own if layer_of(name) >= 0)
+        Path(f"{files}_MAXABS_HW_{index}_2.json").unlink()
+    whole = Measurements(PATH, read_file(Path(f"{files}_0_1.json"), "DynamicRange").nodes)
+    Path(f"{files}_0_1.json").unlink()
+    with pytest.raises(ConfigError, match=r"maxabs_1_2.json is not there. Measure the model"):
+        quantize(model, tmp_path, stages[1])
+    own = {name: node for name, node in whole.nodes.items() if layer_of(name) >= num_layers // 2}
+    write_file(Path(f"{files}_1_2.json"), own, "DynamicRange")
+    assert quantize(model, tmp_path, stages[1])
+
+
+def layer_of(name: str) -> int:
+    """-1: it is in none."""
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
+
+
+def test_the_file_of_a_stage_has_its_rank_among_all(tiny_model, tmp_path):
+    config = IncConfig(path="m.json", mode="MEASURE", dump_stats_path=str(tmp_path / "inc_output"))
+    model = load_inc(tiny_model("llama"), config)
+    stage = Stage.of(1, 2, read_arch(tiny_model("llama")).num_layers)
+    path = inc_measure.save(model, config, TPGroup(1, 2), stage, adds=False)
+    assert Path(path).name == "inc_output_hooks_maxabs_3_4.json"
+    content = json.loads(Path(path).read_text())
+    assert (content["GlobalRank"], content["LocalRank"]) == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ WRONG = [
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
     ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9: .* each of 2 groups 32 times"),
     ("gptq-4-order", filled("g_idx", -1), f"{GATE}.g_idx has numbers from -1 to 1"),
+    ("gptq-4-order", without("g_idx"), f"missing from the checkpoint: {GATE}.g_idx"),
     ("gptq-4-order", rolled("g_idx"), "gate_up_proj have different g_idx"),
     (
         "ct-w4a16-asym-order",

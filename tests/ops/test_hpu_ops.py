@@ -1,6 +1,8 @@
 """The operators of a Gaudi card against the torch reference; all of it runs in simulation."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +23,11 @@ from tests.ops.test_ops_parity import (  # noqa: F401
 )
 from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
-from vllm.ops.stored_weight import Fp8Weight
+from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim import SimBridge
@@ -226,14 +229,14 @@ def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, 
     assert kernels.calls == before
 
 
-class CountsFp8Experts:
+class CountsOfExperts:
     calls = 0
 
     def __init__(self, kernels: FusedKernels) -> None:
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
-        self.calls += name == "fp8_moe"
+        self.calls += name in ("moe", "fp8_moe")
         return getattr(self._kernels, name)
 
 
@@ -265,10 +268,84 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
     x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
     gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
     want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, first_expert=2)
-    experts._kernels = counted = CountsFp8Experts(bridge.kernels)
+    experts._kernels = counted = CountsOfExperts(bridge.kernels)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
     assert got.dtype == x.dtype
     # Inputs, what is between the products and numbers of Gaudi 2 are rounded to 3 bits.
     error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 0.1
     assert counted.calls == is_lazy
+
+
+def grouped_experts(
+    num_out: int, num_in: int, bits: int, has_order: bool = False
+) -> list[GroupedWeight]:
+    """Of groups of 8 inputs."""
+    order = torch.randperm(num_in) // 8
+    return [
+        GroupedWeight(
+            words=torch.randint(-(2**31), 2**31 - 1, (num_in * bits // 32, num_out)).int(),
+            bits=bits,
+            scales=(torch.rand(num_in // 8, num_out) + 1).bfloat16().float() / 2**bits,
+            zeros=torch.randint(0, 2**bits, (num_in // 8, num_out), dtype=torch.int16),
+            groups=order.roll(number).int() if has_order else None,
+        )
+        for number in range(3)
+    ]
+
+
+def int8_experts(num_out: int, num_in: int) -> list[Int8Weight]:
+    numbers = torch.randint(-128, 128, (3, num_out, num_in), dtype=torch.int8)
+    return [Int8Weight(numbers=n, scales=(torch.rand(num_out) + 1) / 2**9) for n in numbers]
+
+
+NARROW = {
+    "int8": (int8_experts, torch.int8),
+    "8 bits": (partial(grouped_experts, bits=8), torch.int8),
+    "8 bits, act-order": (partial(grouped_experts, bits=8, has_order=True), torch.int8),
+    "4 bits": (partial(grouped_experts, bits=4), torch.int32),
+    "2 bits": (partial(grouped_experts, bits=2), torch.int32),
+    "4 bits, act-order": (partial(grouped_experts, bits=4, has_order=True), torch.int32),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("is_lazy", [False, True])
+@torch.inference_mode()
+def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_lazy):
+    torch.manual_seed(0)
+    make, dtype = NARROW[kind]
+    bridge = SimBridge("gaudi2", is_lazy=is_lazy, is_strict=True)
+    ops, size, hidden = HPUOps(bridge), 32, 64
+    gates, ups, downs = (make(*s) for s in ((size, hidden), (size, hidden), (hidden, size)))
+    if "order" in kind:  # the same inputs, so the same order
+        ups = [replace(up, groups=gate.groups) for gate, up in zip(gates, ups, strict=True)]
+    experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, 2)
+    assert isinstance(experts, HPUNarrowExperts)
+    parameters = experts.named_parameters()
+    numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
+    assert [p.dtype for p in numbers] == [dtype] * 2
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    gate, up, down = (
+        torch.stack([w.dequantize() for w in weights]).bfloat16() for weights in (gates, ups, downs)
+    )
+    want = NATIVE.moe(x, *routed, torch.cat([gate, up], dim=1), down, first_expert=2).float()
+    experts._kernels = counted = CountsOfExperts(bridge.kernels)
+    got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
+    assert got.dtype == x.dtype
+    assert (got.float() - want).norm() < 0.01 * want.norm()
+    assert counted.calls == is_lazy
+
+
+def test_experts_that_differ_too_much_are_left_to_torch():
+    ops = HPUOps(SimBridge("gaudi2", is_lazy=True, is_strict=True))
+    narrow, int8 = grouped_experts(32, 32, 4), int8_experts(32, 32)
+    mixed = [narrow[0], int8[1], narrow[2]]
+    uneven = [replace(w, groups=(torch.arange(32) ** 2 // 200).int()) for w in narrow]
+    other = [replace(w, groups=(torch.randperm(32) // 8).int()) for w in narrow]
+    beyond = [replace(w, zeros=w.zeros + 10) for w in narrow]
+    for gate, up, down in (
+        *((mixed, mixed, int8), (narrow, int8, narrow), (narrow, narrow, uneven)),
+        *((narrow, other, narrow), (beyond, narrow, narrow)),
+    ):
+        assert ops.prepare_experts(gate, up, down, torch.bfloat16) is None

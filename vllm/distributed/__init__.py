@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
 )
-from vllm.distributed.pipeline import CardLink, GlooLink, Link, Stage
+from vllm.distributed.pipeline import CardLink, GlooLink, Link, Stage, place_in_engine
 
 __all__ = [
     "CardLink",
@@ -30,5 +30,6 @@ __all__ = [
     "destroy_distributed_environment",
     "divide",
     "open_listener",
+    "place_in_engine",
     "ranks_text",
 ]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm.config.parallel import even_partition
+from vllm.distributed.groups import TPGroup
+from vllm.distributed.layout import RankLayout
 from vllm.errors import CollectiveError
 
 
@@ -214,3 +216,16 @@ class CardLink(_StageLink):
 
 def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
+
+
+def place_in_engine(tp: TPGroup, stage: Stage | None) -> tuple[int, int]:
+    """(rank among all ranks of the engine, their number).
+
+    Args:
+        tp: the ranks that share the layers.
+        stage: that has them; None: there is one.
+    """
+    if stage is None:
+        return tp.rank, tp.size
+    layout = RankLayout(tensor_size=tp.size, pipeline_size=stage.count)
+    return layout.tensor_groups[stage.index][tp.rank], layout.world_size

@@ -8,6 +8,7 @@ import torch
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts, HPUUint4Weight
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import GroupedWeight, round_to_fp8
@@ -56,6 +57,42 @@ def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
         return Outcome("fail", reason)
     detail = f"error {error:.3f} of the values, limit {_FP8_MOE_ERROR}"
     return Outcome("pass" if error <= _FP8_MOE_ERROR else "fail", detail)
+
+
+def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
+    """The same with weights of 8 and 4 bits, which are widened before the operator."""
+    if not bridge.is_lazy:
+        return Outcome("skip", "convert_from_uint4 is documented for lazy mode and compiled graphs")
+    if (missing := _missing("convert_from_uint4", "mixture_of_experts")) is not None:
+        return missing
+    comparison = Comparison()
+    x, ids = torch.randn(17, 64).bfloat16(), torch.randint(0, 4, (17, 2))
+    weights = torch.rand(17, 2)
+    for bits in (8, 4):
+        words = torch.randint(-(2**31), 2**31 - 1, (3, 4, 64 * bits // 32, 64)).int()
+        gates, ups, downs = (
+            [
+                GroupedWeight(
+                    words=each,
+                    bits=bits,
+                    scales=torch.full((4, 64), 2.0 ** -(bits + 2)),
+                    zeros=torch.full((4, 64), 2 ** (bits - 1), dtype=torch.int16),
+                )
+                for each in part
+            ]
+            for part in words
+        )
+        prepared = HPUOps(bridge).prepare_experts(gates, ups, downs, torch.bfloat16)
+        assert isinstance(prepared, HPUNarrowExperts)
+        near = [t.to(bridge.device) for t in (x, ids, weights)]
+        call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
+        gate, up, down = (
+            torch.stack([w.dequantize() for w in part]) for part in (gates, ups, downs)
+        )
+        want = NativeOps().moe(x.float(), ids, weights, torch.cat([gate, up], dim=1), down)
+        comparison.add(f"{bits} bits", call(), want)
+        comparison.add_time(f"{bits} bits", shortest_s(bridge, call))
+    return comparison.outcome()
 
 
 def check_fp8_cast(bridge: HabanaBridge) -> Outcome:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.hpu_narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedWeight
@@ -71,10 +72,12 @@ class HPUOps(NativeOps):
             [weight for weight in weights if isinstance(weight, Fp8Weight)]
             for weights in (gate, up, down)
         )
-        if not len(gates) == len(ups) == len(downs) == len(gate):
-            return None
         if options != SILU_EXPERTS or gate_up_bias is not None or down_bias is not None:
             return None
+        if not len(gates) == len(ups) == len(downs) == len(gate):
+            return prepare_narrow_experts(
+                *(gate, up, down, dtype, self._kernels, self._is_lazy, first_expert)
+            )
         card = (self._kernels, self._fp8_max, self._is_lazy)
         return HPUFp8Experts(gates, ups, downs, *card, first_expert)
 

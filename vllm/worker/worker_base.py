@@ -207,7 +207,7 @@ class WorkerBase(ABC):
                 f"mode MEASURE when the engine starts. `vllm calibrate` writes one, and measures"
             )
         self._adds_measurements = self._adds_measurements if adds is None else adds
-        return inc_measure.save(self.model, inc, self.tp, self._adds_measurements)
+        return inc_measure.save(self.model, inc, self.tp, self.stage, self._adds_measurements)
 
     # ---- KV blocks elsewhere ----------------------------------------------------------------
 

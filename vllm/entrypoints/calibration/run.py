@@ -99,7 +99,13 @@ class Calibration:
         self.folder = folder
         self.settings = settings
         self.say = say
-        self.world_size: int = engine.tensor_parallel_size
+        self.world_size: int = engine.tensor_parallel_size * engine.pipeline_parallel_size
+        if engine.pipeline_parallel_size > 1 and settings.other_ranks is not None:
+            raise ConfigError(
+                f"--pipeline-parallel-size is {engine.pipeline_parallel_size}: stages have other "
+                f"layers, so --unify-ranks and --expand-ranks need 1. Without stages, measure with "
+                f"tensor parallelism alone: any number of stages can use such files"
+            )
         self._inputs = {
             "model": engine.model,
             "dataset": settings.dataset,
@@ -237,11 +243,10 @@ class Calibration:
     # ---- engines --------------------------------------------------------------------------
 
     def _quantized(self) -> dict[str, Any]:
-        ranks = self.settings.other_ranks or self.world_size
         return {
             "quant_config": str(self.folder.quant_config),
             "kv_cache_dtype": "fp8_inc",
-            "tensor_parallel_size": ranks,
+            "tensor_parallel_size": self.settings.other_ranks or self.engine.tensor_parallel_size,
         }
 
     @contextmanager

@@ -149,6 +149,8 @@ def run(args: argparse.Namespace) -> None:
     if "quantize" in state["done"]:
         ranks = settings.other_ranks or engine.tensor_parallel_size
         more = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
+        stages = engine.pipeline_parallel_size
+        more += f" --pipeline-parallel-size {stages}" if stages > 1 else ""
         if getattr(args, "weights_load_device", None) is not None:
             more += f" --weights-load-device {args.weights_load_device}"
         sys.stdout.write(

@@ -63,7 +63,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
             with stored.path.open("rb") as file:
                 order = _order(model, name, stored)
                 is_matrix = len(stored.shape) > 1
-                source = _source(_Rows(file.fileno(), stored, order if is_matrix else None))
+                source = _source(_Rows(file.fileno(), name, stored, order if is_matrix else None))
                 if order is not None and not is_matrix:
                     source = source.mapped(partial(torch.index_select, dim=0, index=order))
                 if model.architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -100,6 +100,7 @@ class _Rows:
     """Rows of a tensor in a file; a tensor of one dimension is one row."""
 
     fd: int
+    name: str
     stored: StoredTensor
     order: Tensor | None
 
@@ -112,6 +113,15 @@ class _Rows:
             return self._read(0, 0)
         first, last = int(wanted.min()), int(wanted.max())
         return self._read(first, last + 1)[wanted - first]
+
+    def finite(self, numbers: Tensor) -> Tensor:
+        """What some rows mean, which is checked."""
+        if not bool(numbers.isfinite().all()):
+            raise WeightLoadError(
+                f"tensor {self.name} has the type {self.stored.type.name}, and scales that are NaN "
+                f"or infinity: the file is damaged"
+            )
+        return numbers
 
     def _read(self, start: int, end: int) -> Tensor:
         size = self.stored.row_bytes
@@ -135,7 +145,7 @@ def _source(rows: _Rows) -> Source:
     if needs_package(type_name):
 
         def numbers(start: int, end: int) -> Tensor:
-            return dequantize_by_package(type_name, rows.read(start, end))
+            return rows.finite(dequantize_by_package(type_name, rows.read(start, end)))
 
         return _in_parts(shape, torch.float32, numbers)
 
@@ -146,7 +156,7 @@ def _source(rows: _Rows) -> Source:
         size = torch.Size((*shape[:-1], width))
         return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
 
-    dense = part(Blocks.dequantize, torch.float32, shape[-1])
+    dense = part(lambda found: rows.finite(found.dequantize()), torch.float32, shape[-1])
     return BlockSource(dense.shape, dense.read, dense.copy_to, type_name=type_name, part=part)
 
 

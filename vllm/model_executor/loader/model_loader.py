@@ -50,6 +50,7 @@ def load_model(
     dense_format: Quantization | None = None,
     choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
     stage: Stage | None = None,
+    last_embeds: bool = False,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
@@ -80,11 +81,18 @@ def load_model(
     asked = (quantization_of(config.model), stored_format(files), dense_format)
     formats = [f for f in asked if f is not None]
     for quantization in formats:
-        quantization.start(tp)
+        quantization.start(tp, stage)
     dtype = getattr(torch, config.model.dtype_name)
-    model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats, files=files)
-    if stage is not None and stage.count > 1:
-        keep_stage(model, stage, last_embeds=config.speculative.method in SPECULATORS)
+    model = build_model(
+        arch,
+        tp,
+        dtype,
+        is_pooling=is_pooling,
+        formats=formats,
+        files=files,
+        stage=stage,
+        last_embeds=config.speculative.method in SPECULATORS,
+    )
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
     _read(model, config, files, formats, tp, device, on_host)
     return model
@@ -209,6 +217,8 @@ def build_model(
     is_pooling: bool = False,
     formats: Sequence[Quantization] = (),
     files: list[Path] | None = None,
+    stage: Stage | None = None,
+    last_embeds: bool = False,
 ) -> CausalLM | PoolingModel:
     """The model in eval mode with parameters on the meta device: shapes without memory.
 
@@ -220,6 +230,8 @@ def build_model(
         formats: asked for the method of each layer, in this order; a layer that none of them
             takes has dense weights.
         files: of the checkpoint, for formats that depend on which tensors there are.
+        stage: of the pipeline, which the model is a part of; None: it is whole.
+        last_embeds: see `keep_stage`.
 
     Raises:
         ConfigError: the architecture is not supported, or cannot be split over tp.
@@ -228,6 +240,8 @@ def build_model(
     _check_split(arch, tp)
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(arch, tp)
+        if stage is not None and stage.count > 1:
+            keep_stage(model, stage, last_embeds=last_embeds)
         _use_formats(model, formats, files or [])
     return model.eval()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.attention.cache_scales import is_one_number
-from vllm.distributed import RankLayout, Stage, TPGroup
+from vllm.distributed import RankLayout, Stage, TPGroup, place_in_engine
 from vllm.errors import WeightLoadError
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
@@ -51,8 +51,7 @@ def shard_of(files: list[Path], tp: TPGroup, stage: Stage) -> Path:
 
 
 def _file_name(tp: TPGroup, stage: Stage) -> str:
-    layout = RankLayout(tensor_size=tp.size, pipeline_size=stage.count)
-    return shard_name(layout.tensor_groups[stage.index][tp.rank])
+    return shard_name(place_in_engine(tp, stage)[0])
 
 
 def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:

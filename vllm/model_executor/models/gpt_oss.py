@@ -65,7 +65,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
             return
         second = source.read(())
         blocks, scales = (first, second) if suffix == "scales" else (second, first)
-        check_mxfp4(blocks, scales)
+        check_mxfp4(parent + weight, blocks, scales)
         for expert, parts in enumerate(zip(blocks, scales, strict=True)):
             for name, rows in _rows_of(weight):
                 part = mxfp4_source(*(each[rows] for each in parts))

@@ -58,8 +58,9 @@ class GroupedLinear(StoredLinear):
     def __init__(self, name: str, layout: GroupLayout) -> None:
         super().__init__(name)
         self.layout = layout
-        is_implied = layout.is_awq and layout.is_symmetric
-        self.optional_parameters = ("g_idx", "qzeros") if is_implied else ("g_idx",)
+        has_implied_zeros = layout.is_awq and layout.is_symmetric
+        optional = {"qzeros": has_implied_zeros, "g_idx": not layout.is_ordered}
+        self.optional_parameters = tuple(name for name, is_so in optional.items() if is_so)
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         layout, num_in, num_out = self.layout, layer.input_size, layer.output_size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import IncConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup, place_in_engine
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
@@ -52,6 +52,10 @@ from vllm.ops.stored_weight import Fp8Weight
 
 logger = init_logger(__name__)
 
+_CUT = 4
+"""By how much a scale may be too small for the largest weight: searches choose such scales."""
+_ZERO = 2.0**-10
+"""What is smaller becomes 0 in e4m3."""
 _SAME = 0.02
 """How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
 
@@ -85,7 +89,7 @@ class Inc(Quantization):
         self._used: dict[str, Node] = {}
         """Scales of this run, by the names of modules."""
 
-    def start(self, tp: TPGroup) -> None:
+    def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
         config = self.config
         self._limit = get_ops().fp8_max
         if config.device_for_scales is not None:
@@ -99,12 +103,15 @@ class Inc(Quantization):
             self._limit = limit
         if config.is_dynamic:
             return
-        place = config.dump_stats_path, tp.rank, tp.size
-        self._scale_path = file_path(*place, config.scale_method)
-        measured = find_file(*place)
-        scales = None if config.recalculates else find_file(*place, config.scale_method)
+        prefix = config.dump_stats_path
+        own = (prefix, *place_in_engine(tp, stage))
+        self._scale_path = file_path(*own, config.scale_method)
+        # Stages have parts of what was measured without them.
+        places = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
+        measured = next((path for place in places if (path := find_file(*place))), None)
+        scales = None if config.recalculates else find_file(*own, config.scale_method)
         if measured is None and scales is None:
-            raise missing_file(config.path, *place)
+            raise missing_file(config.path, *own)
         if measured is not None:
             self._measured = read_file(measured, "DynamicRange")
         if scales is not None:
@@ -230,7 +237,20 @@ class Inc(Quantization):
                 f"layer needs {wanted}: the file is of another model. Delete it, or set "
                 f"recalc_scales to true in {self.config.path}"
             )
-        return torch.tensor(numbers)
+        scales = torch.tensor(numbers)
+        per_output = self.method.is_per_output
+        largest = weight.float().abs().amax(1) if per_output else weight.float().abs().max()[None]
+        quotients = largest / scales
+        is_lost = (quotients > _CUT * self._limit) | ((quotients < _ZERO) & (largest > 0))
+        if bool(is_lost.any()):
+            at = int(is_lost.int().argmax())
+            raise ConfigError(
+                f"{self._scales.path}: Nodes.{name}.params.weight is {numbers[at]:.6g}, and the "
+                f"largest weight of the checkpoint there is {float(largest[at]):.6g}, which fp8 "
+                f"does not reach with this scale: the file is of another model. Delete it, or set "
+                f"recalc_scales to true in {self.config.path}"
+            )
+        return scales
 
     def _input_scale(self, name: str) -> float:
         source = self._scales or self._measured

@@ -26,6 +26,8 @@ FileMode = Literal["DynamicRange", "Scale"]
 _PREFIX = "model."
 """Programs that wrap a model in modules of their own have it once more."""
 
+_SMALLEST, _LARGEST = 2.0**-100, 2.0**100
+"""Of scales and of what they are made of, so that they and their reciprocals are in float32."""
 _IS_PART = "IsPart"
 """A key beside those of the library, which it does not read."""
 
@@ -126,7 +128,7 @@ def _read_node(path: Path, key: str, node: Mapping[str, Any], is_scale: bool) ->
         # Not used, and the library writes zeros and very small numbers there.
         is_used = part == "inputs"
         lists[part] = [
-            _numbers(path, f"{key}.{part}[{index}]", entry, is_scale and is_used)
+            _numbers(path, f"{key}.{part}[{index}]", entry, is_scale and is_used, is_used)
             for index, entry in enumerate(entries)
         ]
     params = node.get("params") or {}
@@ -141,7 +143,7 @@ def _read_node(path: Path, key: str, node: Mapping[str, Any], is_scale: bool) ->
     return Node(lists["inputs"], lists["outputs"], numbers)
 
 
-def _numbers(path: Path, key: str, value: Any, is_scale: bool) -> list[float]:
+def _numbers(path: Path, key: str, value: Any, is_scale: bool, is_used: bool = True) -> list[float]:
     flat: list[float] = []
     stack = [value]
     while stack:
@@ -149,13 +151,20 @@ def _numbers(path: Path, key: str, value: Any, is_scale: bool) -> list[float]:
         if isinstance(each, list):
             stack.extend(reversed(each))
         elif isinstance(each, (int, float)) and not isinstance(each, bool):
-            flat.append(float(each))
+            is_beyond = isinstance(each, int) and abs(each) > _LARGEST  # also of a Python float
+            flat.append(math.inf if is_beyond else float(each))
         else:
             raise ConfigError(f"{path}: {key} contains {each!r}, which is not a number")
     kind = "a scale must be above 0" if is_scale else "a measurement must be at least 0"
     worst = next((x for x in flat if not math.isfinite(x) or x < 0 or (is_scale and x == 0)), None)
     if not flat or worst is not None:
         raise ConfigError(f"{path}: {key} is {worst}: {kind}, and finite. Measure the model again")
+    odd = next((x for x in flat if x != 0 and not _SMALLEST <= x <= _LARGEST), None)
+    if is_used and odd is not None:
+        raise ConfigError(
+            f"{path}: {key} is {odd}: float32 has no scale for it; from 2^-100 to 2^100 are "
+            f"accepted. Measure the model again"
+        )
     return flat
 
 

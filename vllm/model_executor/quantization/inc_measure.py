@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.attention import Attention
 from vllm.attention.latent import LatentAttention
 from vllm.config import IncConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup, place_in_engine
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,
@@ -224,13 +224,14 @@ def _read(layer: nn.Module, part: str) -> list[float]:
     return [float(layer.get_buffer(_PREFIX + part))]
 
 
-def save(model: nn.Module, config: IncConfig, tp: TPGroup, adds: bool) -> str:
+def save(model: nn.Module, config: IncConfig, tp: TPGroup, stage: Stage | None, adds: bool) -> str:
     """Write the measurements of this rank.
 
     Args:
         model: that has measured.
         config: says where.
-        tp: the ranks that share the model.
+        tp: the ranks that share its layers.
+        stage: of the pipeline; None: there is one.
         adds: to the file that is there, which is of an earlier run with the same model.
 
     Returns:
@@ -239,16 +240,17 @@ def save(model: nn.Module, config: IncConfig, tp: TPGroup, adds: bool) -> str:
     Raises:
         ConfigError: it cannot be written, or the file that is there cannot be added to.
     """
-    path = file_path(config.dump_stats_path, tp.rank, tp.size)
+    rank, world_size = place_in_engine(tp, stage)
+    path = file_path(config.dump_stats_path, rank, world_size)
     nodes = collect(model, config)
     if adds and path.is_file():
         nodes = merged(nodes, read_file(path, "DynamicRange"))
-    is_split = tp.size > 1
+    is_split = world_size > 1
     write_file(
         path,
         nodes,
         "DynamicRange",
-        global_rank=tp.rank if is_split else None,
-        local_rank=tp.rank if is_split else None,
+        global_rank=rank if is_split else None,
+        local_rank=rank if is_split else None,
     )
     return str(path)

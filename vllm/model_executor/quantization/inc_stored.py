@@ -8,7 +8,7 @@ lists leave out stay as they are stored.
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
@@ -41,9 +41,9 @@ class IncOnStored(Quantization):
         self.stored.use_names(names)
         self.inc.use_names(names)
 
-    def start(self, tp: TPGroup) -> None:
-        self.stored.start(tp)
-        self.inc.start(tp)
+    def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
+        self.stored.start(tp, stage)
+        self.inc.start(tp, stage)
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         stored = self.stored.linear_method(name, layer)

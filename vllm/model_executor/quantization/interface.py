@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
@@ -35,8 +35,13 @@ class Quantization:
         """Called once, before any layer is asked for, with the names of the checkpoint."""
         self.names = names
 
-    def start(self, tp: TPGroup) -> None:
-        """Called once, before any layer is asked for, with the ranks that share the model."""
+    def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
+        """Called once, before any layer is asked for.
+
+        Args:
+            tp: the ranks that share the layers.
+            stage: of the pipeline; None: there is one.
+        """
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         """A method of its own for the linear layer of this module name; None: not in this format.

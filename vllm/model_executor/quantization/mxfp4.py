@@ -21,6 +21,8 @@ from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 
+_NAN = 255
+"""As a scale of E8M0."""
 _GROUP = 32
 """Inputs that share a scale."""
 
@@ -96,15 +98,22 @@ class Mxfp4Linear(StoredLinear):
         )
 
 
-def check_mxfp4(blocks: Tensor, scales: Tensor) -> None:
+def check_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
     """Check the shapes and dtypes of blocks [..., B, 16] with scales [..., B].
 
+    Args:
+        name: of the weight, for errors.
+        blocks, scales: of the checkpoint.
+
     Raises:
-        WeightLoadError: they do not fit each other.
+        WeightLoadError: they do not fit each other, or a scale is NaN.
     """
     is_bytes = blocks.dtype == scales.dtype == torch.uint8
     if not is_bytes or blocks.shape != (*scales.shape, 16):
         raise WeightLoadError(
-            f"MXFP4 blocks are {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} "
-            f"{list(scales.shape)}; they must be uint8, with 16 bytes of blocks for each scale"
+            f"{name}: MXFP4 blocks are {blocks.dtype} {list(blocks.shape)} and scales "
+            f"{scales.dtype} {list(scales.shape)}; they must be uint8, with 16 bytes of blocks "
+            f"for each scale"
         )
+    if bool((scales == _NAN).any()):
+        raise WeightLoadError(f"{name}_scales contains {_NAN}, which is NaN: the file is damaged")

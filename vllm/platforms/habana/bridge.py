@@ -152,6 +152,7 @@ class FusedKernels(Protocol):
         gate_up: "Sequence[Tensor]",
         down: "Sequence[Tensor]",
         first_expert: int = 0,
+        has_inputs_first: bool = False,
     ) -> "Tensor":
         """Sum of weight * (silu(gate x) * up x) down over the experts of each token; in lazy mode
         and in compiled code only.
@@ -163,6 +164,7 @@ class FusedKernels(Protocol):
             gate_up: of each expert [2 * I, hidden], gate then up.
             down: of each expert [hidden, I].
             first_expert: id of the first of these experts; others are left out.
+            has_inputs_first: gate_up is [hidden, 2 * I] and down [I, hidden].
         """
 
     @property

@@ -32,6 +32,7 @@ class FusedExperts:
         gate_up: Sequence[Tensor],
         down: Sequence[Tensor],
         first_expert: int = 0,
+        has_inputs_first: bool = False,
     ) -> Tensor:
         """See `FusedKernels.moe`."""
         operator: Any = getattr(torch.ops.hpu, _NAME)
@@ -41,7 +42,7 @@ class FusedExperts:
             router_weights=weights,
             w12=list(gate_up),
             w3=list(down),
-            **_options(first_expert, len(down)),
+            **_options(first_expert, len(down), has_inputs_first),
         )
         return out
 
@@ -78,9 +79,9 @@ def _overloads() -> list[str]:
     return [] if operator is None else list(operator.overloads())
 
 
-def _options(first_expert: int, num_experts: int) -> dict[str, Any]:
+def _options(first_expert: int, num_experts: int, has_inputs_first: bool = False) -> dict[str, Any]:
     return {
-        "permuted_weights": True,
+        "permuted_weights": not has_inputs_first,
         "activation": "silu",
         "experts_min": first_expert,
         "experts_max": first_expert + num_experts - 1,

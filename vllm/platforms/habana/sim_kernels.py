@@ -107,15 +107,17 @@ def _mixture_of_experts(
     experts_min: int,
     experts_max: int,
 ) -> Tensor:
-    if activation != "silu" or not permuted_weights:
-        raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
+    if activation != "silu":
+        raise NotImplementedError("the simulated kernel has silu only")
     x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
     weights = _weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3)
     )
     for weight, gate_up, down in zip(weights, w12, w3, strict=True):
-        gate, up = (x @ gate_up.float().T).chunk(2, dim=-1)
-        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float().T)
+        if permuted_weights:  # as nn.Linear has them
+            gate_up, down = gate_up.T, down.T
+        gate, up = (x @ gate_up.float()).chunk(2, dim=-1)
+        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float())
     return out.to(hidden_states.dtype)
 
 
