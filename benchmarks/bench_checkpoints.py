@@ -1,7 +1,7 @@
 """Speed of several checkpoints or engines side by side: tokens per second of decodes and prompts.
 
     python -m benchmarks.bench_checkpoints --engine int4=MODEL,quantization=int4 \\
-        --engine gptq=MODEL-GPTQ --engine fp8=MODEL-FP8 [--peer NAME='COMMAND'] [--rounds 6]
+        --engine gptq=MODEL-GPTQ --engine fp8=MODEL-FP8 [--peer NAME='COMMAND'] [--rounds 5]
 
 Every engine is a process, and all of them are in memory at a time. They take turns within a round,
 because a shared machine changes its speed from one second to the next; ratios are those to the
@@ -34,8 +34,10 @@ READY = "ready"
 RUNS: dict[str, dict[str, int]] = {
     "decode, batch 1": {"batch": 1, "input_len": 128, "output_len": 64},
     "decode, batch 16": {"batch": 16, "input_len": 32, "output_len": 32},
-    "prefill": {"batch": 1, "input_len": 1024, "output_len": 1},
+    "prefill": {"batch": 1, "input_len": 512, "output_len": 1},
 }
+WARM_UP_SCALE = 0.25
+"""Of the lengths of the first round, which does not count."""
 
 
 class Engine:
@@ -127,6 +129,16 @@ def _flag(name: str, value: str) -> list[str]:
     return [flag, value] if value else [flag]
 
 
+def scaled(run: dict[str, int], scale: float) -> dict[str, int]:
+    """The same batch with shorter or longer rows."""
+    lengths = {
+        name: size if size == 1 else max(2, round(size * scale))
+        for name, size in run.items()
+        if name != "batch"
+    }
+    return {**run, **lengths}
+
+
 def rate(run: dict[str, int], result: dict[str, float]) -> float:
     """Tokens per second."""
     if run["output_len"] == 1:
@@ -152,7 +164,7 @@ def main() -> None:
             type=lambda text, is_peer=is_peer: (is_peer, text),
             help=text,
         )
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocab-size", type=int, default=4096, help="prompts have ids below it")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, for a quick look")
     args = parser.parse_args()
@@ -173,12 +185,9 @@ def main() -> None:
 
 def measure(engines: list[Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
     rates: dict[tuple[str, str], list[float]] = {}
-    for number in range(args.rounds + 1):  # the first warms up
-        for title, run in RUNS.items():
-            run = {
-                name: max(1 if size == 1 else 2, int(size * (1 if name == "batch" else args.scale)))
-                for name, size in run.items()
-            }
+    for number in range(args.rounds + 1):
+        for title, whole in RUNS.items():
+            run = scaled(whole, args.scale * (1 if number else WARM_UP_SCALE))
             for engine in engines:
                 asked = {**run, "vocab_size": args.vocab_size, "seed": number}
                 value = rate(run, engine.run(asked))

@@ -18,26 +18,33 @@ struct Pairs {
 #ifdef __AVX512BW__
 // As widen_fp8, to bf16; the bytes are numbers. A byte is a sign, four bits of exponent and three of
 // mantissa. 127 - 7 is even, so the last bit of the exponent stays what it is, and the upper byte of a
-// bf16 follows from the upper three. Numbers below the smallest normal one are in tables of their own.
+// bf16 follows from the sign and the upper three. Numbers below the smallest normal one are in tables
+// of their own; most vectors have none.
 VLLM_INLINE Pairs widen_e4m3(Bits of) {
   const auto table = [](uint64_t low, uint64_t high) {
     return _mm512_broadcast_i32x4(_mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low)));
   };
   const auto set = [](uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); };
   const __m512i bytes = reinterpret_cast<__m512i>(of);
-  const __m512i last = _mm512_and_si512(bytes, set(0x0f0f0f0fu));
-  const __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), set(0x07070707u));
+  const __m512i odd = set(0xff00ff00u), shifted = _mm512_srli_epi16(bytes, 4);
+  __m512i upper = _mm512_shuffle_epi8(table(0x434241403f3e3d3cu, 0xc3c2c1c0bfbebdbcu),
+                                      _mm512_and_si512(shifted, set(0x0f0f0f0fu)));
+  // By each bit of `odd`: the first operand, else the second.
+  const auto join = [odd](__m512i first, __m512i second) {
+    return reinterpret_cast<Bits>(_mm512_ternarylogic_epi32(odd, first, second, 0xca));
+  };
   const auto is_tiny = _mm512_testn_epi8_mask(bytes, set(0x78787878u));
-  __m512i upper = _mm512_shuffle_epi8(table(0x434241403f3e3d3cu, 0), exponent);
+  if (__builtin_expect(is_tiny == 0, 1)) {
+    const __m512i lower = set(0x00f000f0u);
+    return {join(_mm512_slli_epi16(upper, 8), _mm512_and_si512(_mm512_slli_epi16(bytes, 4), lower)),
+            join(upper, _mm512_and_si512(shifted, lower))};
+  }
+  const __m512i last = _mm512_and_si512(bytes, set(0x0f0f0f0fu));
   upper = _mm512_mask_shuffle_epi8(upper, is_tiny, table(0x3c3c3c3c3b3b3b00u, 0), last);
   upper = _mm512_ternarylogic_epi32(upper, bytes, set(0x80808080u), 0xf8);  // a | b & c
   __m512i lower = _mm512_slli_epi16(last, 4);
   lower = _mm512_mask_shuffle_epi8(lower, is_tiny, table(0x60402000c0800000u, 0), last);
-  const __m512i odd = set(0xff00ff00u);
-  // By each bit of `odd`: the first operand, else the second.
-  const __m512i first = _mm512_ternarylogic_epi32(odd, _mm512_slli_epi16(upper, 8), lower, 0xca);
-  const __m512i second = _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi16(lower, 8), 0xca);
-  return {reinterpret_cast<Bits>(first), reinterpret_cast<Bits>(second)};
+  return {join(_mm512_slli_epi16(upper, 8), lower), join(upper, _mm512_srli_epi16(lower, 8))};
 }
 #endif
 
