@@ -1,0 +1,82 @@
+"""Two ranks are started and ended many times, in order and by failures, and nothing is left."""
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from tests.e2e.ranks import ENGINE
+from tests.tiny_models import make_tiny_model
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.executor.multiproc import MultiprocExecutor
+from vllm.executor.rank_group import RankError
+
+
+class Held(NamedTuple):
+    """What a process may leave behind."""
+
+    children: frozenset[int]
+    files: frozenset[str]
+    """Of shared memory that has a name."""
+    num_descriptors: int
+    """Files, sockets, pipes, and shared memory without a name."""
+    num_ports: int
+    """That this process listens on."""
+    num_threads: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        process = psutil.Process()
+        connections = process.net_connections()
+        return cls(
+            frozenset(child.pid for child in process.children(recursive=True)),
+            frozenset(os.listdir("/dev/shm")),
+            process.num_fds(),
+            sum(each.status == psutil.CONN_LISTEN for each in connections),
+            process.num_threads(),
+        )
+
+
+def start_and_stop(config: VllmConfig) -> None:
+    executor = MultiprocExecutor(config)
+    assert executor.start() == ENGINE["num_gpu_blocks_override"]
+    executor.shutdown()
+
+
+def start_and_lose_a_rank(config: VllmConfig) -> None:
+    executor = MultiprocExecutor(config)
+    executor.start()
+    assert executor._ranks is not None
+    (pid,) = executor._ranks.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="was ended by signal 9"):
+        executor.collective_rpc("sleeping_tags")
+    executor.shutdown()
+
+
+def fail_to_start(config: VllmConfig) -> None:
+    failing = "tests.executor.failing_workers.RaisesInLoad"
+    executor = MultiprocExecutor(
+        replace(config, parallel=replace(config.parallel, worker_cls=failing))
+    )
+    with pytest.raises(ConfigError, match="no memory for the weights of this rank"):
+        executor.start()
+
+
+ROUNDS: list[Any] = [start_and_stop, start_and_lose_a_rank, fail_to_start]
+
+
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_nothing_is_left_of_many_starts(num_rounds, tmp_path):
+    folder = str(make_tiny_model("llama", tmp_path))
+    config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
+    start_and_stop(config)  # what a process loads once
+    held = Held.now()
+    for number in range(num_rounds - 1):
+        ROUNDS[(number + 1) % len(ROUNDS)](config)
+        assert Held.now() == held, f"after round {number + 2}"
