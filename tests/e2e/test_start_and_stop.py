@@ -1,5 +1,6 @@
 """Two ranks are started and ended many times, in order and by failures, and nothing is left."""
 
+import gc
 import os
 import signal
 from dataclasses import replace
@@ -31,6 +32,7 @@ class Held(NamedTuple):
 
     @classmethod
     def now(cls) -> "Held":
+        gc.collect()  # memory that the traceback of an error holds
         process = psutil.Process()
         connections = process.net_connections()
         return cls(
