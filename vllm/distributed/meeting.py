@@ -27,7 +27,7 @@ ARENA_HEADER_BYTES = 4096
 ARENA_BUFFER_BYTES = 2**20
 """What a rank can exchange at a time."""
 
-_LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= (2, 8)
+_LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
 """Before, only the older server of torch.distributed can listen with a socket that is there."""
 
 
