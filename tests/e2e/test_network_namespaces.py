@@ -16,7 +16,7 @@ from tests.e2e.test_far_replicas import FLAGS, complete, machine
 from vllm import LLM
 from vllm.errors import EngineDeadError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 
 def test_a_replica_whose_link_is_cut_loses_its_requests_and_returns(tmp_path):
@@ -85,7 +85,6 @@ def start_rank(rank: int, place: Machine, host: Machine, port: int) -> "subproce
         )
 
 
-@pytest.mark.exhaustive
 def test_ranks_of_two_machines_give_the_tokens_of_one_and_end_when_a_link_is_cut():
     want = [output.outputs[0].token_ids for output in ranks.generate(LLM(**ranks.ENGINE))]
     port = free_port()

@@ -164,7 +164,9 @@ def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(clu
             (node,) = cluster.worker_nodes
             cluster.remove_node(node, allow_graceful=False)
 
-        answers = asyncio.run(answers_around(server, [LONG] * 8, lose_a_node))
+        answers = asyncio.run(
+            answers_around(server, [{**LONG, "max_tokens": 200}] * 8, lose_a_node)
+        )
         lost = [text for status, text in answers if status == 500]
         assert len(lost) == 4 and all("(an actor of Ray) has ended" in text for text in lost)
         assert server.request("POST", "/v1/completions", SHORT)[0] == 200  # the other replica

@@ -53,6 +53,7 @@ def text_of(body: bytes) -> bytes:
     return body.split(b'"text":')[1].split(b'"logprobs"')[0]
 
 
+@pytest.mark.exhaustive
 def test_the_other_replica_of_several_ranks_serves_on():
     flags = ("-tp", "2", "-dp", "2", "--restart-engine", "1")
     with start_server(*flags, variables={"VLLM_SERVER_DEV_MODE": "1"}) as server:

@@ -73,7 +73,7 @@ def fail_to_start(config: VllmConfig) -> None:
 ROUNDS: list[Any] = [start_and_stop, start_and_lose_a_rank, fail_to_start]
 
 
-@pytest.mark.parametrize("num_rounds", [4, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_nothing_is_left_of_many_starts(num_rounds, tmp_path):
     folder = str(make_tiny_model("llama", tmp_path))
     config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
