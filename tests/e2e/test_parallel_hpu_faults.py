@@ -140,11 +140,10 @@ def test_the_other_one_of_two_replicas_on_cards_serves_on_when_one_is_killed():
         cores = [p for p in server.children() if "vllm.engine.process.core_process" in p.cmdline()]
         answers = asyncio.run(answers_around(server, [body] * 16, cores[0].kill))
         lost = [text for status, text in answers if status == 500]
-        assert len(lost) == 8 and all("signal 9" in text for text in lost)
+        assert 0 < len(lost) <= 8 and all("signal 9" in text for text in lost)
         status, _, text = server.request("POST", "/v1/completions", body)
         assert status == 200
         wanted = json.loads(text)["choices"][0]["text"]
-        texts = [
-            json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200
-        ]
-        assert texts == [wanted] * 8
+        bodies = [text.partition("\r\n\r\n")[2] for status, text in answers if status == 200]
+        texts = [json.loads(body)["choices"][0]["text"] for body in bodies]
+        assert texts == [wanted] * (16 - len(lost))
