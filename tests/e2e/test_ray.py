@@ -155,8 +155,10 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
 
 @pytest.mark.exhaustive
 def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(cluster):
-    """Each of two replicas takes a whole node."""
-    ranks = ("-tp", "2", "-dp", "2", "--distributed-executor-backend", "ray")
+    """Each node has room for one of the two replicas."""
+    taken = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    assert taken.wait(60)
+    ranks = ("-dp", "2", "--distributed-executor-backend", "ray")
     variables = {"RAY_ADDRESS": cluster.address, "VLLM_SERVER_DEV_MODE": "1"}
     with start_server(*ranks, "--restart-engine", "1", variables=variables) as server:
 
@@ -173,6 +175,7 @@ def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(clu
         cluster.add_node(**NODE)
         wait_until(lambda: server.replica_states() == ["ready", "ready"])
         assert server.request("POST", "/v1/completions", SHORT)[0] == 200
+    ray.util.remove_placement_group(taken)
 
 
 def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, want):

@@ -12,10 +12,11 @@ import pytest
 from tests.e2e.ranks import ENGINE
 from tests.tiny_models import make_tiny_model
 from vllm.config import VllmConfig
+from vllm.distributed import Meeting
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.executor.multiproc import MultiprocExecutor
-from vllm.executor.rank_group import RankError
+from vllm.executor.rank_group import RankError, RankGroup
 
 
 class Held(NamedTuple):
@@ -70,15 +71,28 @@ def fail_to_start(config: VllmConfig) -> None:
         executor.start()
 
 
-ROUNDS: list[Any] = [start_and_stop, start_and_lose_a_rank, fail_to_start]
+def give_up_the_start(config: VllmConfig) -> None:
+    """Before the rank has loaded torch, so it takes no time."""
+    meeting = Meeting.create(config.parallel)
+    ranks = RankGroup(config, meeting, meeting.abort)
+    ranks.end(RankError("the start was given up"))
+    ranks.close()
+    meeting.close()
 
 
-@pytest.mark.parametrize("num_rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_nothing_is_left_of_many_starts(num_rounds, tmp_path):
+WHOLE: list[Any] = [start_and_lose_a_rank, fail_to_start, start_and_stop]
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "whole_every"), [(3, 2), pytest.param(200, 20, marks=pytest.mark.exhaustive)]
+)
+def test_nothing_is_left_of_many_starts(num_rounds, whole_every, tmp_path):
     folder = str(make_tiny_model("llama", tmp_path))
     config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
     start_and_stop(config)  # what a process loads once
     held = Held.now()
-    for number in range(num_rounds - 1):
-        ROUNDS[(number + 1) % len(ROUNDS)](config)
-        assert Held.now() == held, f"after round {number + 2}"
+    for number in range(num_rounds):
+        whole, rest = divmod(number, whole_every)
+        run = give_up_the_start if rest else WHOLE[whole % len(WHOLE)]
+        run(config)
+        assert Held.now() == held, f"after round {number}, {run.__name__}"
