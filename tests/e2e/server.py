@@ -136,6 +136,10 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"not idle after {timeout_s} s: {values}")
 
+    def replica_states(self) -> list[str]:
+        """Of each replica; needs VLLM_SERVER_DEV_MODE=1."""
+        return [replica["state"] for replica in self.get_json("/replicas")["replicas"]]
+
     def children(self) -> list[psutil.Process]:
         """Its processes besides the API process; remembered for `assert_nothing_is_left`."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -168,6 +172,14 @@ class Server:
         assert not list(self._scratch.glob("vllm-*")), "the folder of the sockets is left behind"
         _, alive = psutil.wait_procs(self._seen.values(), timeout=60)
         assert not alive, f"left behind: {alive}\n{self.log_text()}"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Until it is true."""
+    end = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def free_port() -> int:

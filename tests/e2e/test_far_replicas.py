@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
 
-from tests.e2e.server import START_TIMEOUT_S, free_port, start_server
+from tests.e2e.server import START_TIMEOUT_S, free_port, start_server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -37,20 +36,9 @@ def machine(port: int, *flags: str, log):
             assert not alive
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def complete(server, **more):
     body = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
     return server.request("POST", "/v1/completions", body)
-
-
-def states(server) -> list[str]:
-    return [replica["state"] for replica in server.get_json("/replicas")["replicas"]]
 
 
 def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(tmp_path):
@@ -86,15 +74,15 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
             assert core.cpu_times().user > 0
             # The core of the machine ends: it is started again there.
             os.kill(core.pid, signal.SIGKILL)
-            wait_until(lambda: states(server)[1] != "ready")
+            wait_until(lambda: server.replica_states()[1] != "ready")
             assert complete(server)[0] == 200
-            wait_until(lambda: states(server) == ["ready", "ready"])
+            wait_until(lambda: server.replica_states() == ["ready", "ready"])
             # The machine ends: the others serve on.
             far.kill()
-        wait_until(lambda: states(server)[1] != "ready")
+        wait_until(lambda: server.replica_states()[1] != "ready")
         assert complete(server)[0] == 200
         with machine(port, log=log):
-            wait_until(lambda: states(server) == ["ready", "ready"])
+            wait_until(lambda: server.replica_states() == ["ready", "ready"])
             assert complete(server)[0] == 200
         assert "Traceback" not in server.log_text() and "Traceback" not in log.read_text()
 

@@ -1,5 +1,7 @@
 """Two simulated cards, each a process, under a random load, and when one of them fails in it."""
 
+import asyncio
+import json
 import os
 import random
 import signal
@@ -18,7 +20,9 @@ from tests.e2e.ranks import (
     random_load,
     ranks_of,
 )
-from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.e2e.server import start_server
+from tests.e2e.test_server_faults import answers_around
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, envs
 from vllm.errors import ConfigError, EngineDeadError
@@ -120,3 +124,26 @@ def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
         message = f"^{rank}no memory for a launch for which other cards of the engine have memory"
         with pytest.raises(ConfigError, match=message):
             start()
+
+
+@pytest.mark.e2e
+@pytest.mark.exhaustive
+@needs_simulated_device
+def test_the_other_one_of_two_replicas_on_cards_serves_on_when_one_is_killed():
+    flags = ["--device", "hpu", "-dp", "2"]
+    for name, value in (SMALL_ENGINE | {"num_gpu_blocks_override": 12}).items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    variables = {"VLLM_HPU_SIM": "gaudi2", "VLLM_HPU_SIM_STRICT": "1", "PT_HPU_LAZY_MODE": "1"}
+    variables |= {name: str(value) for name, value in FEW_BUCKETS.items()}
+    body = {"prompt": "import", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    with start_server(*flags, variables=variables) as server:
+        cores = [p for p in server.children() if "vllm.engine.process.core_process" in p.cmdline()]
+        answers = asyncio.run(answers_around(server, [body] * 16, cores[0].kill))
+        lost = [text for status, text in answers if status == 500]
+        assert 0 < len(lost) <= 8 and all("signal 9" in text for text in lost)
+        status, _, text = server.request("POST", "/v1/completions", body)
+        assert status == 200
+        wanted = json.loads(text)["choices"][0]["text"]
+        bodies = [text.partition("\r\n\r\n")[2] for status, text in answers if status == 200]
+        texts = [json.loads(body)["choices"][0]["text"] for body in bodies]
+        assert texts == [wanted] * (16 - len(lost))

@@ -3,6 +3,7 @@
 Both nodes are on this machine. Each has two CPUs and two simulated cards.
 """
 
+import asyncio
 import os
 import select
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.ranks import ENGINE, PARAMS, PROMPTS, assert_same, generate
+from tests.e2e.server import start_server, wait_until
+from tests.e2e.test_server_faults import LONG, SHORT, answers_around
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
@@ -148,6 +151,31 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
     with pytest.raises(RankError, match=r"rank 0 \(an actor of Ray\) has ended"):
         core.executor.check_health()
     core.shutdown()
+
+
+@pytest.mark.exhaustive
+def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(cluster):
+    """Each node has room for one of the two replicas."""
+    taken = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    assert taken.wait(60)
+    ranks = ("-dp", "2", "--distributed-executor-backend", "ray")
+    variables = {"RAY_ADDRESS": cluster.address, "VLLM_SERVER_DEV_MODE": "1"}
+    with start_server(*ranks, "--restart-engine", "1", variables=variables) as server:
+
+        def lose_a_node() -> None:
+            (node,) = cluster.worker_nodes
+            cluster.remove_node(node, allow_graceful=False)
+
+        answers = asyncio.run(
+            answers_around(server, [{**LONG, "max_tokens": 200}] * 8, lose_a_node)
+        )
+        lost = [text for status, text in answers if status == 500]
+        assert len(lost) == 4 and all("(an actor of Ray) has ended" in text for text in lost)
+        assert server.request("POST", "/v1/completions", SHORT)[0] == 200  # the other replica
+        cluster.add_node(**NODE)
+        wait_until(lambda: server.replica_states() == ["ready", "ready"])
+        assert server.request("POST", "/v1/completions", SHORT)[0] == 200
+    ray.util.remove_placement_group(taken)
 
 
 def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, want):

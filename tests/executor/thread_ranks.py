@@ -22,6 +22,8 @@ class ThreadRanks(Executor):
         weakref.finalize(self, self._meeting.close)  # also if the start fails
         self._config = config
         self.workers: list[Any] = []
+        self._threads: list[ThreadPoolExecutor] = []
+        self._meetings: list[Meeting] = []
         self.most_in_flight = self._num_in_flight = 0
 
     def start_workers(self) -> None:

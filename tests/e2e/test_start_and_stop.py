@@ -1,0 +1,98 @@
+"""Two ranks are started and ended many times, in order and by failures, and nothing is left."""
+
+import gc
+import os
+import signal
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from tests.e2e.ranks import ENGINE
+from tests.tiny_models import make_tiny_model
+from vllm.config import VllmConfig
+from vllm.distributed import Meeting
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.executor.multiproc import MultiprocExecutor
+from vllm.executor.rank_group import RankError, RankGroup
+
+
+class Held(NamedTuple):
+    """What a process may leave behind."""
+
+    children: frozenset[int]
+    files: frozenset[str]
+    """Of shared memory that has a name."""
+    num_descriptors: int
+    """Files, sockets, pipes, and shared memory without a name."""
+    num_ports: int
+    """That this process listens on."""
+    num_threads: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        gc.collect()  # memory that the traceback of an error holds
+        process = psutil.Process()
+        connections = process.net_connections()
+        return cls(
+            frozenset(child.pid for child in process.children(recursive=True)),
+            frozenset(os.listdir("/dev/shm")),
+            process.num_fds(),
+            sum(each.status == psutil.CONN_LISTEN for each in connections),
+            process.num_threads(),
+        )
+
+
+def start_and_stop(config: VllmConfig) -> None:
+    executor = MultiprocExecutor(config)
+    assert executor.start() == ENGINE["num_gpu_blocks_override"]
+    executor.shutdown()
+
+
+def start_and_lose_a_rank(config: VllmConfig) -> None:
+    executor = MultiprocExecutor(config)
+    executor.start()
+    assert executor._ranks is not None
+    (pid,) = executor._ranks.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="was ended by signal 9"):
+        executor.collective_rpc("sleeping_tags")
+    executor.shutdown()
+
+
+def fail_to_start(config: VllmConfig) -> None:
+    failing = "tests.executor.failing_workers.RaisesInLoad"
+    executor = MultiprocExecutor(
+        replace(config, parallel=replace(config.parallel, worker_cls=failing))
+    )
+    with pytest.raises(ConfigError, match="no memory for the weights of this rank"):
+        executor.start()
+
+
+def give_up_the_start(config: VllmConfig) -> None:
+    """Before the rank has loaded torch, so it takes no time."""
+    meeting = Meeting.create(config.parallel)
+    ranks = RankGroup(config, meeting, meeting.abort)
+    ranks.end(RankError("the start was given up"))
+    ranks.close()
+    meeting.close()
+
+
+WHOLE: list[Any] = [start_and_lose_a_rank, fail_to_start, start_and_stop]
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "whole_every"), [(3, 2), pytest.param(200, 20, marks=pytest.mark.exhaustive)]
+)
+def test_nothing_is_left_of_many_starts(num_rounds, whole_every, tmp_path):
+    folder = str(make_tiny_model("llama", tmp_path))
+    config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
+    start_and_stop(config)  # what a process loads once
+    held = Held.now()
+    for number in range(num_rounds):
+        whole, rest = divmod(number, whole_every)
+        run = give_up_the_start if rest else WHOLE[whole % len(WHOLE)]
+        run(config)
+        assert Held.now() == held, f"after round {number}, {run.__name__}"
