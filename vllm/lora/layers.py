@@ -185,7 +185,7 @@ class AdapterLayers:
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
                 continue
-            if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
+            if ".experts." in f".{path}." or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
             place = self._add(path, layer)
             layer.method = WithAdapters(layer.method, place, launch)
