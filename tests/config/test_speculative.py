@@ -16,7 +16,7 @@ def test_defaults_and_the_names_of_the_fork():
     assert SpeculativeConfig().drafts is None
     ngram = drafts_of(method="ngram")
     assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (
-        10,
+        16,
         2,
         8,
     )

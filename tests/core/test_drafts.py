@@ -117,6 +117,34 @@ class WrongSource(RightSource):
         return [[token + 1 for token in guess] for guess in super().propose(requests)]
 
 
+class NoSource(RightSource):
+    """Knows nothing."""
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        super().propose(requests)
+        return [[] for _ in requests]
+
+
+def test_steps_run_ahead_where_no_drafts_are_looked_for():
+    source = NoSource(3)
+    scheduler = make_scheduler(draft_source=source)
+    schedule, ahead = scheduler.schedule, []
+
+    def scheduled():
+        is_ahead = bool(scheduler._in_flight)
+        step = schedule()
+        if len(step.rows):
+            ahead.append(is_ahead)
+        return step
+
+    scheduler.schedule = scheduled
+    loop = Loop(scheduler, depth=1)
+    loop.add(make_request("a", 4, max_tokens=60))
+    loop.run()
+    assert len(ahead) == 60 and not any(ahead[1:8]), "drafts may follow each of the first steps"
+    assert len(source.asked) < 16 and sum(ahead[9:]) > 40, "one of 8 steps asks, and waits"
+
+
 def test_right_drafts_save_steps_and_the_last_token_is_no_draft():
     loop = Loop(make_scheduler(draft_source=RightSource(3)))
     loop.add(make_request("a", 8, max_tokens=10))

@@ -65,7 +65,7 @@ def test_a_long_prompt_is_indexed_in_parts():
     request = request_of([*text, 7, 8, 9])
     source = NgramDrafts(DraftOptions(method="ngram"))
     found = [source.propose([request])[0] for _ in range(3)]
-    assert found == [[], [], list(range(10, 20))]
+    assert found == [[], [], list(range(10, 26))]
 
 
 def test_suffix_drafts_also_follow_outputs_of_earlier_requests_in_bounded_memory():
@@ -129,6 +129,16 @@ def test_drafts_stop_where_a_token_costs_what_it_saves():
     assert dear.limits([request], 1) == [0]
     assert DraftControl(5, max_requests=3).limits([request], 4) == [0]
     assert StepCost().share_of_a_token(1) < 0.5, "nothing is known"
+
+
+def test_interrupted_steps_do_not_count_for_what_they_took():
+    """Also among the first ones, before anything is known."""
+    cost = StepCost()
+    for seconds in (0.9, 0.01, 0.01):
+        cost.record(2, seconds)
+    assert 0.01 <= cost.seconds(2) < 0.02
+    cost.record(2, 0.9)
+    assert 0.01 <= cost.seconds(2) < 0.02
 
 
 def steps_with_drafts(control: DraftControl, request: Request, steps: int, seconds: float) -> int:

@@ -107,6 +107,16 @@ def test_weights_may_be_a_pickle_of_tensors(llm, adapters, tmp_path):
     assert seen(got)[1] == pytest.approx(seen(want)[1], abs=1e-5)
 
 
+class _RunsCode:
+    """In a pickle: makes a folder where it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 def broken(folder: Path, kind: str) -> Path:
     make(folder, 5, 4, ("q_proj",))
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -140,6 +150,33 @@ def broken(folder: Path, kind: str) -> Path:
         weights.unlink()
         huge = torch.zeros(1).expand(2**40, 4)
         torch.save(pair | {name: huge}, weights.with_suffix(".bin"))
+    elif kind == "code":
+        weights.unlink()
+        torch.save({name: _RunsCode(folder / "ran")}, weights.with_suffix(".bin"))
+    elif kind == "numbers":
+        weights.unlink()
+        torch.save({1: pair[name]}, weights.with_suffix(".bin"))
+    elif kind == "sparse":
+        weights.unlink()
+        torch.save(pair | {name: pair[name].to_sparse()}, weights.with_suffix(".bin"))
+    elif kind == "many":
+        entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        header = json.dumps({f"t{number}": entry for number in range(90_000)}).encode()
+        weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    elif kind == "integers":
+        save_file(pair | {name: pair[name].to(torch.int8)}, weights)
+    elif kind == "lines":
+        save_file({name.replace("q_proj", "q\nproj"): pair[name]}, weights)
+    elif kind == "twice":
+        save_file(pair | {name.removeprefix("base_model.model."): pair[name].clone()}, weights)
+    elif kind == "link":
+        weights.unlink()
+        weights.symlink_to("/etc/passwd")
+    elif kind == "long config":
+        config.write_text(" " * (2 << 20) + config.read_text())
+    elif kind == "many patterns":
+        patterns = {f"n{number}.*q": 4 for number in range(3000)}
+        config.write_text(json.dumps(given | {"rank_pattern": patterns}))
     elif kind == "norm":
         norm = "base_model.model.model.norm.lora_A.weight"
         save_file({norm: pair[name], norm.replace("lora_A", "lora_B"): pair[other]}, weights)
@@ -166,7 +203,7 @@ def broken(folder: Path, kind: str) -> Path:
         ('alpha_pattern={"a.*b.*c.*d": 4}', "is too complex"),
         ("r=64", "the rank r is 64, and max_lora_rank is 16"),
         ('r="8"', "r must be a whole number above 0, got '8'"),
-        ("lora_alpha=null", "lora_alpha must be a number, got None"),
+        ("lora_alpha=null", "lora_alpha must be a number between -1e6 and 1e6, got None"),
         ("use_dora=true", "use_dora is True; DoRA"),
         ('bias="all"', "bias is 'all'"),
         ('peft_type="IA3"', "peft_type is 'IA3'"),
@@ -175,6 +212,13 @@ def broken(folder: Path, kind: str) -> Path:
             "only weights, and gate_up_proj and down_proj of experts",
         ),
         ('rank_pattern={"(": 4}', "no regular expression"),
+        ('rank_pattern=["q_proj"]', "rank_pattern and alpha_pattern must be objects"),
+        ("many patterns", "have 3000 entries, and 2048 are accepted"),
+        ("long config", r"adapter_config.json has more than 1048576 bytes$"),
+        ("r=" + "9" * 300, r"the rank r is 9{80}\.\.\., and max_lora_rank is 16"),
+        ("lora_alpha=1e300", "a number between -1e6 and 1e6, got 1e\\+300"),
+        ("lora_alpha=NaN", "a number between -1e6 and 1e6, got nan"),
+        (f"modules_to_save={json.dumps(['lm_head'] * 9999)}", r"is \['lm_head', .{60,70}\.\.\.;"),
     ],
 )
 def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
@@ -187,12 +231,20 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
     ("kind", "message"),
     [
         ("cut", "is damaged"),
-        ("long header", "is damaged"),
+        ("long header", "its header has 10000000000 bytes"),
         ("wide", "has the shape [4, 999], and [4, 256] is expected"),
         ("NaN", "has values that are NaN, infinite"),
         ("half", "has no .lora_B.weight"),
         ("pickle", "contains objects other than tensors, which are not loaded for security"),
         ("huge pickle", "has the shape [1099511627776, 4], and [4, 256] is expected"),
+        ("code", "contains objects other than tensors, which are not loaded for security"),
+        ("numbers", "is not a dict of names and dense tensors"),
+        ("sparse", "is not a dict of names and dense tensors"),
+        ("many", "are more than enough for this model"),
+        ("integers", "has the dtype torch.int8; accepted are torch.float32"),
+        ("lines", r"q\nproj.lora_A.weight' is the name of no tensor of an adapter"),
+        ("twice", "are the same tensor of model.layers.0.self_attn.q_proj"),
+        ("link", "is damaged"),
         ("norm", "does not belong to a layer that adapters can change here"),
         ("tokens", "an adapter with changed tokens is not supported"),
     ],
@@ -203,6 +255,14 @@ def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, 
     outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
+    assert "\n" not in outputs[1].outputs[0].stop_reason and not (tmp_path / "adapter/ran").exists()
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "x\0y", "/etc/passwd", "../../../etc", "http://x/y"])
+def test_a_path_that_is_no_folder_of_an_adapter_is_refused(llm, path):
+    with pytest.raises(RequestError, match="that peft's save_pretrained has written") as error:
+        llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=LoRARequest("p", 9, path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_beams_of_several_adapters_are_searched_together(llm, adapters, tmp_path):
@@ -273,7 +333,7 @@ def test_an_adapter_of_another_model_is_warned_of(llm, tmp_path, caplog):
     base = {"base_model_name_or_path": "org/some-other-model"}
     folder = make(tmp_path / "foreign", 3, 4, ("q_proj",), **base)
     assert llm.llm_engine.add_lora(LoRARequest("foreign", 20, str(folder)))
-    assert "was trained on org/some-other-model, and this model is" in caplog.text
+    assert "was trained on 'org/some-other-model', and this model is" in caplog.text
 
 
 def test_without_lora_an_adapter_is_refused(adapters):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gguf_files import Type, write_gguf
 from tests.lora_files import ALL, base_model, greedy, merge, write_adapter
 from tests.quantized_checkpoints import write
 from tests.tiny_models import make_tiny_model
@@ -120,12 +121,16 @@ def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
 
 @pytest.mark.parametrize(
     ("name", "tolerance"),
-    [("gptq-8-order", 1e-3), ("gptq-4", 0.1), ("awq", 0.1), ("fp8-block", 1e-3)],
+    [("gptq-8-order", 1e-3), ("gptq-4", 0.1), ("awq", 0.1), ("fp8-block", 1e-3), ("gguf", 1e-3)],
 )
 def test_adapters_over_quantized_weights(name, tolerance, tmp_path):
     """The log-probabilities of the same adapter over the dequantized weights. On the CPU int4
     rounds the inputs of the model's own products to int8, which 0.1 allows for."""
-    folder, dense = write(name, tmp_path)
+    if name == "gguf":
+        folder = write_gguf(BUNDLED_MODEL, tmp_path, lambda _: Type.Q8_0)
+        dense = tmp_path / "dense"
+    else:
+        folder, dense = write(name, tmp_path)
     adapter = request_of(write_adapter(tmp_path / "adapter", dense, 1, 8, ALL, size=0.1), 1)
     found = []
     for model in (folder, dense):

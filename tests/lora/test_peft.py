@@ -33,9 +33,13 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": _LATENT}
         for family in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
     },
-    **{family: {"target_modules": ["in_proj"]} for family in ("mamba", "mamba2")},
+    # peft refuses the others.
+    "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
+    "mamba2": {"target_modules": ["in_proj"]},
 }
 """Where not every linear layer of a family can have one."""
+ONLY_MERGED = ("mamba",)
+"""transformers takes the weight out of dt_proj, past the adapter that peft has put beside it."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
 OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")
 
@@ -63,7 +67,8 @@ def save(
     beside = greedy(adapted, PROMPT, NUM_TOKENS)
     if targets:  # merging would change what is tied to it, too
         return [beside]
-    return [beside, greedy(adapted.merge_and_unload(), PROMPT, NUM_TOKENS)]
+    merged = greedy(adapted.merge_and_unload(), PROMPT, NUM_TOKENS)
+    return [merged] if family in ONLY_MERGED else [beside, merged]
 
 
 @pytest.mark.parametrize(

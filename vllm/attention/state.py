@@ -5,7 +5,9 @@ layer's.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -72,6 +74,20 @@ class StateLayer(CachedLayer, ReadsContext):
             for shape, dtype in self.state_shapes()
         )
         return KVCacheSpec(CacheKind.STATE, tensors)
+
+    @contextmanager
+    def of_tokens(self, start: int, end: int) -> Iterator[None]:
+        """While only these tokens of the launch run, layers find the adapters of these."""
+        whole = self.launch.context
+        if whole is None or whole.adapters is None:
+            yield
+            return
+        adapters = whole.adapters.select(torch.arange(start, end))
+        self.launch.context = replace(whole, adapters=adapters)
+        try:
+            yield
+        finally:
+            self.launch.context = whole
 
     def run_sequences(self, *inputs: Tensor) -> Tensor:
         """Run the tokens of the launch, each with the state of its request.
@@ -153,7 +169,8 @@ class RaggedStates:
         caches, outputs = layer.kv_caches, []
         if self.num_decodes:
             tokens = tuple(x[: self.num_decodes] for x in inputs)
-            outputs.append(layer.advance_rows(tokens, self.decode_rows, self.is_new))
+            with layer.of_tokens(0, self.num_decodes):
+                outputs.append(layer.advance_rows(tokens, self.decode_rows, self.is_new))
         for index in range(self.num_decodes, len(self.rows)):
             start, end = self.query_start_loc[index : index + 2].tolist()
             row = int(self.rows[index])
@@ -161,7 +178,8 @@ class RaggedStates:
             states = places
             if not self.num_computed_tokens[index]:
                 states = tuple(torch.zeros_like(place) for place in places)
-            out, states = layer.advance(tuple(x[None, start:end] for x in inputs), None, states)
+            with layer.of_tokens(start, end):
+                out, states = layer.advance(tuple(x[None, start:end] for x in inputs), None, states)
             for place, state in zip(places, states, strict=True):
                 place.copy_(state)
             outputs.append(out[0])

@@ -25,7 +25,7 @@ KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
 """Keys of `speculative_config` that are accepted and change nothing, and why."""
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
 _DEFAULT_DRAFTS = {
-    "ngram": 10,
+    "ngram": 16,
     "suffix": 16,
     "draft_model": 4,
     **{name: row.num_drafts for name, row in SPECULATORS.items()},
@@ -44,7 +44,7 @@ class DraftOptions:
     others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 10 for ngram, 16 for suffix, 2 for mtp,
+    """Maximum number of drafts of a request in one step. 0: 16 for ngram and suffix, 2 for mtp,
     as many as there are heads for mlp_speculator and medusa, 4 for the others."""
 
     prompt_lookup_min: int = 0

@@ -42,12 +42,25 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._first: list[tuple[int, float]] = []
+        """Steps before there are enough of them to tell which ones were interrupted."""
 
     def record(self, num_tokens: int, seconds: float) -> None:
         """Add a step."""
         expected = self.seconds(num_tokens)
         if expected is not None:
-            seconds = min(seconds, _LARGEST_SURPRISE * expected)
+            self._add(num_tokens, min(seconds, _LARGEST_SURPRISE * expected))
+            return
+        self._first.append((num_tokens, seconds))
+        if len(self._first) < _LEAST_STEPS:
+            return
+        # A step that was not interrupted grows with its tokens at most.
+        least, fastest = min(self._first, key=lambda step: step[1])
+        for count, each in self._first:
+            self._add(count, min(each, _LARGEST_SURPRISE * fastest * max(1, count / least)))
+        self._first = []
+
+    def _add(self, num_tokens: int, seconds: float) -> None:
         x, y = float(num_tokens), seconds
         self._weight = self._weight * _MEMORY + 1
         self._x = self._x * _MEMORY + x
@@ -72,7 +85,7 @@ class StepCost:
 
     def seconds(self, num_tokens: int) -> float | None:
         """Expected time of a step; None before some were seen."""
-        if self._weight < _LEAST_STEPS:
+        if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x

@@ -144,8 +144,10 @@ class DraftPlanner:
             rows: [n]
             has_drafts: some of the rows have drafts in the step.
         """
-        if not has_drafts and self.control.pauses(len(self._running)):
-            return np.zeros(len(rows), np.bool_)
+        if not has_drafts:
+            asks_next = _is_due(self._num_fruitless + 1)
+            if not asks_next or self.control.pauses(len(self._running)):
+                return np.zeros(len(rows), np.bool_)
         return self._running.takes_drafts[rows]
 
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:

@@ -87,6 +87,11 @@ class RunningBatch:
             self._order = np.fromiter(rows, np.int32, len(self._sorted))
         return self._order
 
+    @property
+    def all_await_results(self) -> bool:
+        """Whether none of the running requests can run before a step in flight has its result."""
+        return bool(self.awaits_result[self.order].all())
+
     def at(self, rows: IntArray) -> list[Request]:
         """The requests of these rows, which are in use."""
         requests = self._requests

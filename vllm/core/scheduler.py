@@ -174,6 +174,14 @@ class Scheduler:
 
     # ---- one step -------------------------------------------------------------------------
 
+    @property
+    def may_schedule(self) -> bool:
+        """False: `schedule` would find nothing to run, as there are no requests, or all run and
+        wait for a step in flight. This is much cheaper to ask."""
+        if not self._in_flight or self.waiting:
+            return bool(self._requests)
+        return not self.running.all_await_results
+
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 _MAX_PLACES = 8
 """How many earlier places are compared for one lookup."""
+_TOKEN_BITS = 32
+"""Of a token in a key."""
 
 
 class TokenIndex:
@@ -22,8 +24,11 @@ class TokenIndex:
     def __init__(self, n: int) -> None:
         self._n = n
         self._tokens: list[int] = []
-        self._latest: dict[tuple[int, ...], int] = {}
-        """n-gram -> index behind its latest occurrence."""
+        self._mask = (1 << n * _TOKEN_BITS) - 1
+        self._key = 0
+        """Of the last n tokens; see `_key_of`."""
+        self._latest: dict[int, int] = {}
+        """Key of an n-gram -> index behind its latest occurrence."""
         self._before: list[int] = []
         """For each index, the one behind the occurrence before of the same n-gram; 0: none."""
 
@@ -32,17 +37,16 @@ class TokenIndex:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
-        n, text, latest, before = self._n, self._tokens, self._latest, self._before
-        # The n-gram in front of a token can only be found when the token is known.
-        start = len(text)
-        text.extend(tokens)
-        for end in range(start, len(text)):
-            if end < n:
-                before.append(0)
-                continue
-            gram = tuple(text[end - n : end])
-            before.append(latest.get(gram, 0))
-            latest[gram] = end
+        latest, key, mask = self._latest, self._key, self._mask
+        get, add = latest.get, self._before.append
+        # The n-gram in front of a token can only be found when the token is known. Those of fewer
+        # tokens, at the start, have keys that no tail has.
+        for end, token in enumerate(tokens, len(self._tokens)):
+            add(get(key, 0))
+            latest[key] = end
+            key = (key << _TOKEN_BITS | token + 1) & mask
+        self._key = key
+        self._tokens.extend(tokens)
 
     def find(self, tail: Sequence[int], most: int) -> tuple[int, int]:
         """Where the tail of a text occurred, followed by another token.
@@ -56,7 +60,7 @@ class TokenIndex:
             there is none. Of equally long ones, the latest.
         """
         n, text, best, best_length = self._n, self._tokens, 0, 0
-        end = self._latest.get(tuple(tail[len(tail) - n :]), 0)
+        end = self._latest.get(_key_of(tail[len(tail) - n :]), 0)
         most = min(most, len(tail))
         for _ in range(_MAX_PLACES):
             if not end or best_length >= most:
@@ -85,3 +89,12 @@ class TokenIndex:
         while len(found) < count:
             found.append(found[len(found) - period])
         return found
+
+
+def _key_of(tokens: Sequence[int]) -> int:
+    """An n-gram as one number, which takes less time and memory than a tuple: token ids from -1 on,
+    plus one, the last token in the lowest bits."""
+    key = 0
+    for token in tokens:
+        key = key << _TOKEN_BITS | token + 1
+    return key

@@ -246,7 +246,7 @@ class EngineCore:
 
     def _start_step(self) -> bool:
         """Start the next step, if a request can run. Returns whether one was started."""
-        if not self.scheduler.num_unfinished_requests:
+        if not self.scheduler.may_schedule:
             return False
         trace = get_trace()
         transfer = self._transfer

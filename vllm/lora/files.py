@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """The first that is there is read."""
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MOST_PATTERNS = 2048
+_MOST_SHOWN = 80
 _HASHED_AT_ONCE = 1 << 20
 """Bytes: less than a millisecond."""
 _MOST_HASHES = 1024
@@ -107,9 +110,14 @@ class AdapterConfig:
 def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     # As peft reads them: a key is a regular expression for the end of a module's name.
     for key, value in pattern.items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
+        if _compiled(key).fullmatch(module):
             return value
     return default
+
+
+@lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})")
 
 
 def weights_file(folder: Path) -> Path:
@@ -129,6 +137,8 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise RequestError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes")
         given = json.loads(path.read_text(encoding="utf-8"))
+    except RequestError:
+        raise
     except RecursionError:
         raise RequestError(f"{path} is nested too deeply") from None
     except OSError as error:
@@ -142,38 +152,46 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
     largest = max([config.rank, *config.rank_pattern.values()])
     if largest > max_rank:
         raise RequestError(
-            f"{path}: the rank r is {largest}, and max_lora_rank is {max_rank}. Start the engine "
-            f"with max_lora_rank={largest}"
+            f"{path}: the rank r is {shown(largest)}, and max_lora_rank is {max_rank}. Start the "
+            f"engine with max_lora_rank={shown(largest)}"
         )
     return config
+
+
+def shown(value: Any) -> str:
+    """A value of a file in a message: one line, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _read_config(path: Path, given: Any) -> AdapterConfig:
     if not isinstance(given, dict):
         raise RequestError(f"{path} must be a JSON object, got {type(given).__name__}")
     if str(given.get("peft_type", "LORA")).upper() != "LORA":
-        raise RequestError(f"{path}: peft_type is {given['peft_type']!r}; only LORA is supported")
+        raise RequestError(
+            f"{path}: peft_type is {shown(given['peft_type'])}; only LORA is supported"
+        )
     for key, what in _REFUSED.items():
         if given.get(key):
             raise RequestError(
-                f"{path}: {key} is {given[key]!r}; {what} are not supported. Merge the adapter "
-                f"into the weights of its model (merge_and_unload of peft)"
+                f"{path}: {key} is {shown(given[key])}; {what} are not supported. Merge the "
+                f"adapter into the weights of its model (merge_and_unload of peft)"
             )
     if given.get("bias", "none") != "none":
         raise RequestError(
-            f"{path}: bias is {given['bias']!r}; only 'none' is supported. Merge the adapter into "
-            f"the weights of its model (merge_and_unload of peft)"
+            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported. Merge the adapter "
+            f"into the weights of its model (merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
         raise RequestError(
-            f"{path}: init_lora_weights is {start!r}, so the adapter belongs to changed weights of "
-            f"the model. Save it with path_initial_model_for_weight_conversion of peft's "
-            f"save_pretrained, which makes an adapter of the unchanged weights"
+            f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to "
+            f"changed weights of the model. Save it with path_initial_model_for_weight_conversion "
+            f"of peft's save_pretrained, which makes an adapter of the unchanged weights"
         )
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(given.get(key) or False, bool):
-            raise RequestError(f"{path}: {key} must be true or false, got {given[key]!r}")
+            raise RequestError(f"{path}: {key} must be true or false, got {shown(given[key])}")
     rank: Any = given.get("r")
     alpha: Any = given.get("lora_alpha")
     patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
@@ -181,15 +199,23 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
-            raise RequestError(f"{path}: {key} must be a whole number above 0, got {value!r}")
+            raise RequestError(f"{path}: {key} must be a whole number above 0, got {shown(value)}")
     for key, value in (
         ("lora_alpha", alpha),
         *(("alpha_pattern", v) for v in patterns[1].values()),
     ):
         if type(value) not in (int, float) or not abs(value) < 1e6:
-            raise RequestError(f"{path}: {key} must be a number, got {value!r}")
+            raise RequestError(
+                f"{path}: {key} must be a number between -1e6 and 1e6, got {shown(value)}"
+            )
+    if sum(map(len, patterns)) > _MOST_PATTERNS:
+        raise RequestError(
+            f"{path}: rank_pattern and alpha_pattern have {sum(map(len, patterns))} entries, and "
+            f"{_MOST_PATTERNS} are accepted. Use patterns for several modules"
+        )
     for key in (key for pattern in patterns for key in pattern):
         _check_pattern(path, key)
+    base = given.get("base_model_name_or_path")
     return AdapterConfig(
         rank=rank,
         alpha=alpha,
@@ -198,7 +224,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         uses_rslora=bool(given.get("use_rslora")),
         is_transposed=bool(given.get("fan_in_fan_out")),
         parameters=_read_parameters(path, given.get("target_parameters") or []),
-        base=str(given.get("base_model_name_or_path") or ""),
+        base=base if isinstance(base, str) else "",
     )
 
 
@@ -209,7 +235,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     )
     if not is_known:
         raise RequestError(
-            f"{path}: target_parameters is {given!r}; only weights, and "
+            f"{path}: target_parameters is {shown(given)}; only weights, and "
             f"{' and '.join(_PARAMETERS)} of experts, are supported. Merge the adapter into the "
             f"weights of its model (merge_and_unload of peft)"
         )
@@ -288,6 +314,13 @@ def adapter_folder(request: LoRARequest) -> Path:
     except ConfigError as error:
         raise RequestError(
             f"the LoRA adapter {request.lora_name!r}: {error}. Name a folder that peft's "
+            f"save_pretrained has written, or a repository on the Hugging Face hub",
+            param="lora_path",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"lora_path of the adapter {request.lora_name!r} is {shown(request.path)}, which is no "
+            f"path: {getattr(error, 'strerror', None) or error}. Name a folder that peft's "
             f"save_pretrained has written, or a repository on the Hugging Face hub",
             param="lora_path",
         ) from None

@@ -6,9 +6,7 @@ weight formats know nothing of adapters. How the products are made is up to the 
 (`LaunchAdapters`).
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -19,8 +17,9 @@ from vllm.attention import ContextHolder, share_context
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.lora.experts import ExpertPlace, ExpertsWithAdapters, can_adapt
-from vllm.lora.files import AdapterConfig, check_files, weights_file
+from vllm.lora.files import AdapterConfig, check_files, shown, weights_file
 from vllm.lora.places import AdaptedPlaces
+from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
 from vllm.model_executor.layers.embedding import (
     DenseTable,
     EmbeddingMethod,
@@ -29,9 +28,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Slice, Source
-from vllm.model_executor.loader.checkpoint import read_bin
-from vllm.model_executor.loader.safetensors_file import open_safetensors
+from vllm.model_executor.layers.slice import DENSE_DTYPES, Slice, Source
 from vllm.model_executor.loader.stage import Absent
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
@@ -51,8 +48,8 @@ _INNER = ".base_layer"
 """End of the name of experts with a second parameter that is adapted, in an adapter's file."""
 _UNCHANGED = ".base_layer.weight"
 """End of the name of a weight of the model, which peft saves for embeddings and heads."""
-_ROWS_COMPARED = 256
-"""Of such a weight at once."""
+_LONGEST_NAME = 512
+"""Of a tensor."""
 
 
 class WithAdapters(LinearMethod):
@@ -142,7 +139,7 @@ class _Target:
         return a, self._slice(b, torch.empty(self.place.size, b.shape[1], dtype=b.dtype))
 
     def _slice(self, whole: Tensor, part: Tensor) -> Tensor:
-        replace(self.place, offset=0).copy(part, _source(whole), self.layer.tp)
+        replace(self.place, offset=0).copy(part, source_of(whole), self.layer.tp)
         return part
 
 
@@ -185,7 +182,7 @@ class AdapterLayers:
         for path, layer in model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_absorbed:
                 continue
-            if ".experts." in f".{path}." or not layer.has_launch_rows or layer.weight_dtype:
+            if ".experts." in f".{path}." or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
             place = self._add(path, layer)
             layer.method = WithAdapters(layer.method, place, launch)
@@ -251,7 +248,8 @@ class AdapterLayers:
         path = weights_file(folder)
         parts: list[LowRank | None] = [None] * self.places.num_parts
         try:
-            with _open_weights(path, rest) as tensors:
+            check_header(path, self.places.num_parts)
+            with open_weights(path, rest) as tensors:
                 self._check_unchanged(path, tensors, rest)
                 for module, pair in self._pairs(path, list(tensors), rest).items():
                     rest()
@@ -286,9 +284,15 @@ class AdapterLayers:
     ) -> None:
         """Put what an adapter adds to a module in its place in `parts`."""
         self._check(path, config, module, list(given_a.shape), list(given_b.shape))
+        for dtype in (given_a.dtype, given_b.dtype):
+            if dtype not in (None, *DENSE_DTYPES):
+                raise RequestError(
+                    f"{path}: {module} has the dtype {dtype}; accepted are "
+                    f"{', '.join(map(str, DENSE_DTYPES))}"
+                )
         a, b = given_a.read(()).to(self._dtype), given_b.read(()).float()
         b = (b * config.scale_of(module, len(a))).to(self._dtype)
-        if not (_is_finite(a) and _is_finite(b)):
+        if not (is_finite(a) and is_finite(b)):
             raise RequestError(
                 f"{path}: {module} has values that are NaN, infinite, or too large for "
                 f"{str(self._dtype).removeprefix('torch.')}"
@@ -321,7 +325,7 @@ class AdapterLayers:
         all_a, all_b = a.read(()).unflatten(0, (count, rank)), b.read(()).unflatten(1, (-1, count))
         for number in range(count):
             if not self._is_elsewhere(f"{experts}.{number}"):
-                yield number, _source(all_a[number]), _source(all_b[:, :, number])
+                yield number, source_of(all_a[number]), source_of(all_b[:, :, number])
 
     def _compare_base(self, folder: Path, base: str) -> None:
         """Warn of an adapter of another model. It may be the same one under another name."""
@@ -330,7 +334,7 @@ class AdapterLayers:
                 "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
                 "right if the weights are the same",
                 folder,
-                base,
+                shown(base),
                 self._names[0],
             )
 
@@ -339,6 +343,11 @@ class AdapterLayers:
         found: dict[str, list[str]] = {}
         for name in names:
             rest()
+            if len(name) > _LONGEST_NAME or not name.isprintable():
+                raise RequestError(
+                    f"{path}: {shown(name)} is the name of no tensor of an adapter: it has more "
+                    f"than {_LONGEST_NAME} characters, or some that cannot be printed"
+                )
             if name.endswith(_UNCHANGED):
                 continue
             ending = next((e for e in _ENDINGS if name.endswith(e)), None)
@@ -349,7 +358,12 @@ class AdapterLayers:
                 continue
             if self._is_table(module) != ("_embedding_" in ending):
                 raise self._misfit(path, name)
-            found.setdefault(module, ["", ""])[_ENDINGS[ending]] = name
+            pair = found.setdefault(module, ["", ""])
+            if pair[_ENDINGS[ending]]:
+                raise RequestError(
+                    f"{path}: {pair[_ENDINGS[ending]]} and {name} are the same tensor of {module}"
+                )
+            pair[_ENDINGS[ending]] = name
         if not names:
             raise RequestError(f"{path} has no tensors")
         for module, pair in found.items():
@@ -392,7 +406,7 @@ class AdapterLayers:
                 first = min(layer.first_id, layer.num_embeddings)
                 count = min(layer.local_size, layer.num_embeddings - first)
                 given = source.narrow(0, first, count)
-                is_same = _is_close(given, layer.weight.detach(), rest)
+                is_same = is_close(given, layer.weight.detach(), rest)
             if not is_same:
                 raise RequestError(
                     f"{path}: {name} {list(source.shape)} is not the weight of this model "
@@ -418,7 +432,7 @@ class AdapterLayers:
         """The projections that a module of a checkpoint holds, and which of its rows, one per
         output feature, they have. None: a part of it is not known here."""
         if (head := self._targets.get(module)) and isinstance(head.layer, ParallelLMHead):
-            return [(head, _source(rows))]  # as it is, whatever becomes of its weight
+            return [(head, source_of(rows))]  # as it is, whatever becomes of its weight
         found: list[tuple[_Target, Source]] = []
         # peft notes False for all modules where some are transposed and some are not.
         for is_transposed in (config.is_transposed, not config.is_transposed):
@@ -433,11 +447,11 @@ class AdapterLayers:
 
     def _convert(self, module: str, weight: Tensor) -> list[tuple[_Target, Source]]:
         # As a weight of the checkpoint is, so that the rows go where those of the weight went.
-        found = list(self._model.convert(f"{module}.weight", _source(weight)))
+        found = list(self._model.convert(f"{module}.weight", source_of(weight)))
         expert, _, name = module.rpartition(".")
         if name == "gate_up_proj" and expert.rpartition(".")[0] in self._experts:
             halves = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=False)
-            found = [(f"{expert}.{half}.weight", _source(rows)) for half, rows in halves]
+            found = [(f"{expert}.{half}.weight", source_of(rows)) for half, rows in halves]
         names = [name.removesuffix(".weight") for name, _ in found]
         if not all(name in self._targets for name in names):
             return []
@@ -490,38 +504,3 @@ def _place(layer: ParallelLinear | ParallelLMHead, number: int, first_part: int)
     slices: Iterator[Slice] = iter(layer.feature_slices.values())
     parts = tuple((p.offset, p.size) if p.dim == 0 else (0, layer.output_size) for p in slices)
     return AdaptedLayer(number, first_part, layer.input_size, parts)
-
-
-@contextmanager
-def _open_weights(path: Path, rest: Rest) -> Iterator[dict[str, Source]]:
-    """The tensors of a file, which are read when they are asked for."""
-    found: dict[str, Source] = {}
-    if path.suffix != ".safetensors":
-        yield dict(read_bin(path))
-        return
-    with open_safetensors(path, num_threads=1) as tensors:
-        for name, source in tensors:
-            rest()
-            found[name] = source
-        yield found
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # One pass without memory of its own: isfinite() takes twenty times as long.
-    return all(math.isfinite(float(end)) for end in tensor.aminmax())
-
-
-def _is_close(given: Source, known: Tensor, rest: Rest) -> bool:
-    """Whether a tensor has these values, but for their rounding."""
-    largest, differences = 0.0, [0.0]
-    for start in range(0, given.shape[0], _ROWS_COMPARED):
-        rest()
-        part = given.read((slice(start, start + _ROWS_COMPARED),)).float()
-        own = known[start : start + len(part)].float()
-        largest = max(largest, float(own.abs().max()))
-        differences.append(float((part - own).abs().max()))
-    return all(difference <= 0.02 * largest for difference in differences)  # False for NaN
-
-
-def _source(tensor: Tensor) -> Source:
-    return Source(tensor.shape, lambda index: tensor[index])

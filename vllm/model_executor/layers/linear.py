@@ -50,8 +50,6 @@ class ParallelLinear(MethodLayer):
     keeps_precision: bool = False
     """The weight stays in the model's dtype where others are stored in fewer bits."""
 
-    has_launch_rows: bool = True
-    """Its inputs are the tokens of a launch, in their order; False: those of one request."""
     is_of_head: bool = False
     """Its rows are the hidden states whose logits are computed."""
     is_absorbed: bool = False

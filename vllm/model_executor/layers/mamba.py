@@ -327,7 +327,6 @@ class MambaMixer(SlicedModule, StateLayer):
         self.split_sizes = (sizes.rank, state_size, state_size)
         self.x_proj = RowParallelLinear(inner, sum(self.split_sizes), tp)
         self.dt_proj = ColumnParallelLinear(sizes.rank, {"": inner}, tp, bias=True)
-        self.x_proj.has_launch_rows = self.dt_proj.has_launch_rows = False
         for name, shape in (
             ("A_log", (self.num_channels, state_size)),
             ("D", (self.num_channels,)),

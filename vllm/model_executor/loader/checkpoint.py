@@ -82,10 +82,16 @@ def read_bin(path: Path) -> Iterator[tuple[str, Source]]:
         raise WeightLoadError(
             f"{path} is damaged or not a PyTorch file: {_first_line(error)}"
         ) from error
-    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise WeightLoadError(f"{path} is not a dict of tensors")
+    if not isinstance(loaded, dict) or not all(map(_is_entry, loaded.items())):
+        raise WeightLoadError(f"{path} is not a dict of names and dense tensors")
     for name, tensor in loaded.items():
         yield name, Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype, path=path)
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    name, tensor = item
+    is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_cpu
+    return isinstance(name, str) and is_dense
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,83 @@
+"""The weights of a LoRA adapter as they are in its file.
+
+Independent of models: what they belong to is known to `AdapterLayers`.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from vllm.errors import RequestError
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.loader.checkpoint import read_bin
+from vllm.model_executor.loader.safetensors_file import open_safetensors
+from vllm.utils.pace import Rest
+
+_HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
+"""Longest header of a file, and so much more for each projection of the model. A file may have
+layers of all stages and experts of all ranks."""
+_ROWS_COMPARED = 256
+"""Of a weight at once."""
+
+
+def check_header(path: Path, num_parts: int) -> None:
+    """Refuse a header that is too long for a model before it is read: nothing else could run
+    meanwhile.
+
+    Args:
+        path: of the file.
+        num_parts: projections of the model.
+
+    Raises:
+        RequestError: it is too long.
+    """
+    if path.suffix != ".safetensors":
+        return
+    most = _HEADER_BYTES + _HEADER_BYTES_OF_PART * num_parts
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > most:
+        raise RequestError(
+            f"{path} is damaged, or an adapter of another model: its header has {length} bytes, "
+            f"and {most} are more than enough for this model"
+        )
+
+
+@contextmanager
+def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, Source]]:
+    """The tensors of a file, which are read when they are asked for."""
+    found: dict[str, Source] = {}
+    if path.suffix != ".safetensors":
+        yield dict(read_bin(path))
+        return
+    with open_safetensors(path, num_threads=1) as tensors:
+        for name, source in tensors:
+            rest()
+            found[name] = source
+        yield found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it has neither NaN nor infinity."""
+    # One pass without memory of its own: isfinite() takes twenty times as long.
+    return all(math.isfinite(float(end)) for end in tensor.aminmax())
+
+
+def is_close(given: Source, known: Tensor, rest: Rest) -> bool:
+    """Whether a tensor has these values, but for their rounding."""
+    largest, differences = 0.0, [0.0]
+    for start in range(0, given.shape[0], _ROWS_COMPARED):
+        rest()
+        part = given.read((slice(start, start + _ROWS_COMPARED),)).float()
+        own = known[start : start + len(part)].float()
+        largest = max(largest, float(own.abs().max()))
+        differences.append(float((part - own).abs().max()))
+    return all(difference <= 0.02 * largest for difference in differences)  # False for NaN
+
+
+def source_of(tensor: Tensor) -> Source:
+    """A tensor that is in memory."""
+    return Source(tensor.shape, lambda index: tensor[index])
