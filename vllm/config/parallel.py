@@ -105,12 +105,11 @@ class ParallelConfig:
             )
 
     def _check_external(self) -> None:
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if (size := getattr(self, name)) > 1:
-                raise ConfigError(
-                    f"distributed_executor_backend='external_launcher' runs tensor parallel ranks, "
-                    f"and {name} is {size}. Leave it out, or use 'mp' or 'ray'"
-                )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='external_launcher' runs the workers of one model, "
+                f"and data_parallel_size is {self.data_parallel_size}. Leave it out, or use 'mp'"
+            )
 
     @property
     def num_local_replicas(self) -> int:
