@@ -30,12 +30,12 @@ def main() -> None:
     tensor, stages, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     drafts = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
     if method == "draft_model":
-        drafts["model"] = BUNDLED_MODEL
+        drafts["model"] = str(BUNDLED_MODEL)
     llm = LLM(
         **ranks.ENGINE,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
-        speculative_config=drafts if method else None,
+        speculative_config=drafts if method else {},
         distributed_executor_backend=EXTERNAL,
     )
     outputs = ranks.generate(llm)

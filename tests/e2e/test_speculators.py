@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_memory import model_storages
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.platforms.cpu import CPUPlatform
 from vllm.worker.cpu import speculator_runner
@@ -219,16 +220,29 @@ def test_what_does_not_fit_the_model_is_refused(method, changes, given, message,
     assert str(folder) in text or "mtp" in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"enable_sleep_mode": True}, "enable_sleep_mode cannot be used together"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 cannot be used together"),
-    ],
-)
-def test_what_a_speculator_cannot_be_combined_with(settings, message, made):
-    with pytest.raises(ConfigError, match=message):
-        with_speculator(made["eagle"], **settings)
+def test_what_a_speculator_cannot_be_combined_with(made, tmp_path):
+    transfer = {"kv_connector": "BlockFolder", "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="kv_transfer_config cannot be used together"):
+        with_speculator(made["eagle"], kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "medusa"])
+def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected):
+    llm = with_speculator(made[method], enable_sleep_mode=True)
+    worker = llm.llm_engine.engine_core.executor._running_worker
+    (weight, *_) = model_storages(worker._draft_model)
+    num_right = []
+    for level in (1, 2, None):
+        assert run(llm) == expected[method]
+        num_right.append(sum(llm.llm_engine.engine_core.stats().drafts.accepted))
+        (states,) = worker._drafter.kept_states
+        assert weight.any() and states.any()
+        if level is not None:
+            llm.sleep(level)
+            assert not weight.any() and not states.any(), "their memory is given back"
+            llm.wake_up()
+    assert num_right[2] - num_right[1] == num_right[1] - num_right[0] == num_right[0] > 0
 
 
 def test_a_platform_that_hands_over_no_hidden_states(made, monkeypatch):
