@@ -51,8 +51,8 @@ class ParallelConfig:
     """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
     device on this machine, the engine's own among them. ray: actors of a Ray cluster, on one
     machine or several; needs the extra vllm[ray]. external_launcher: each process of a program that
-    torchrun, for example, starts tensor_parallel_size times; for LLM only. Not set: uni for one
-    device, else mp."""
+    torchrun, for example, starts once for each device; for LLM only. Not set: uni for one device,
+    else mp."""
 
     distributed_timeout_s: float = 300.0
     """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
