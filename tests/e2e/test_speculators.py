@@ -182,7 +182,7 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
         assert (runner._decode_step is not None) == is_fused
-        states.append(runner.reader._states._memory)
+        states.append(runner.reader._states.memory)
         assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200

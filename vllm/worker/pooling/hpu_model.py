@@ -65,7 +65,6 @@ class WholePromptModel(LaunchModel):
             `TypedInputBuilder` packs.
         pooler: how it pools.
 
-
     Shape: packed input of a launch and, for a stage of a pipeline after the first, the hidden
     states [B * Q, hidden] of the stage before -> (numbers [B, size], or [B * Q, size] with one
     result per token, hidden states [B * Q, hidden]). A stage before the last has no numbers: the
