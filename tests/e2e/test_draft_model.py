@@ -12,6 +12,7 @@ from tests.e2e.test_speculation import PARAMS, PROMPTS
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
+from vllm.model_executor.model_memory import model_storages
 
 COMMON = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
 FEW_BLOCKS = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 24}
@@ -105,9 +106,25 @@ def test_vocabularies_may_be_padded_differently(vocab_size, models, tmp_path, ex
     assert expected
 
 
+def test_a_draft_model_sleeps_and_wakes_up_with_the_model(expected):
+    llm = with_draft(BUNDLED_MODEL, enable_sleep_mode=True)
+    worker = llm.llm_engine.engine_core.executor._running_worker
+    (weight, *_) = model_storages(worker._draft_model)
+    for level in (1, 2):
+        before = drafts_of(llm)
+        assert run(llm) == expected
+        num_drafts, num_right = (
+            now - then for now, then in zip(drafts_of(llm), before, strict=True)
+        )
+        assert num_right > 0.8 * num_drafts > 50
+        assert weight.any()
+        llm.sleep(level)
+        assert not weight.any(), "its memory is given back"
+        llm.wake_up()
+    assert run(llm) == expected
+
+
 def test_what_cannot_make_drafts_is_refused(models, tmp_path):
-    with pytest.raises(ConfigError, match="enable_sleep_mode cannot be used together"):
-        with_draft(BUNDLED_MODEL, enable_sleep_mode=True)
     shutil.copytree(models("qwen3"), tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
     tokens = list(tokenizer["model"]["vocab"])

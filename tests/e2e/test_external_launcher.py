@@ -10,6 +10,7 @@ import pytest
 from tests.e2e import ranks
 from tests.e2e.server import ROOT
 from vllm import LLM
+from vllm.assets import BUNDLED_MODEL
 from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.process.core_replicas import CoreReplicas
@@ -22,25 +23,49 @@ EXTERNAL = "external_launcher"
 
 
 def main() -> None:
-    """One process of the launcher: prints its tokens and log-probabilities as JSON."""
-    llm = LLM(**ranks.ENGINE, tensor_parallel_size=2, distributed_executor_backend=EXTERNAL)
+    """One process of the launcher: prints its tokens and log-probabilities as JSON.
+
+    Arguments: the ranks that share a layer, the stages, and the method that makes drafts or "".
+    """
+    tensor, stages, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    drafts = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
+    if method == "draft_model":
+        drafts["model"] = str(BUNDLED_MODEL)
+    llm = LLM(
+        **ranks.ENGINE,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        speculative_config=drafts if method else {},
+        distributed_executor_backend=EXTERNAL,
+    )
     outputs = ranks.generate(llm)
     found = [(output.outputs[0].token_ids, ranks.logprobs_of(output)) for output in outputs]
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def test_every_process_gets_the_outputs_of_one_device():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(
+    ("tensor", "stages", "method"),
+    [
+        (2, 1, ""),
+        (1, 2, "draft_model"),
+        pytest.param(1, 2, "", marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, "", marks=pytest.mark.exhaustive),
+        pytest.param(1, 3, "ngram", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_process_gets_the_outputs_of_one_device(tensor, stages, method):
+    count = tensor * stages
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", __name__],
+        [sys.executable, *launcher, "-m", __name__, str(tensor), str(stages), method],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    one, other = (json.loads(line) for line in done.stdout.splitlines())
-    assert one == other
+    one, *others = (json.loads(line) for line in done.stdout.splitlines())
+    assert others == [one] * (count - 1)
     wanted = ranks.generate(LLM(**ranks.ENGINE))
     for (token_ids, logprobs), output in zip(one, wanted, strict=True):
         assert token_ids == output.outputs[0].token_ids
@@ -54,7 +79,7 @@ def test_every_process_gets_the_outputs_of_one_device():
         ({}, "the environment variable RANK is not set. Start the program with a launcher"),
         ({"RANK": "one"}, "the environment variable RANK is 'one'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment variable MASTER_ADDR is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 was started, and tensor_parallel_size is"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 was started, and tensor_parallel_size"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "process RANK=2 of WORLD_SIZE=2 was started"),
     ],
 )
@@ -67,10 +92,9 @@ def test_a_launcher_that_does_not_fit_is_one_line(variables, message, monkeypatc
         LLM(tensor_parallel_size=2, distributed_executor_backend=EXTERNAL)
 
 
-@pytest.mark.parametrize("size", ["pipeline_parallel_size", "data_parallel_size"])
-def test_it_has_tensor_parallel_ranks_only(size):
-    with pytest.raises(ConfigError, match=f"runs tensor parallel ranks, and {size} is 2"):
-        ParallelConfig(distributed_executor_backend=EXTERNAL, **{size: 2})
+def test_it_has_no_replicas():
+    with pytest.raises(ConfigError, match="runs the workers of one model, and data_parallel_size"):
+        ParallelConfig(distributed_executor_backend=EXTERNAL, data_parallel_size=2)
 
 
 def test_a_server_refuses_it():

@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_memory import model_storages
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.platforms.cpu import CPUPlatform
 from vllm.worker.cpu import speculator_runner
@@ -182,7 +183,7 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
         assert (runner._decode_step is not None) == is_fused
-        states.append(runner.reader._states._memory)
+        states.append(runner.reader._states.memory)
         assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200
@@ -220,16 +221,29 @@ def test_what_does_not_fit_the_model_is_refused(method, changes, given, message,
     assert str(folder) in text or "mtp" in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"enable_sleep_mode": True}, "enable_sleep_mode cannot be used together"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 cannot be used together"),
-    ],
-)
-def test_what_a_speculator_cannot_be_combined_with(settings, message, made):
-    with pytest.raises(ConfigError, match=message):
-        with_speculator(made["eagle"], **settings)
+def test_what_a_speculator_cannot_be_combined_with(made):
+    transfer = {"kv_connector": "OffloadingConnector"}
+    with pytest.raises(ConfigError, match="kv_transfer_config cannot be used together"):
+        with_speculator(made["eagle"], kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "medusa"])
+def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected):
+    llm = with_speculator(made[method], enable_sleep_mode=True)
+    worker = llm.llm_engine.engine_core.executor._running_worker
+    weight = max(model_storages(worker._draft_model), key=len)
+    num_right = []
+    for level in (1, 2, None):
+        assert run(llm) == expected[method]
+        num_right.append(sum(llm.llm_engine.engine_core.stats().drafts.accepted))
+        (states,) = worker._drafter.kept_states
+        sizes = int(weight.count_nonzero()), int(states.count_nonzero())
+        if level is not None:
+            llm.sleep(level)
+            # All whole pages of their memory are given back.
+            assert weight.count_nonzero() < sizes[0] / 2 and states.count_nonzero() < sizes[1]
+            llm.wake_up()
+    assert num_right[2] - num_right[1] == num_right[1] - num_right[0] == num_right[0] > 0
 
 
 def test_a_platform_that_hands_over_no_hidden_states(made, monkeypatch):

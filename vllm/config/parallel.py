@@ -51,8 +51,8 @@ class ParallelConfig:
     """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
     device on this machine, the engine's own among them. ray: actors of a Ray cluster, on one
     machine or several; needs the extra vllm[ray]. external_launcher: each process of a program that
-    torchrun, for example, starts tensor_parallel_size times; for LLM only. Not set: uni for one
-    device, else mp."""
+    torchrun, for example, starts once for each device; for LLM only. Not set: uni for one device,
+    else mp."""
 
     distributed_timeout_s: float = 300.0
     """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
@@ -105,12 +105,11 @@ class ParallelConfig:
             )
 
     def _check_external(self) -> None:
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if (size := getattr(self, name)) > 1:
-                raise ConfigError(
-                    f"distributed_executor_backend='external_launcher' runs tensor parallel ranks, "
-                    f"and {name} is {size}. Leave it out, or use 'mp' or 'ray'"
-                )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='external_launcher' runs the workers of one model, "
+                f"and data_parallel_size is {self.data_parallel_size}. Leave it out, or use 'mp'"
+            )
 
     @property
     def num_local_replicas(self) -> int:

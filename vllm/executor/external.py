@@ -3,26 +3,32 @@ torchrun (`distributed_executor_backend="external_launcher"`).
 
 Every process runs the same program: it makes the same engine and gives it the same requests, in the
 same order. The engines decide alike, as nothing that they decide depends on time, and their workers
-exchange tensors. So every process gets all outputs, and no step has to be sent.
+exchange tensors. So every process gets all outputs, and no step has to be sent. Of the stages of a
+pipeline only the last one samples: its first rank leaves each result in the store of the launcher,
+where the other stages find it.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError
 from vllm.executor.rank_server import failure_of
 from vllm.executor.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
 from vllm.executor.uniproc import UniProcExecutor
 from vllm.executor.worker_call import make_worker
-from vllm.message_codec import encode
+from vllm.message_codec import decoder, encode
+from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.worker.interface import StepHandleLike
 
 _ENGINES = itertools.count()
 """Engines of this process. Those with the same number in all processes belong together."""
 _VALUE, _FAILURE = b"v", b"f"
+_decode_output = decoder(ModelRunnerOutput).decode
 
 
 class ExternalExecutor(UniProcExecutor):
@@ -44,8 +50,8 @@ class ExternalExecutor(UniProcExecutor):
         if world_size != parallel.world_size or self._rank >= world_size:
             raise ConfigError(
                 f"distributed_executor_backend='external_launcher': process RANK={self._rank} of "
-                f"WORLD_SIZE={world_size} was started, and tensor_parallel_size is "
-                f"{parallel.world_size}. Start as many processes as tensor_parallel_size"
+                f"WORLD_SIZE={world_size} was started, and tensor_parallel_size * "
+                f"pipeline_parallel_size is {parallel.world_size}. Start as many processes"
             )
         drafts = config.speculative.drafts
         if drafts is not None and drafts.adaptive:
@@ -64,6 +70,10 @@ class ExternalExecutor(UniProcExecutor):
         )
         self._meeting = _meeting(parallel, self._rank, self._place)
         self._calls = itertools.count()
+        self._layout = RankLayout.of(parallel)
+        self._results = itertools.count()
+        self._left: deque[str] = deque()
+        """Results in the store, by name, the oldest first."""
 
     def start_workers(self) -> None:
         """Load the rank of this process, and meet the other ones.
@@ -110,10 +120,56 @@ class ExternalExecutor(UniProcExecutor):
             value if rank == self._rank else decode(data[1:]) for rank, data in enumerate(found)
         ]
 
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        """Start a step on the rank of this process."""
+        handle = super().execute_model(step)
+        return handle if self._layout.pipeline_size == 1 else _SharedStep(handle, self)
+
+    def _share_result(self, handle: StepHandleLike) -> ModelRunnerOutput:
+        """The result of a step, which is called for in the same order in all processes.
+
+        Raises:
+            CollectiveError: the last stage has not left it in time.
+        """
+        own, name = handle.result(), f"result/{next(self._results)}"
+        store: Any = self._meeting.store  # its stubs know of text alone
+        if self._rank == self._layout.result_rank:
+            store.set(name, encode(own))
+            self._left.append(name)
+            # A step needs the other stages, which begin it when they have read the results of
+            # steps that are as far behind as there are stages.
+            if len(self._left) > 2 * self._layout.pipeline_size:
+                store.delete_key(self._left.popleft())
+        if self._rank not in self._layout.ranks_without_tokens:
+            return own
+        try:
+            output = _decode_output(store.get(name))
+        except torch.distributed.DistError as error:
+            source = self._layout.result_rank
+            what = f"the result of rank {source}"
+            raise CollectiveError(what, self._rank, str(error)) from None
+        if len(output.rows):
+            self._record_tokens(StepTokens.of(output))
+        return output
+
     def shutdown(self) -> None:
         """Drop the model and its caches, and leave the other ranks."""
         super().shutdown()
         self._meeting.close()
+
+
+class _SharedStep:
+    """A step in flight, whose result the last stage has."""
+
+    def __init__(self, handle: StepHandleLike, executor: ExternalExecutor) -> None:
+        self._handle, self._executor = handle, executor
+        self._output: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """See `StepHandleLike`."""
+        if self._output is None:
+            self._output = self._executor._share_result(self._handle)
+        return self._output
 
 
 def _meeting(parallel: ParallelConfig, rank: int, place: RankPlace) -> Meeting:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention, CachedLayer
 from vllm.distributed import Stage, TPGroup
+from vllm.model_executor.speculators.interface import Speculator
 
 _FINGERPRINT_COLUMNS = 1024
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
-    """Everything that a model reads but its KV caches and their scales: each storage once, as its
-    bytes.
+    """Everything that a model reads but its KV caches and their scales, and a speculator besides
+    what its target has: each storage once, as its bytes.
 
     Besides parameters and buffers there are tensors in objects that modules hold, such as packed
     weights. The order depends on how the model was built alone, so that two models of one config
@@ -36,9 +37,13 @@ def model_storages(model: nn.Module) -> list[Tensor]:
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
-    """Every tensor that a model reads but its KV caches, each once, in an order as above. Several
-    may be views of one storage."""
-    return list({id(tensor): tensor for tensor in _tensors(model, set())}.values())
+    """Every tensor that a model reads but its KV caches, and a speculator besides what its target
+    has, each once, in an order as above. Several may be views of one storage."""
+    found = {id(tensor): tensor for tensor in _tensors(model, set())}
+    if isinstance(model, Speculator):
+        for tensor in _tensors(model.target, set()):
+            found.pop(id(tensor), None)
+    return list(found.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -19,11 +19,14 @@ class KeptStates(ABC):
         batch: the rows.
         size: of a vector.
         dtype: of its elements.
+
+    Attributes:
+        memory: [places, size]
     """
 
     def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype) -> None:
         self._batch = batch
-        self._memory = torch.zeros(self._num_places, size, dtype=dtype)
+        self.memory = torch.zeros(self._num_places, size, dtype=dtype)
 
     @property
     @abstractmethod
@@ -47,18 +50,18 @@ class KeptStates(ABC):
         """Keep the vectors [T, size] of the tokens of a launch."""
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
         if len(states) == len(start):  # one token each
-            self._memory[self._index(launch.rows, start)] = states
+            self.memory[self._index(launch.rows, start)] = states
             return
         rows = np.repeat(launch.rows, count)
         positions = np.repeat(start, count) + positions_within(count)
         kept = self._is_kept(positions, np.repeat(start + count, count))
         if len(kept) < len(rows):
             states = states[torch.from_numpy(kept)]
-        self._memory[self._index(rows[kept], positions[kept])] = states
+        self.memory[self._index(rows[kept], positions[kept])] = states
 
     def read(self, rows: IntArray, positions: IntArray) -> Tensor:
         """The vectors [n, size] of n tokens that were written."""
-        return self._memory[self._index(rows, positions)]
+        return self.memory[self._index(rows, positions)]
 
     def _index(self, rows: IntArray, positions: IntArray) -> Tensor:
         return torch.from_numpy(self._places(rows, positions).astype(np.int64))

@@ -56,6 +56,37 @@ class SleepingWeights(SleepPart, Protocol):
         ...
 
 
+class ModelWithDrafter:
+    """The weights of a model, and of the one beside it that makes drafts; see `SleepingWeights`.
+
+    Args:
+        model, drafter: of each.
+        have_one_folder: what makes drafts is in the files of the model.
+    """
+
+    def __init__(
+        self, model: SleepingWeights, drafter: SleepingWeights, *, have_one_folder: bool
+    ) -> None:
+        self._model, self._drafter = model, drafter
+        self._have_one_folder = have_one_folder
+
+    def release(self, *, keep: bool) -> None:
+        """Release the memory of both."""
+        self._model.release(keep=keep)
+        self._drafter.release(keep=keep)
+
+    def restore(self) -> None:
+        """Allocate the memory of both again."""
+        self._model.restore()
+        self._drafter.restore()
+
+    def reload(self, folder: str | None) -> None:
+        """Read the weights of the model again; those of drafts too where it has them."""
+        self._model.reload(folder)
+        if self._have_one_folder:
+            self._drafter.reload(folder)
+
+
 class Sleep:
     """Which parts of a worker sleep.
 

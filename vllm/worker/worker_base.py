@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.config import VllmConfig
+from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
 from vllm.errors import RequestError
 from vllm.messages import AdapterRef, EngineRequest, RunnerStats, StepTokens
-from vllm.model_executor.quantization import inc_measure
+from vllm.model_executor.loader import load_model, load_speculator
+from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.quantization import Quantization, inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_all
 from vllm.worker.adapters import Adapters
@@ -24,7 +27,14 @@ from vllm.worker.block_store import BlockStore, hash_contents
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
-from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
+from vllm.worker.sleep import (
+    KV_CACHE,
+    WEIGHTS,
+    ModelWithDrafter,
+    Sleep,
+    SleepingWeights,
+    SleepPart,
+)
 from vllm.worker.stage_drafts import makes_drafts
 from vllm.worker.torch_profile import TorchProfile
 
@@ -184,6 +194,27 @@ class WorkerBase(ABC):
     def _read_model(self, config: VllmConfig) -> nn.Module:
         """A new model of this config in host memory, with its weights as they run."""
 
+    def _read_drafter(self, config: VllmConfig, device: torch.device) -> nn.Module:
+        """The draft model or speculator of this config, with its weights as they run."""
+        row = SPECULATORS.get(self.config.speculative.method or "")
+        if row is None:
+            return load_model(config, self.tp, device, self._dense_format())
+        model = self.model
+        assert isinstance(model, CausalLM), "a pooling model has no drafts"
+        return load_speculator(row.class_path, config, model, device, self._dense_format())
+
+    def _build_drafter(self, folder: str) -> nn.Module:
+        """The same as `_build_model` of what makes drafts."""
+        config = self._draft_config
+        assert config is not None, "this worker makes no drafts"
+        load = replace(config.load, use_tqdm_on_load=False)
+        model = replace(config.model, path=folder)
+        return self._read_drafter(replace(config, model=model, load=load), torch.device("cpu"))
+
+    def _dense_format(self) -> Quantization | None:
+        """How the kernels take dense weights; None: as torch takes them."""
+        return None
+
     def reset_measurements(self) -> None:
         """Forget what was measured so far (`QUANT_CONFIG`, MEASURE)."""
         inc_measure.reset(self.model)
@@ -245,8 +276,20 @@ class WorkerBase(ABC):
 
     # ---- sleep mode -----------------------------------------------------------------------
 
-    def _set_memory(self, weights: SleepingWeights, cache: SleepPart) -> None:
-        """Register the parts that can be reloaded and, with sleep mode, released."""
+    def _set_memory(
+        self, weights: SleepingWeights, cache: SleepPart, drafter: SleepingWeights | None = None
+    ) -> None:
+        """Register the parts that can be reloaded and, with sleep mode, released.
+
+        Args:
+            weights: of the model.
+            cache: of all models.
+            drafter: weights of what makes drafts; None: this worker makes none.
+        """
+        if drafter is not None:
+            row = SPECULATORS.get(self.config.speculative.method or "")
+            in_model = row is not None and not row.has_files
+            weights = ModelWithDrafter(weights, drafter, have_one_folder=in_model)
         self._weights = weights
         if self.config.model.enable_sleep_mode:
             self._sleep = Sleep({WEIGHTS: weights, KV_CACHE: cache})

@@ -18,21 +18,12 @@ logger = init_logger(__name__)
 def asked_draft_model(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform
 ) -> ModelConfig | None:
-    """The draft model that is asked for, not yet resolved; None if there is none.
-
-    Raises:
-        ConfigError: the model cannot run with one.
-    """
+    """The draft model that is asked for, not yet resolved; None if there is none."""
     options = speculative.drafts
     if options is None or options.method != "draft_model" or model.pooler is not None:
         return None
     if not platform.can_run_draft_models:
         return None
-    if model.enable_sleep_mode:
-        raise ConfigError(
-            "speculative_config: a draft model and enable_sleep_mode cannot be used together: its "
-            "memory could not be released. Leave one of them out, or use the method ngram"
-        )
     return ModelConfig(
         model=options.model or "",
         revision=options.revision,

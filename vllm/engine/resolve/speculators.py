@@ -93,17 +93,12 @@ def check_speculator(config: VllmConfig) -> None:
     method = config.speculative.method
     if config.speculative.draft_model is None or method not in SPECULATORS:
         return
-    reasons = {
-        "enable_sleep_mode": config.model.enable_sleep_mode,
-        "kv_transfer_config": config.connector.kv_transfer is not None,
-    }
-    for name, is_on in reasons.items():
-        if is_on:
-            raise ConfigError(
-                f"speculative_config: the method {method}, which reads hidden states of the model, "
-                f"and {name} cannot be used together in this version. Leave one of them out, or "
-                f"use the method ngram"
-            )
+    if config.connector.kv_transfer is not None:
+        raise ConfigError(
+            f"speculative_config: the method {method}, which reads hidden states of the model, and "
+            f"kv_transfer_config cannot be used together in this version. Leave one of them out, "
+            f"or use the method ngram"
+        )
 
 
 def _read_config(

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
@@ -41,6 +42,11 @@ class DraftRunner(DraftMaker, CPUModelRunner):
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._target_vocab_size = target.vocab_size
         self._max_tokens = config.scheduler.max_num_batched_tokens
+
+    @property
+    def kept_states(self) -> list[Tensor]:
+        """What is kept of tokens besides keys and values: nothing."""
+        return []
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """Blocks are those of the model, which keeps all of them where there are drafts."""

@@ -129,16 +129,19 @@ class HostCache:
 
     Args:
         layers: with their caches bound.
+        kept_states: what else is kept of tokens.
     """
 
-    def __init__(self, layers: Sequence[CachedLayer]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[CachedLayer], kept_states: Sequence[Tensor] = ()) -> None:
+        self._layers, self._kept_states = layers, kept_states
 
     def release(self, *, keep: bool) -> None:
         """Release the caches."""
         for layer in self._layers:
             for cache in layer.kv_caches:
                 _discard(cache)
+        for states in self._kept_states:
+            _discard(states)
 
     def restore(self) -> None:
         """Do nothing: the system allocates pages when they are written."""

@@ -67,6 +67,11 @@ class SpeculatorRunner:
         token_bytes = self._speculator.kept_size * self._dtype.itemsize
         return replace(layout, block_bytes=layout.block_bytes + layout.block_size * token_bytes)
 
+    @property
+    def kept_states(self) -> list[Tensor]:
+        """What is kept of tokens besides keys and values: hidden states."""
+        return [] if self._states is None else [self._states.memory]
+
     def start(self, num_blocks: int) -> None:
         """The KV cache is bound, with so many blocks."""
         config, size = self.config, self._speculator.kept_size

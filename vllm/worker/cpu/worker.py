@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
-from vllm.config.speculators import SPECULATORS
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
 from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.loader import load_model, load_speculator
+from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.quantization import Quantization
@@ -90,22 +89,13 @@ class CPUWorker(WorkerBase):
         self.model = self._read_model(self.config)
         models: list[nn.Module] = [self.model]
         if (draft_config := self._draft_config) is not None:
-            models.append(self._read_drafter(draft_config))
+            models.append(self._read_drafter(draft_config, self.device))
         self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
         self._count_threads(self._weight_bytes)
         self.runner = self._make_runner(self.model)
         if draft_config is not None:
+            self._draft_model = models[1]
             self._add_drafter(draft_config, models[1])
-
-    def _read_drafter(self, config: VllmConfig) -> nn.Module:
-        """The draft model or speculator beside the model."""
-        row = SPECULATORS.get(self.config.speculative.method or "")
-        if row is None:
-            return load_model(config, self.tp, self.device, self._dense_format())
-        assert isinstance(self.model, CausalLM), "a pooling model has no drafts"
-        return load_speculator(
-            row.class_path, config, self.model, self.device, self._dense_format()
-        )
 
     def _add_drafter(self, config: VllmConfig, model: nn.Module) -> None:
         runner, drafts = self.runner, self.config.speculative.drafts
@@ -219,9 +209,15 @@ class CPUWorker(WorkerBase):
             self._blocks = BlockCopies(layers, num_blocks)
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
+        weights = HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep)
+        if drafter is None:
+            self._set_memory(weights, HostCache(layers))
+            return
+        folder, build = drafter.config.model.path or "", self._build_drafter
         self._set_memory(
-            HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
-            HostCache(layers),
+            weights,
+            HostCache([*layers, *drafter.attention_layers], drafter.kept_states),
+            HostWeights(self._draft_model, folder, build, can_sleep=can_sleep),
         )
 
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:

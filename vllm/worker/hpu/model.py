@@ -195,7 +195,8 @@ class HPUModel(LaunchModel):
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
-        inputs, inner = token_ids, []
+        inner: list[Tensor] = []
+        inputs = token_ids
         if before is not None:
             inputs, inner = self.inner_layers.split(before)
         result = self._run(attention, inputs, positions, adapters=adapters, states=states)

@@ -18,12 +18,11 @@ from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
-from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.loader import load_model, load_speculator
+from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_tensors
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.speculators.interface import Speculator
@@ -99,7 +98,7 @@ class HPUWorker(WorkerBase):
                 self.model = self._load_weights()
                 draft_config, draft_model = self._draft_config, None
                 if draft_config is not None:
-                    draft_model = self._read_drafter(draft_config)
+                    draft_model = self._read_drafter(draft_config, bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
@@ -133,14 +132,6 @@ class HPUWorker(WorkerBase):
         if isinstance(model, PoolingModel):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
-
-    def _read_drafter(self, config: VllmConfig) -> nn.Module:
-        """The draft model or speculator beside the model, on the card."""
-        row = SPECULATORS.get(self.config.speculative.method or "")
-        if row is None:
-            return load_model(config, self.tp, self.bridge.device)
-        assert isinstance(self.model, CausalLM), "a pooling model has no drafts"
-        return load_speculator(row.class_path, config, self.model, self.bridge.device)
 
     def _add_drafter(self, config: VllmConfig, model: nn.Module, kernel: SDPAKernel) -> None:
         runner, max_drafts = self.runner, self.config.scheduler.max_draft_tokens
@@ -213,9 +204,14 @@ class HPUWorker(WorkerBase):
         self._warm_up = self._plan_launches(num_blocks)
         self._graphs = SleepingGraphs(self.runner)
         self._given_back: dict[MemoryClass, int] = {}
+        drafter = None
+        if self._drafter is not None:
+            folder = self._drafter.config.model.path or ""
+            drafter = CardWeights(self._drafter.model, folder, self._build_drafter, bridge)
         self._set_memory(
             CardWeights(self.model, self.config.model.path or "", self._build_model, bridge),
             CardCache(bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
+            drafter,
         )
 
     def _start_block_copies(self) -> None:

@@ -61,11 +61,9 @@ class WholePromptModel(LaunchModel):
     """Pools whole prompts, each of which is a row of a prefill.
 
     Args:
-        model, block_size, kernel: see `LaunchModel`. With several types of tokens, a
+        model, block_size, kernel, dtype: see `LaunchModel`. With several types of tokens, a
             `TypedInputBuilder` packs.
         pooler: how it pools.
-
-        dtype: of the hidden states.
 
     Shape: packed input of a launch and, for a stage of a pipeline after the first, the hidden
     states [B * Q, hidden] of the stage before -> (numbers [B, size], or [B * Q, size] with one
@@ -79,7 +77,7 @@ class WholePromptModel(LaunchModel):
         pooler: PoolerConfig,
         block_size: int,
         kernel: SDPAKernel,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, block_size, kernel, dtype=dtype)
         self._has_head = model.stage.is_last
