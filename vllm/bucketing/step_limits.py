@@ -55,6 +55,8 @@ class StepLimits:
 
     max_draft_tokens: int = 0
     """Drafts of one sequence that a decode may verify."""
+    max_pending_drafts: int = 0
+    """Of these, how many may still be unverified when the next decode of the sequence starts."""
 
     def __post_init__(self) -> None:
         for name in (
