@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_drafts import seen_by_user
-from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
 from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -88,7 +88,8 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
     if draft == PARTLY:
         cut_layers(tmp_path)
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
-    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+    card = simulated_hpu(has_profiling_run=False, **variables)
+    with card as bridge, steps_in_flight() as seen:
         expected = run(make_engine(None, mode))
         engine = make_engine(folder, mode, num_gpu_blocks_override=6)
         check_ledger(engine)
@@ -100,6 +101,7 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
         assert bridge.counters().compilations == before
         stats = engine.engine_core.stats()
         assert stats.num_preemptions and stats.num_prefix_hits
+        assert seen["follow"] > 15, "drafts of steps in flight"
         more_drafts, more_right = drafts_of(engine)
     if draft == RIGHT:
         assert num_drafts > num_right > 0.5 * num_drafts > 30, "penalties are no part of drafts"
