@@ -45,7 +45,7 @@ class Step:
         return None
 
     def begin_earlier(self, rows: IntArray, num_tokens: IntArray) -> None:
-        """Some rows [n] have so many tokens [n] fewer than when the step was scheduled, as drafts of
+        """Some rows [n] have so many tokens [n] fewer than when the step was scheduled: drafts of
         the step before were wrong."""
         _, own, others = np.intersect1d(self.rows, rows, assume_unique=True, return_indices=True)
         self.num_tokens[own] -= num_tokens[others]

@@ -276,8 +276,8 @@ class SamplingState:
             drafts: of rows whose sampling depends on which tokens were generated: the first time
                 that such a row is in `rows` it samples its next token, then what follows its first
                 draft, and so on.
-            draws: m rows and positions of random numbers, in place of those of `rows`: `exponentials`
-                are [m, K], among which the caller selects.
+            draws: m rows and positions of random numbers, in place of those of `rows`:
+                `exponentials` are [m, K], among which the caller selects.
         """
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
         features = self._features[rows]

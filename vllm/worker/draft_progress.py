@@ -33,8 +33,9 @@ class DraftSpans:
     num_known: IntArray
     """[n] tokens of the row, with those that a step in flight samples."""
     in_flight: IntArray
-    """[n] see `SchedulerOutput.drafts_in_flight`. Where the last tokens to run are drafts in flight,
-    these are all of them and the token in front, of which some may turn out to be no output."""
+    """[n] see `SchedulerOutput.drafts_in_flight`. Where it is not -1, the last so many tokens to
+    run, and one more, are those of the step in flight, of which the last ones may turn out to be
+    no output."""
 
     @classmethod
     def of(

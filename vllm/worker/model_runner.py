@@ -100,8 +100,8 @@ class LaunchResult:
         return cls(rows, indices, None, [], num_drafts=num_drafts)
 
     def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
-        """Wait for the tokens: those of the rows of the logits, and how many of each row of the batch
-        that sampled are output (None: one each, and no row has drafts)."""
+        """Wait for the tokens: those of the rows of the logits, and how many of each row of the
+        batch that sampled are output (None: one each, and no row has drafts)."""
         assert self.sampled is not None
         if self.accepted is None:
             host_ids = self.sampled.host_ids.cpu().numpy()

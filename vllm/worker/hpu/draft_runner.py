@@ -110,9 +110,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
 
     def _make_resident(self, config: VllmConfig) -> ResidentDrafts:
         num_rows, ahead = len(self.batch.num_tokens), self.tokens_ahead
-        return ResidentDrafts(
-            self._target.resident, num_rows, self.device, self.block_size, ahead
-        )
+        return ResidentDrafts(self._target.resident, num_rows, self.device, self.block_size, ahead)
 
     def _pad_model(self, *args: Any) -> HPUModel:
         padded = HPUDraftModel(*args)
@@ -138,7 +136,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         is_in_flight = has_drafts & (spans.in_flight >= 0)
         self.launches.inputs.place(spans.rows.tolist())
         self.launches.inputs.mark_sampled(spans.rows[is_in_flight])
-        most = np.where(is_in_flight, spans.in_flight, self._max_drafts) + 1
+        most = np.where(is_in_flight, spans.in_flight, np.int32(self._max_drafts)) + 1
         num_last = np.where(has_drafts, np.minimum(spans.count, most), 0)
         num_before = (spans.count - num_last).astype(np.int32)
         planner, runs = self.launches.planner, num_before > 0
@@ -177,9 +175,10 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
             query_len, real = launch.bucket.query_len, launch.rows
             behind = launch.num_computed_tokens + self.tokens_ahead + 1
             first = behind - self.batch.num_prompt_tokens[real]
-            num_output = first[:, None] + np.arange(query_len, dtype=np.int32)
+            num_output = first[:, None] + np.arange(query_len)
+            num_output = np.maximum(num_output, 0).astype(np.int32)  # of tokens of the prompt: 0
             draws = self._draws(launch, first) if query_len == 1 else None
-            rows = np.repeat(real, query_len)
+            rows = np.repeat(real, query_len).astype(np.int32)
             metadata = self.sampling.distribution(rows, num_output.ravel(), len(logits), draws)
             if draws is not None:
                 metadata = self._select_draws(metadata, device_input, launch.shape)

@@ -172,8 +172,8 @@ class HPUInputBuilder:
         return self._num_rows
 
     def place(self, rows: list[int]) -> None:
-        """The device has none of the tokens of these rows: they have new requests, or the host knows
-        better."""
+        """The tokens of these rows come from the host: their requests are new, or the host knows
+        better than the device."""
         self._is_resident[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
@@ -199,7 +199,9 @@ class HPUInputBuilder:
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
         """[n, Q] which tokens of a decode are on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
-        on_device[:, 0] = self._is_resident[launch.rows]
+        # Where drafts are in flight, the host may count more tokens than it knows of by now.
+        newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
+        on_device[:, 0] = self._is_resident[launch.rows] & newest
         if self._has_resident_drafts and launch.num_drafts is not None:
             on_device[:, 1:] = True
         return on_device

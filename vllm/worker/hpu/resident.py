@@ -225,7 +225,9 @@ class ResidentDrafts(ResidentTokens):
         if shape.bucket.query_len == 1:
             return on_host
         is_resident = _first(given.token_ids, shape) < 0
-        return torch.where(is_resident, self._target.counts.index_select(0, given.rows) - 1, on_host)
+        return torch.where(
+            is_resident, self._target.counts.index_select(0, given.rows) - 1, on_host
+        )
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
         """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
