@@ -153,7 +153,8 @@ class ResidentTokens:
         column = _range(query_len, rows)
         is_last = column >= _num_more(given.positions, shape)[:, None]
         is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
-        end = torch.where(is_last | is_wrong, column, query_len - 1).amin(1)
+        # The documented operators of the device have a maximum and no minimum.
+        end = query_len - 1 - torch.where(is_last | is_wrong, query_len - 1 - column, 0).amax(1)
         has_failed = _at(host_ids, end) < 0  # the row ends before it
         counts = end + 1 - ((end > 0) & has_failed).int()
         self._keep(rows, token_ids, counts, ends + counts)
