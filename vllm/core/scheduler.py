@@ -204,6 +204,7 @@ class Scheduler:
         moves = in_flight = None
         if len(rows):
             if self.config.follows_drafts and self._in_flight:
+                assert len(self._in_flight) == 1, "a row follows the drafts of one step only"
                 in_flight = self.running.drafts_in_flight[rows]
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)

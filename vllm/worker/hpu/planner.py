@@ -203,7 +203,13 @@ class HPULaunchPlanner:
         return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
 
     def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
-        return [self._decode(part) for part in self._split_decodes(rows)]
+        most = self._limits.max_draft_batch
+        if most is None or len(rows.ids) <= most or not rows.drafts.any():
+            return [self._decode(part) for part in self._split_decodes(rows)]
+        has_drafts = rows.drafts > 0
+        parts = self._split_decodes(rows.select(~has_drafts))
+        parts += self._split_decodes(rows.select(has_drafts), most)
+        return [self._decode(part) for part in parts]
 
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
         return [
@@ -229,18 +235,19 @@ class HPULaunchPlanner:
 
     # ---- decodes --------------------------------------------------------------------------
 
-    def _split_decodes(self, rows: _Rows) -> list[_Rows]:
+    def _split_decodes(self, rows: _Rows, max_batch: int | None = None) -> list[_Rows]:
         """Runs of rows within the largest batch and the most blocks of one launch."""
         if not len(rows.ids):
             return []
         limits = self._limits
+        max_batch = max_batch or limits.max_decode_batch
         most = limits.max_block_refs
         refs = _num_blocks(rows.computed + rows.scheduled, self._size)
-        if len(refs) <= limits.max_decode_batch and (most is None or refs.sum() <= most):
+        if len(refs) <= max_batch and (most is None or refs.sum() <= most):
             return [rows]
         parts, start, total = [], 0, 0
         for end, count in enumerate(refs.tolist()):
-            is_full = end - start == limits.max_decode_batch
+            is_full = end - start == max_batch
             if is_full or (most is not None and total + count > most):
                 parts.append(rows.part(start, end))
                 start, total = end, 0
