@@ -20,6 +20,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.platforms.habana.sim import SimBridge
 
 PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
 for params in PARAMS:
@@ -64,6 +65,22 @@ def run_and_leave(engine: LLMEngine) -> None:
         engine.step()
 
 
+def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
+    """The host waits for the card once for each launch of the model, and never for drafts."""
+    runner, launches = engine.engine_core.executor._worker.runner, []
+    before = bridge.counters().host_syncs
+    with pytest.MonkeyPatch.context() as patch:
+        launch_once = runner._run_launch
+        patch.setattr(runner, "_run_launch", lambda x: launches.append(x) or launch_once(x))
+        for seed in range(3):
+            params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
+            engine.add_request(str(seed), {"prompt_token_ids": [300 + seed] * 9}, params)
+        while engine.has_unfinished_requests() or engine.engine_core._in_flight:
+            engine.step()
+    assert any(launch.num_drafts is not None for launch in launches)
+    assert bridge.counters().host_syncs - before == len(launches)
+
+
 def check_ledger(engine: LLMEngine) -> None:
     worker = engine.engine_core.executor._worker
     runners = worker.runner, worker.runner.drafter
@@ -97,6 +114,7 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
         assert run(engine) == expected
         assert run(engine) == expected, "with the prefix cache of both models"
         num_drafts, num_right = drafts_of(engine)
+        check_reads(engine, bridge)
         run_and_leave(engine)
         assert bridge.counters().compilations == before
         stats = engine.engine_core.stats()
