@@ -153,6 +153,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooling_params is None and not self.sampling_params.logits_processors
 
     @property
+    def may_follow_drafts(self) -> bool:
+        """Whether it can run again before it is known which of its drafts are right: where its
+        sampling depends neither on which tokens were generated nor on how many."""
+        return not self.follows_output and not self.sampling_params.min_tokens
+
+    @property
     def end_token_ids(self) -> list[int]:
         """All tokens that end the output."""
         eos = [] if self.eos_token_id is None else [self.eos_token_id]
@@ -214,7 +220,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     A row may have drafts: guesses of its next tokens, that run behind its newest token. The
     runner samples after each of them and gives back the sampled tokens up to the first that is
-    not the draft in its place. Such a row is scheduled again only when its result is known.
+    not the draft in its place. Such a row is scheduled again when its result is known, or before
+    (`drafts_in_flight`) where the runner knows by itself which tokens there are.
 
     Or it has several decodes: all of its rows run their newest token, sample the next, run that,
     and so on. The runner may run fewer than asked for, and where it knows the tokens it stops after
@@ -245,6 +252,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     draft_token_ids: IntArray | None = None
     """[sum of `num_draft_tokens`] the drafts, row by row, or `DRAFT_OF_WORKER` in place of all of
     them; None if there are none."""
+    drafts_in_flight: IntArray | None = None
+    """[n] drafts of each row in the step in flight, 0 if it has none there but a token; -1: all of
+    its tokens are known. Those that turn out to be wrong are counted in `num_computed_tokens`: the
+    row begins so many tokens earlier. None: -1 for all, or nobody can run ahead of drafts."""
     shortened_tables: list[tuple[int, int]] = []
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""

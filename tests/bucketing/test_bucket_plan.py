@@ -1,11 +1,13 @@
 """From a configuration to a catalog that has a bucket for whatever its scheduler emits."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.bucketing.helpers import pairs, triples
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import Phase, plan_buckets, prove
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.errors import ConfigError
 
 SMALL = {"block_size": 16, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
@@ -232,3 +234,13 @@ def test_decodes_that_verify_drafts_have_buckets_of_their_own(contiguous_pa):
         assert (verifying.batch, verifying.query_len) == (bucket.batch, 4)
     assert prove(plan.catalog, plan.limits).is_covered
     assert not prove(plain.catalog, plan.limits).is_covered
+
+
+def test_a_largest_batch_with_drafts_bounds_the_buckets_that_verify_them():
+    config = make_config(**SMALL, max_draft_tokens=3)
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 1}
+    limited = replace(config, speculative=SpeculativeConfig(speculative_config=speculative))
+    found = [plan_buckets(each, 33) for each in (config, limited)]
+    batches = [{b.batch for b in x.catalog.decode if b.query_len > 1} for x in found]
+    assert batches[1] == {min(batches[0])} < batches[0]
+    assert prove(found[1].catalog, found[1].limits).is_covered

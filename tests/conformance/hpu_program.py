@@ -35,17 +35,20 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.worker.hpu.input import fields_of, padded_sizes
 from vllm.worker.hpu.model import HPUModel, LaunchModel
 from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.pooling.hpu_model import _TYPED, WholePromptModel
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 9
 MAX_NUM_SEQS = 8
+MAX_DRAFTS = 2
 
 SHAPES = {
     "decode": PaddedShape(decode(4, 8)),
     "contiguous decode": PaddedShape(decode(4, 4), is_contiguous=True),
-    "decode of drafts": PaddedShape(decode(4, 8, query_len=3)),
+    "decode of drafts": PaddedShape(decode(4, 8, query_len=1 + MAX_DRAFTS)),
+    "decode behind drafts": PaddedShape(decode(4, 8, query_len=1 + MAX_DRAFTS), max_shift=2),
     "prefill": PaddedShape(prefill(1, 32)),
     "prefill with context": PaddedShape(prefill(2, 16, 2)),
     "merged prefill": PaddedShape(prefill(1, 32, 2), merged_prompts=4),
@@ -125,8 +128,12 @@ def launch_model(config: VllmConfig) -> LaunchModel:
             return WholePromptModel(model, pooler, BLOCK_SIZE, kernel)
         return HPUModel(model, BLOCK_SIZE, kernel)
     assert isinstance(model, CausalLM)
-    newest = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int32)
-    return HPUModel(model, BLOCK_SIZE, kernel, None, newest)
+    return HPUModel(model, BLOCK_SIZE, kernel, None, resident_tokens())
+
+
+def resident_tokens() -> ResidentTokens:
+    """Of rows whose drafts are made on the card."""
+    return ResidentTokens(MAX_NUM_SEQS, torch.device("cpu"), BLOCK_SIZE, MAX_DRAFTS)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

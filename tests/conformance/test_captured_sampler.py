@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conformance.hpu_program import SHAPES, resident_tokens
 from vllm.platforms.habana.sim_capture import capture
 from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
 from vllm.sample.masks import TokenMasks, bit_values, num_words
-from vllm.sample.sampler import Sampler
+from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED, FILTERED_LARGE, GREEDY, RANDOM
 from vllm.sample.warmup import warmup_launches
+from vllm.worker.hpu.input import fields_of, padded_sizes
 
 NUM_ROWS = 4
 VOCAB_SIZE = 600
@@ -78,9 +80,17 @@ def test_log_probabilities_run_on_the_device(width):
     assert violations_of(gather, torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()) == []
 
 
-def test_sampled_tokens_are_kept_in_place():
-    def keep(newest: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        newest.index_copy_(0, rows.long(), token_ids)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_tokens_are_compared_with_drafts_and_kept_in_place(shape):
+    shape, resident = SHAPES[shape], resident_tokens()
+    names = ("newest", "ends", "counts", "outputs", "drafts")
 
-    rows = torch.arange(NUM_ROWS, dtype=torch.int32)
-    assert violations_of(keep, torch.zeros(9, dtype=torch.int32), rows, rows) == []
+    def keep(packed: Tensor, token_ids: Tensor, *kept: Tensor) -> Tensor | None:
+        for name, tensor in zip(names, kept, strict=True):
+            setattr(resident, name, tensor)
+        return resident.accept(packed, shape, SamplerOutput(token_ids, token_ids))
+
+    packed = torch.zeros(sum(fields_of(shape).part_sizes(padded_sizes(shape))), dtype=torch.int32)
+    token_ids = torch.zeros(shape.num_rows, dtype=torch.int32)
+    kept = [getattr(resident, name) for name in names]
+    assert violations_of(keep, packed, token_ids, *kept) == []

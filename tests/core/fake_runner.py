@@ -5,14 +5,24 @@ for each slot a hash of everything that decides the content there (`tests.core.r
 asserts on every read that the right hash is found.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
-from tests.core.reference import FAILED, keys_at, next_content, next_token, root_content
+from tests.core.reference import (
+    FAILED,
+    VOCAB_SIZE,
+    keys_at,
+    next_content,
+    next_token,
+    next_tokens,
+    root_content,
+)
 from vllm.messages import (
+    DRAFT_OF_WORKER,
     NULL_BLOCK_ID,
     BlockMoves,
     EngineRequest,
@@ -87,6 +97,7 @@ class FakeRunner:
         stalls_every: of so many rows with drafts one gets no token; 0: none.
         reads_tokens: of several decodes the first that ends a row is the last; False: all run, as
             on a card whose tokens stay there.
+        guesses: how right the drafts are that it makes itself.
     """
 
     def __init__(
@@ -97,7 +108,10 @@ class FakeRunner:
         windows: Sequence[int | None] = (None,),
         stalls_every: int = 0,
         reads_tokens: bool = True,
+        guesses: random.Random | None = None,
     ) -> None:
+        self.guesses = guesses or random.Random(0)
+        self.num_moved_back = 0
         self.stalls_every = stalls_every
         self.reads_tokens = reads_tokens
         self.num_further_decodes = 0
@@ -139,12 +153,15 @@ class FakeRunner:
         for row, index, count in step.passed_blocks:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
+        begins = self._begins(step)
         drafts = drafts_of(step)
         for row, guess in drafts.items():
-            self.rows[row].token_ids += guess
+            if guess[0] == DRAFT_OF_WORKER:
+                drafts[row] = self._guess(self.rows[row], len(guess))
+            self.rows[row].token_ids += drafts[row]
         outputs: list[ModelRunnerOutput] = []
         for index in range(step.num_decodes):
-            starts = (step.num_computed_tokens + index).tolist()
+            starts = [begin + index for begin in begins]
             counts = step.num_scheduled_tokens.tolist()
             work = list(zip(step.rows.tolist(), starts, counts, strict=True))
             for launch in self._launches(work):
@@ -153,6 +170,28 @@ class FakeRunner:
             if step.num_decodes > 1 and self._is_last(outputs[-1]):
                 break
         return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
+
+    def _begins(self, step: SchedulerOutput) -> list[int]:
+        """Where each row begins: earlier than the step says by the drafts in flight that were
+        wrong."""
+        begins = step.num_computed_tokens.tolist()
+        if step.drafts_in_flight is None:
+            return begins
+        for place, (row_id, most) in enumerate(
+            zip(step.rows.tolist(), step.drafts_in_flight.tolist(), strict=True)
+        ):
+            if most < 0:
+                continue
+            begin = len(self.rows[row_id].token_ids) - 1
+            assert begins[place] - most <= begin <= begins[place]
+            self.num_moved_back += begin < begins[place]
+            begins[place] = begin
+        return begins
+
+    def _guess(self, row: FakeRow, count: int) -> list[int]:
+        guess = next_tokens(row.spec, row.token_ids, count)
+        first_wrong = self.guesses.choice([count, count, 0, self.guesses.randint(0, count)])
+        return guess[:first_wrong] + [(t + 1) % VOCAB_SIZE for t in guess[first_wrong:]]
 
     def _is_last(self, output: ModelRunnerOutput) -> bool:
         """Whether there are no more decodes behind this one."""

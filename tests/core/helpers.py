@@ -1,6 +1,7 @@
 """Builders, a loop that drives scheduler and runner, and what must be true after each step."""
 
 import copy
+import random
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -115,7 +116,7 @@ class Loop:
 
     Args:
         depth: results outstanding while the next step is scheduled.
-        is_split, fails_at, stalls_every, reads_tokens: see FakeRunner.
+        is_split, fails_at, stalls_every, reads_tokens, guesses: see FakeRunner.
     """
 
     def __init__(
@@ -126,12 +127,19 @@ class Loop:
         fails_at: dict[str, int] | None = None,
         stalls_every: int = 0,
         reads_tokens: bool = True,
+        guesses: random.Random | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
         windows = [group.window for group in scheduler.cache._groups]
         self.runner = FakeRunner(
-            scheduler.cache.block_size, is_split, fails_at, windows, stalls_every, reads_tokens
+            scheduler.cache.block_size,
+            is_split,
+            fails_at,
+            windows,
+            stalls_every,
+            reads_tokens,
+            guesses,
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
@@ -257,8 +265,11 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
     for row in running.order.tolist():
-        rest = int(running.num_tokens[row] - running.num_computed[row])
+        num_computed = int(running.num_computed[row])
+        rest = int(running.num_tokens[row]) - num_computed
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
+        # Nobody is preempted for tokens that may not come.
+        waits |= running.drafts_in_flight[row] > 0 and rest > running.capacity[row] - num_computed
         if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
     if scheduler.cache.is_dense and rows:

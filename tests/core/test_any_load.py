@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.core.helpers import Loop, make_request, make_scheduler
-from tests.core.reference import VOCAB_SIZE, GuessSource, expected_result
+from tests.core.reference import VOCAB_SIZE, expected_result
 from vllm.core.draft_control import DraftControl
+from vllm.core.drafts import DraftSource
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 
@@ -37,13 +38,15 @@ class Setup:
     fails_at: dict[str, int] = field(default_factory=dict)
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
-    draft_source: GuessSource | None = None
+    draft_source: DraftSource | None = None
     draft_control: DraftControl | None = None
     stalls_every: int = 0
     num_stages: int = 1
     """Of a pipeline."""
     is_dense: bool = False
     reads_tokens: bool = True
+    guesses: random.Random | None = None
+    """See FakeRunner."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -65,6 +68,7 @@ class Setup:
             self.fails_at,
             self.stalls_every,
             self.reads_tokens,
+            self.guesses,
         )
 
 

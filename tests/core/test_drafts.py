@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
 from tests.core.reference import GuessSource, expected_result, next_tokens
 from tests.core.test_any_load import (
+    MAX_MODEL_LEN,
     WINDOWS,
     programs,
     random_event,
@@ -20,6 +21,7 @@ from tests.core.test_any_load import (
     setups,
 )
 from vllm.core.draft_control import DraftControl
+from vllm.core.draft_sources import ModelDrafts
 from vllm.messages import Finished, FinishReason
 from vllm.request import Request
 
@@ -48,6 +50,18 @@ def test_drafts_change_no_output_of_a_long_crowded_load(seed):
     setup.stalls_every = rng.choice([0, 0, 7])
     loop = run_program(setup, [random_event(rng) for _ in range(150)])
     assert loop.runner.num_verified
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_that_follow_drafts_of_the_worker_get_what_they_get_alone(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.limits["follows_drafts"] = True
+    setup.depth, setup.guesses = 1, rng
+    max_drafts = rng.choice([1, 3, 5])
+    setup.draft_source = ModelDrafts(max_drafts, MAX_MODEL_LEN, follows_drafts=True)
+    loop = run_program(setup, [random_event(rng) for _ in range(150)])
+    assert loop.runner.num_verified and loop.runner.num_moved_back
 
 
 class MoodyControl(DraftControl):

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_drafts import seen_by_user
-from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
 from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.platforms.habana.sim import SimBridge
 
 PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
 for params in PARAMS:
@@ -64,6 +65,22 @@ def run_and_leave(engine: LLMEngine) -> None:
         engine.step()
 
 
+def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
+    """The host waits for the card once for each launch of the model, and never for drafts."""
+    runner, launches = engine.engine_core.executor._worker.runner, []
+    before = bridge.counters().host_syncs
+    with pytest.MonkeyPatch.context() as patch:
+        launch_once = runner._run_launch
+        patch.setattr(runner, "_run_launch", lambda x: launches.append(x) or launch_once(x))
+        for seed in range(3):
+            params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
+            engine.add_request(str(seed), {"prompt_token_ids": [300 + seed] * 9}, params)
+        while engine.has_unfinished_requests() or engine.engine_core._in_flight:
+            engine.step()
+    assert any(launch.num_drafts is not None for launch in launches)
+    assert bridge.counters().host_syncs - before == len(launches)
+
+
 def check_ledger(engine: LLMEngine) -> None:
     worker = engine.engine_core.executor._worker
     runners = worker.runner, worker.runner.drafter
@@ -88,7 +105,8 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
     if draft == PARTLY:
         cut_layers(tmp_path)
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
-    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+    card = simulated_hpu(has_profiling_run=False, **variables)
+    with card as bridge, steps_in_flight() as seen:
         expected = run(make_engine(None, mode))
         engine = make_engine(folder, mode, num_gpu_blocks_override=6)
         check_ledger(engine)
@@ -96,10 +114,12 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
         assert run(engine) == expected
         assert run(engine) == expected, "with the prefix cache of both models"
         num_drafts, num_right = drafts_of(engine)
+        check_reads(engine, bridge)
         run_and_leave(engine)
         assert bridge.counters().compilations == before
         stats = engine.engine_core.stats()
         assert stats.num_preemptions and stats.num_prefix_hits
+        assert seen["follow"] > 15, "drafts of steps in flight"
         more_drafts, more_right = drafts_of(engine)
     if draft == RIGHT:
         assert num_drafts > num_right > 0.5 * num_drafts > 30, "penalties are no part of drafts"

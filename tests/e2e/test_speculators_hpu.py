@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.e2e.test_speculators import METHODS, PARAMS, PROMPTS, prompts
-from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu, steps_in_flight
 from tests.speculators import Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.bucketing.ledger import MemoryClass
@@ -62,7 +62,8 @@ CASES = [
 def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path):
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
     made = make(method, tmp_path)
-    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+    card = simulated_hpu(has_profiling_run=False, **variables)
+    with card as bridge, steps_in_flight() as seen:
         expected = run(LLM(str(made.target), enforce_eager=MODES[mode][1], **COMMON))
         llm = with_speculator(made, mode)
         check_ledger(llm)
@@ -83,6 +84,7 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
         stats = llm.llm_engine.engine_core.stats()
         assert sum(stats.drafts.accepted) == stats.drafts.num_draft_tokens > 60
         assert stats.num_prefix_hits
+        assert seen["follow"] > 15, "drafts of steps in flight"
         assert bridge.counters().compilations == before
 
 

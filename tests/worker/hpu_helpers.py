@@ -262,7 +262,7 @@ class ScheduleLoop:
             sizes = expected.num_drafts + 1
             counts = count_accepted(token_ids, expected.draft_ids, expected.num_drafts)
             token_ids = token_ids[positions_within(sizes) < np.repeat(counts, sizes)]
-            self.inputs.mark_verified(rows[expected.num_drafts > 0])
+            self.inputs.place(rows[expected.num_drafts > 0].tolist())
         output = ModelRunnerOutput(
             step_id=step.step_id, rows=rows, token_ids=token_ids, num_tokens=counts
         )

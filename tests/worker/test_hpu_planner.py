@@ -93,7 +93,8 @@ def test_rows_with_drafts_run_with_the_decodes_in_one_launch():
     columns = [np.array(c, np.int32) for c in ([3, 0, 5, 1], [20, 15, 30, 0], [1, 3, 2, 9])]
     batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
     catalog = Catalog([prefill(1, 16)], [decode(4, 8), decode(4, 8, 4), decode(4, 8, 8)])
-    limits = make_limits(block_size=SIZE, max_num_seqs=8, enable_chunked_prefill=True)
+    kinds = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    limits = make_limits(**kinds)
     step = replace(make_step(*columns), num_draft_tokens=np.array([0, 2, 1, 0], np.int32))
     launches: Any = HPULaunchPlanner(catalog, limits, batch).plan(step)
     assert shown(launches) == [
@@ -102,6 +103,13 @@ def test_rows_with_drafts_run_with_the_decodes_in_one_launch():
     ]
     assert launches[0].num_drafts.tolist() == [0, 2, 1]
     assert launches[1].num_drafts is None
+
+    limits = make_limits(**kinds, max_draft_tokens=3, max_draft_batch=2)
+    launches = HPULaunchPlanner(catalog, limits, batch).plan(step)
+    assert shown(launches[:2]) == [
+        ([(3, 20, 1)], decode(4, 8)),
+        ([(0, 15, 3), (5, 30, 2)], decode(4, 8, 4)),
+    ]
 
 
 # ---- decodes --------------------------------------------------------------------------------

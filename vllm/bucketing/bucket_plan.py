@@ -93,7 +93,8 @@ def _belongs_to_decode(line: str) -> bool:
 
 def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
     """Limits of the steps that the scheduler can emit."""
-    scheduler, cache = config.scheduler, config.cache
+    scheduler, cache, drafts = config.scheduler, config.cache, config.speculative.drafts
+    max_draft_batch = None if drafts is None else drafts.disable_by_batch_size or None
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=scheduler.max_model_len,
@@ -105,6 +106,8 @@ def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits
         contiguous_pa=config.hpu.contiguous_pa,
         max_chunk_tokens=scheduler.prefill_chunk_limit,
         max_draft_tokens=scheduler.max_draft_tokens,
+        max_draft_batch=max_draft_batch,
+        max_pending_drafts=scheduler.max_draft_tokens if scheduler.follows_drafts else 0,
     )
 
 
@@ -133,10 +136,14 @@ def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 
 def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
-    """The decode buckets with the query length of launches that verify drafts."""
-    return [
-        replace(b, query_len=length) for length in limits.decode_query_lens[1:] for b in decodes
-    ]
+    """The decode buckets with the query length of launches that verify drafts, as far as their
+    batch can be that of such launches."""
+    decodes, added = list(decodes), []
+    for length in limits.decode_query_lens[1:]:
+        most = limits.max_batch_of(length)
+        most = min((b.batch for b in decodes if b.batch >= most), default=most)
+        added += [replace(b, query_len=length) for b in decodes if b.batch <= most]
+    return added
 
 
 def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:

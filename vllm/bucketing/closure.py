@@ -112,8 +112,9 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
         buckets = [bucket for bucket in catalog.decode if bucket.query_len >= query_len]
         batches = sorted({bucket.batch for bucket in buckets})
         stairs = _Staircase((b.batch, b.blocks) for b in buckets)
-        for batch in range(1, limits.max_decode_batch + 1):
-            padded_batch = _next_size(batches, batch, limits.max_decode_batch)
+        most = limits.max_batch_of(query_len)
+        for batch in range(1, most + 1):
+            padded_batch = _next_size(batches, batch, most)
             refs = limits.max_decode_blocks(batch)
             height, least = stairs.at(padded_batch), limits.min_decode_blocks(batch)
             yield _Class(

@@ -55,6 +55,10 @@ class StepLimits:
 
     max_draft_tokens: int = 0
     """Drafts of one sequence that a decode may verify."""
+    max_draft_batch: int | None = None
+    """Sequences of a decode launch that verifies drafts; None: as many as of any."""
+    max_pending_drafts: int = 0
+    """Of these, how many may still be unverified when the next decode of the sequence starts."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -67,6 +71,7 @@ class StepLimits:
             _check_at_least(name, getattr(self, name), 1)
         _check_at_least("num_blocks", self.num_blocks, 2)
         _check_at_least("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _check_at_least("max_draft_batch", self.max_draft_batch, 1)
         if self.max_block_refs is not None and self.max_block_refs < self.max_blocks_per_seq:
             raise ConfigError(
                 f"max_block_refs ({self.max_block_refs}) is less than the "
@@ -123,6 +128,12 @@ class StepLimits:
     def decode_query_lens(self) -> tuple[int, ...]:
         """Tokens of a sequence for which decodes have buckets, ascending."""
         return (1, 1 + self.max_draft_tokens) if self.max_draft_tokens else (1,)
+
+    def max_batch_of(self, query_len: int) -> int:
+        """Sequences that can decode together, with so many tokens each."""
+        if query_len == 1 or self.max_draft_batch is None:
+            return self.max_decode_batch
+        return min(self.max_decode_batch, self.max_draft_batch)
 
     def max_decode_blocks(self, batch: int) -> int:
         """Maximum number of blocks of a decode of `batch` sequences, `max_decode_batch` at most."""

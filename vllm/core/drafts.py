@@ -37,7 +37,9 @@ class DraftSource(Protocol):
         ids are inside the vocabulary.
 
         Args:
-            requests: all their tokens are known. Only read, but for `draft_evidence`.
+            requests: all their tokens are known, but for those in flight of requests that follow
+                drafts, which a source does whose drafts the worker makes. Only read, but for
+                `draft_evidence`.
         """
         ...
 
@@ -99,11 +101,11 @@ class DraftPlanner:
         if not len(places) or not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
-        # Those of which no token is in flight.
+        # Those of which no token is in flight, or whose tokens in flight need not be known.
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
-            if len(request.token_ids) == count and _is_asked(request)
+            if (request.follows_drafts or len(request.token_ids) == count) and _is_asked(request)
         ]
         if not free:
             return
@@ -138,7 +140,8 @@ class DraftPlanner:
 
     def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
         """Whether each row of a step runs again only when the step has its result: its drafts may
-        be wrong, or drafts may follow. While there are none, steps run ahead as without drafts.
+        be wrong, or drafts may follow. Rows that follow drafts do not wait, and while there are no
+        drafts, steps run ahead as without drafts.
 
         Args:
             rows: [n]
@@ -148,7 +151,8 @@ class DraftPlanner:
             asks_next = _is_due(self._num_fruitless + 1)
             if not asks_next or self.control.pauses(len(self._running)):
                 return np.zeros(len(rows), np.bool_)
-        return self._running.takes_drafts[rows]
+        waits: BoolArray = self._running.takes_drafts[rows] & ~self._running.follows_drafts[rows]
+        return waits
 
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
         """A step starts.
@@ -186,8 +190,7 @@ class DraftPlanner:
     def _take_blocks(self, request: Request, count: int, plan: Plan, num_reserved: int) -> int:
         """Extend the block tables of a request for drafts. Returns how many drafts have room."""
         cache, row = self._cache, request.row
-        num_known = len(request.token_ids)
-        assert num_known == self._running.num_tokens[row], "a token of the request is in flight"
+        num_known = int(self._running.num_tokens[row])
         num_spare = max(0, cache.pool.num_free - num_reserved) // cache.num_groups
         num_blocks = len(request.block_ids)
         count = min(count, (num_blocks + num_spare) * cache.block_size - num_known)

@@ -26,6 +26,8 @@ class StepResult:
     shortened: dict[int, int] = field(default_factory=dict)
     """row -> number of blocks that are left, for rows whose blocks for tokens that have not come
     were freed."""
+    num_missing: IntArray | None = None
+    """Of each row of the step, tokens that were expected and have not come; None: all have."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Log-probabilities of the tokens, by request id."""
@@ -66,7 +68,8 @@ def apply_tokens(
     num_expected = step.num_expected
     if num_expected is None:
         num_expected = np.ones_like(counts)
-    shortened = _take_back(step, num_expected - counts, running, cache)
+    num_missing = num_expected - counts
+    shortened = _take_back(step, num_missing, running, cache)
     within = positions_within(counts)
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     num_tokens = (step.num_tokens - num_expected)[owner] + within + 1
@@ -89,6 +92,7 @@ def apply_tokens(
         num_tokens=None if (taken[some] == 1).all() else taken[some].tolist(),
         finished=finished,
         shortened=shortened,
+        num_missing=num_missing,
     )
 
 

@@ -91,8 +91,10 @@ class EngineCore:
             [KVCacheGroup(window) for window in self.executor.cache_windows],
             is_dense=config.has_dense_cache,
         )
-        has_drafts = config.scheduler.max_draft_tokens > 0
-        source, control = make_drafts(config.speculative) if has_drafts else (None, None)
+        source, control = None, None
+        if config.scheduler.max_draft_tokens:
+            follows = config.scheduler.follows_drafts
+            source, control = make_drafts(config.speculative, follows_drafts=follows)
         self._num_stages = config.parallel.pipeline_parallel_size
         self.scheduler = Scheduler(
             config.scheduler, cache, source, control, num_stages=self._num_stages

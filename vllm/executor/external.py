@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed
+
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import Meeting, RankLayout

@@ -118,6 +118,10 @@ class HPUPlatform(Platform):
         return True
 
     @property
+    def follows_drafts(self) -> bool:
+        return True
+
+    @property
     def can_run_speculators(self) -> bool:
         return True
 

@@ -37,7 +37,7 @@ class DraftMaker(ABC):
         """Write the drafts of a step into the batch, behind the known tokens of their rows.
 
         Args:
-            step: the batch is up to date with it, and all tokens of its rows with drafts are known.
+            step: the batch is up to date with it.
         """
         assert self._progress is not None, "the KV cache is not bound"
         spans = self._progress.plan(step)
@@ -45,6 +45,7 @@ class DraftMaker(ABC):
             return
         num_tokens = self.batch.num_tokens
         known = num_tokens[spans.rows]
+        num_tokens[spans.rows] = spans.num_known
         try:
             self._run_known(spans)
             for place in range(1, int(spans.num_drafts.max())):

@@ -9,10 +9,13 @@ computed, and a request that finds its prefix in shared blocks knows where they 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.utils.ragged import positions_within
 from vllm.worker.input_batch import InputBatch
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +30,48 @@ class DraftSpans:
     """[n] tokens to run, at least 1."""
     num_drafts: IntArray
     """[n] drafts to make behind them; 0 for prompts."""
+    num_known: IntArray
+    """[n] tokens of the row, with those that a step in flight samples."""
+    in_flight: IntArray
+    """[n] see `SchedulerOutput.drafts_in_flight`. Where it is not -1, the last so many tokens to
+    run, and one more, are those of the step in flight, of which the last ones may turn out to be
+    no output."""
+
+    @classmethod
+    def of(
+        cls, step: SchedulerOutput, places: BoolArray, first: IntArray, count: IntArray
+    ) -> "DraftSpans":
+        """Of some rows of a step."""
+        num_drafts = _num_drafts(step)
+        num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
+        in_flight = step.drafts_in_flight
+        if in_flight is None:
+            in_flight = np.full_like(step.rows, -1)
+        return cls(
+            rows=step.rows[places],
+            first=first,
+            count=count,
+            num_drafts=num_drafts[places],
+            num_known=num_known[places],
+            in_flight=in_flight[places],
+        )
+
+
+def _num_drafts(step: SchedulerOutput) -> IntArray:
+    counts = step.num_draft_tokens
+    return np.zeros_like(step.rows) if counts is None else counts
 
 
 class NewestTokens:
-    """What a speculator without attention runs: the newest token of each row with drafts.
-
-    Args:
-        batch: the rows.
-    """
-
-    def __init__(self, batch: InputBatch) -> None:
-        self._batch = batch
+    """What a speculator without attention runs: the newest token of each row with drafts."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
         """See `DraftProgress.plan`."""
         if step.num_draft_tokens is None:
             return None
         has_drafts = step.num_draft_tokens > 0
-        rows = step.rows[has_drafts]
-        first = self._batch.num_tokens[rows] - 2
-        return DraftSpans(rows, first, np.ones_like(rows), step.num_draft_tokens[has_drafts])
+        first = step.num_computed_tokens[has_drafts] - 1
+        return DraftSpans.of(step, has_drafts, first, np.ones_like(first))
 
     def add_drafts(self, spans: DraftSpans) -> None:
         """See `DraftProgress.add_drafts`; nothing of them is kept."""
@@ -104,16 +129,17 @@ class DraftProgress:
             and not step.new_requests
         ):
             return None
-        num_drafts = step.num_draft_tokens
-        if num_drafts is None:
-            num_drafts = np.zeros_like(rows)
+        num_drafts = _num_drafts(step)
         end = start.copy()
         if not self._reads_states:
             end += step.num_scheduled_tokens - num_drafts
         self._had_drafts[rows] = num_drafts > 0
-        self._forget(rows, start, step.num_scheduled_tokens)
-        # Tokens from `start` on are new, or replace drafts that were wrong.
-        known = np.maximum(start - 1, 0) if self._reads_states else start
+        # Tokens from here on are new, or replace drafts that were wrong or may be.
+        low = start
+        if step.drafts_in_flight is not None:
+            low = start - np.maximum(step.drafts_in_flight, 0)
+        self._forget(rows, low, step.num_scheduled_tokens + start - low)
+        known = np.maximum(low - 1, 0) if self._reads_states else low
         self._num_tokens[rows] = np.minimum(self._num_tokens[rows], known)
         end = np.minimum(end, self._max_model_len)
         runs = (num_drafts > 0) | (step.num_scheduled_tokens - num_drafts > 1)
@@ -136,7 +162,7 @@ class DraftProgress:
         runs &= end > first
         if not runs.any():
             return None
-        return DraftSpans(rows[runs], first[runs], (end - first)[runs], num_drafts[runs])
+        return DraftSpans.of(step, runs, first[runs], (end - first)[runs])
 
     def add_drafts(self, spans: DraftSpans) -> None:
         """Drafts were made. The last one of each row has not been run."""

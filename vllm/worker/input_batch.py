@@ -26,7 +26,7 @@ class ExpectedTokens:
     rows: IntArray
     """[m] no row twice."""
     positions: IntArray
-    """[m] of the first token of each."""
+    """[m] of the first token of each, if all drafts before it are right."""
     owners: IntArray
     """[m] which request of the row they belong to: the row may have another request when they
     arrive."""
@@ -41,7 +41,8 @@ class InputBatch:
 
     Attributes:
         token_ids: [rows, max_model_len] prompt and output tokens.
-        num_tokens: [rows] how many of them are known.
+        num_tokens: [rows] how many of them are known, with those that a step in flight samples.
+        num_recorded: [rows] how many of them have their values.
         num_prompt_tokens: [rows] how many of them are the prompt.
         block_table: [rows, max_blocks] blocks in order of the tokens.
         block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
@@ -52,13 +53,14 @@ class InputBatch:
     """
 
     # Tokens that a step in flight samples are counted as known, though their values come later,
-    # and drafts as if they were right. A row with drafts does not run before its result is there.
+    # and drafts as if they were right, until `record` takes back those that were not.
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int = 1
     ) -> None:
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_recorded: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.block_table: IntArray = self.block_tables[0]
@@ -136,10 +138,15 @@ class InputBatch:
             The row of each token, and the tokens, without those of rows that have another request
             now.
         """
-        rows, positions = expected.rows, expected.positions
+        rows = expected.rows
         is_same = self._owner[rows] == expected.owners
-        if counts is not None:
-            self.num_tokens[rows[is_same]] = (positions + counts)[is_same]
+        positions = self.num_recorded[rows]
+        if counts is None:
+            self.num_recorded[rows[is_same]] += 1
+        else:
+            num_expected = 1 if expected.num_drafts is None else 1 + expected.num_drafts
+            self.num_tokens[rows[is_same]] -= (num_expected - counts)[is_same]
+            self.num_recorded[rows[is_same]] += counts[is_same]
             rows, is_same = np.repeat(rows, counts), np.repeat(is_same, counts)
             positions = np.repeat(positions, counts) + positions_within(counts)
         if not is_same.all():
@@ -155,12 +162,13 @@ class InputBatch:
         """Take a token of some rows and what follows it back.
 
         Args:
-            expected: m rows with one token each.
+            expected: m rows with one token each, and no drafts before them.
             places: indices of the rows.
         """
         rows = expected.rows[places]
         is_same = self._owner[rows] == expected.owners[places]
         self.num_tokens[rows[is_same]] = expected.positions[places][is_same]
+        self.num_recorded[rows[is_same]] = expected.positions[places][is_same]
 
     def _place(self, new: NewRequest) -> None:
         row, prompt, output = new.row, new.request.prompt_token_ids, new.output_token_ids
@@ -168,7 +176,7 @@ class InputBatch:
         self.token_ids[row, :num_prompt] = prompt
         self.token_ids[row, num_prompt:num_tokens] = output
         self.num_prompt_tokens[row] = num_prompt
-        self.num_tokens[row] = num_tokens
+        self.num_tokens[row] = self.num_recorded[row] = num_tokens
         ends = new.request.end_token_ids[:MAX_END_TOKENS]
         self.end_tokens[row] = NO_TOKEN
         self.end_tokens[row, : len(ends)] = ends

@@ -83,6 +83,9 @@ class LaunchResult:
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
     `indices`. None if no row has drafts; m is t then."""
+    accepted: Tensor | None = field(default=None, kw_only=True)
+    """[rows, 1 + Q] where the device has compared drafts: see `ResidentTokens.accept`; the rows of
+    the logits are those of its last Q columns. None: the host compares them."""
 
     @classmethod
     def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
@@ -96,6 +99,24 @@ class LaunchResult:
             rows = np.repeat(rows, num_drafts + 1)
         indices = np.arange(len(rows), dtype=np.int32)
         return cls(rows, indices, None, [], num_drafts=num_drafts)
+
+    def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
+        """Wait for the tokens: those of the rows of the logits, and how many of each row of the
+        batch that sampled are output (None: one each, and no row has drafts)."""
+        assert self.sampled is not None
+        if self.accepted is None:
+            host_ids = self.sampled.host_ids.cpu().numpy()
+            if expected.num_drafts is None:
+                return host_ids, None
+            assert expected.draft_ids is not None
+            sampled = host_ids[self.indices]
+            return host_ids, count_accepted(sampled, expected.draft_ids, expected.num_drafts)
+        found = self.accepted.cpu().numpy()
+        host_ids = found[:, 1:].ravel()
+        if expected.num_drafts is None:
+            return host_ids, None
+        first = np.cumsum(expected.num_drafts + 1) - expected.num_drafts - 1
+        return host_ids, found[self.indices[first] // (found.shape[1] - 1), 0]
 
     @property
     def sampled_rows(self) -> IntArray:
@@ -465,12 +486,11 @@ class ModelRunner:
                 prompt_logprobs[row].append(pending.result())
             if result.sampled is None:
                 continue
-            host_ids = result.sampled.host_ids.cpu().numpy()
+            host_ids, counts = result.read(expected)
             found = self.sampling.logprob_rows(result.rows, result.sampled)
-            sampled, counts = host_ids[result.indices], None
-            if expected.num_drafts is not None:
-                assert expected.draft_ids is not None
-                counts = count_accepted(sampled, expected.draft_ids, expected.num_drafts)
+            sampled = host_ids[result.indices]
+            if counts is not None:
+                assert expected.num_drafts is not None
                 within = positions_within(expected.num_drafts + 1)
                 sampled = sampled[within < np.repeat(counts, expected.num_drafts + 1)]
                 host_ids = host_ids.copy()

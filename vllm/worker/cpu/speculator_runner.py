@@ -77,7 +77,7 @@ class SpeculatorRunner:
         config, size = self.config, self._speculator.kept_size
         if not self.attention_layers:
             self._states = LatestStates(self.batch, size, self._dtype, self._num_latest)
-            self._progress = NewestTokens(self.batch)
+            self._progress = NewestTokens()
             return
         block_size, max_len = config.cache.block_size, config.model.max_model_len
         assert max_len is not None

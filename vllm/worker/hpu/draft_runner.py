@@ -2,7 +2,8 @@
 
 What is known and not computed yet runs first: up to 1 + k tokens of a row in the bucket of decodes
 that verify drafts, what is before them as a prompt. Each further draft is a decode, which finds the
-draft before it on the card. The host reads all drafts at once, when the last one is launched.
+draft before it on the card, and so does the launch that verifies them. The host reads drafts only
+where sampling depends on them.
 """
 
 from collections.abc import Iterable
@@ -14,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.attention.backends.sdpa import SDPAKernel
-from vllm.bucketing import Phase
 from vllm.config import VllmConfig
-from vllm.messages import IntArray
+from vllm.messages import IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
-from vllm.sample.sampler import Sampler
+from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.worker.draft_maker import DraftMaker
 from vllm.worker.draft_progress import DraftSpans
-from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.input import BoolArray, HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel, Prepared
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.resident import ResidentDrafts
 from vllm.worker.input_batch import InputBatch
 
 
@@ -41,10 +42,10 @@ class HPUDraftModel(HPUModel):
     vocab_size: int
 
     def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
-        attention, token_ids, positions, last, adapters, states = super().prepare(packed, shape)
+        attention, token_ids, *more = super().prepare(packed, shape)
         if self.model.arch.vocab_size < self.vocab_size:
             token_ids = token_ids.clamp(max=self.model.arch.vocab_size - 1)
-        return attention, token_ids, positions, last, adapters, states
+        return attention, token_ids, *more  # type: ignore[return-value]
 
     def _head(self, rows: Tensor) -> Tensor:
         logits = super()._head(rows)
@@ -53,18 +54,11 @@ class HPUDraftModel(HPUModel):
 
 
 class DraftInputBuilder(HPUInputBuilder):
-    """Packs launches of a draft model: each row has one next token, behind its last one."""
+    """Packs launches of a draft model. Several tokens of a row are known to the host, or are those
+    that the model has put out last."""
 
-    def _kept(self, launch: PaddedLaunch, sampled: IntArray) -> tuple[IntArray, IntArray]:
-        return sampled, last_places(launch)[sampled]
-
-
-def last_places(launch: PaddedLaunch) -> IntArray:
-    """[n] the logits of the last token of each row."""
-    first = np.arange(len(launch.rows), dtype=np.int32) * np.int32(launch.tokens_with_logits)
-    if launch.bucket.phase is Phase.PREFILL:
-        return first
-    return first + launch.num_scheduled_tokens - 1
+    def _on_device(self, launch: PaddedLaunch) -> BoolArray:
+        return np.repeat(self.are_resident(launch.rows)[:, None], launch.bucket.query_len, 1)
 
 
 class HPUDraftRunner(DraftMaker, HPUModelRunner):
@@ -78,6 +72,9 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         kernel: attention of prompts.
         max_drafts: k, drafts of a row in one step.
     """
+
+    tokens_ahead = 0
+    """See `HPUInputBuilder`."""
 
     def __init__(
         self,
@@ -93,8 +90,10 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         self._max_drafts = max_drafts
         self._stages = target._stages  # logits have the same shapes
         self._has_moves = False  # the cache of a model with a draft model stays where it is
-        self._made: list[tuple[IntArray, IntArray, IntArray, Tensor]] = []
-        """Of each launch that has sampled: rows, positions and places of its drafts, and what it
+        self._reads = False
+        """The host needs the drafts of the step."""
+        self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
+        """Of each launch that has sampled, where it does: the positions of its drafts, and what it
         has sampled."""
         target.launches.add_beside(self.launches)
 
@@ -110,6 +109,10 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         return self._target.sampling, self._target.sampler
 
+    def _make_resident(self, config: VllmConfig) -> ResidentDrafts:
+        num_rows, ahead = len(self.batch.num_tokens), self.tokens_ahead
+        return ResidentDrafts(self._target.resident, num_rows, self.device, self.block_size, ahead)
+
     def _pad_model(self, *args: Any) -> HPUModel:
         padded = HPUDraftModel(*args)
         padded.vocab_size = self._target.vocab_size
@@ -120,10 +123,22 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
 
     # ---- steps ----------------------------------------------------------------------------
 
+    def propose(self, step: SchedulerOutput) -> None:
+        """See `DraftMaker.propose`."""
+        self._shifts = self._target._shifts
+        self._reads = False
+        if step.num_draft_tokens is not None:
+            self._reads = self.sampling.follows_output(step.rows[step.num_draft_tokens > 0])
+        super().propose(step)
+
     def _run_known(self, spans: DraftSpans) -> None:
-        self.launches.inputs.place(spans.rows.tolist())  # the host knows their tokens
         has_drafts = spans.num_drafts > 0
-        num_last = np.where(has_drafts, np.minimum(spans.count, 1 + self._max_drafts), 0)
+        # Of tokens in flight the card knows the values, and how many there are.
+        is_in_flight = has_drafts & (spans.in_flight >= 0)
+        self.launches.inputs.place(spans.rows.tolist())
+        self.launches.inputs.mark_sampled(spans.rows[is_in_flight])
+        most = np.where(is_in_flight, spans.in_flight, np.int32(self._max_drafts)) + 1
+        num_last = np.where(has_drafts, np.minimum(spans.count, most), 0)
         num_before = (spans.count - num_last).astype(np.int32)
         planner, runs = self.launches.planner, num_before > 0
         if runs.any():
@@ -138,7 +153,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
             self._run_decodes(spans.rows[has_drafts], first, count, 0)
 
     def _run_newest(self, rows: IntArray, place: int) -> None:
-        newest = self.batch.num_tokens[rows] - 1 - self.launches.inputs.tokens_ahead
+        newest = self.batch.num_tokens[rows] - 1 - self.tokens_ahead
         self._run_decodes(rows, newest, np.ones_like(newest), place)
 
     def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray, place: int) -> None:
@@ -157,25 +172,32 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
             logits, _ = launches.execution.run(device_input, launch.shape)
             if not samples:
                 return
-            places, real = last_places(launch), launch.rows
-            rows = np.full(len(real) * launch.tokens_with_logits, self.sampling.padding_row)
-            rows = rows.astype(np.int32)
-            rows[places] = real
-            num_output, positions = np.zeros_like(rows), self.batch.num_tokens[real]
-            num_output[places] = positions - self.batch.num_prompt_tokens[real]
-            metadata = self.sampling.distribution(rows, num_output, len(logits))
+            # Which token of a row is its last one, the card may know alone.
+            query_len, real = launch.bucket.query_len, launch.rows
+            behind = launch.num_computed_tokens + self.tokens_ahead + 1
+            first = behind - self.batch.num_prompt_tokens[real]
+            num_output = first[:, None] + np.arange(query_len)
+            num_output = np.maximum(num_output, 0).astype(np.int32)  # of tokens of the prompt: 0
+            draws = self._draws(launch, first) if query_len == 1 else None
+            rows = np.repeat(real, query_len).astype(np.int32)
+            metadata = self.sampling.distribution(rows, num_output.ravel(), len(logits), draws)
+            if draws is not None:
+                metadata = self._select_draws(metadata, device_input, launch.shape)
             self._check_stages(len(logits), metadata)
             sampled = self.sampler(logits, metadata)
-            self._keep_tokens(device_input, sampled)
+            self._keep_tokens(device_input, launch.shape, sampled)
         launches.inputs.mark_sampled(real)
-        self._made.append((real, positions, places, sampled.host_ids))
+        if self._reads:
+            self._made.append((launch, self.batch.num_tokens[real], sampled))
         self.batch.num_tokens[real] += 1
 
     def _write_drafts(self) -> None:
         made, self._made = self._made, []
-        for rows, positions, places, host_ids in made:
-            token_ids = host_ids.cpu().numpy()[places]
-            self.batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
+        for launch, positions, sampled in made:
+            first = np.arange(len(launch.rows)) * launch.bucket.query_len
+            places = first + launch.num_scheduled_tokens - 1
+            token_ids = sampled.host_ids.cpu().numpy()[places]
+            self.batch.token_ids[launch.rows, positions] = np.maximum(token_ids, 0)
 
     # ---- warm-up --------------------------------------------------------------------------
 

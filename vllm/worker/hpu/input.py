@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import (
@@ -15,6 +16,7 @@ from vllm.attention.backends.hpu_metadata import (
     HPUPrefillMetadata,
     build_decode_metadata,
     build_prefill_metadata,
+    padding_slots,
 )
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
@@ -31,6 +33,8 @@ from vllm.messages import IntArray
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 
+BoolArray = npt.NDArray[np.bool_]
+
 RESIDENT = -1
 """Stands for a token that has been sampled on the device and is still there."""
 
@@ -45,12 +49,15 @@ class DecodeInput(Generic[Array]):
     """[B] row of each; the padding row for padding."""
     positions: Array = packed("T")
     """[T]; behind the tokens of a row, that of its last one."""
+    earlier_slots: Array = packed("B S")
+    """[B, S] slots of the S positions before the first one of each row, where its tokens go if
+    drafts of the launch before it were wrong."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
     adapter_slots: Array = packed("B")
     """[B] slot of the LoRA adapter of each; -1: none."""
     sample_rows: Array = packed("L")
-    """[L] row of each of the logits; the padding row where none is sampled, or where it takes the
-    host to know which of several samples is the row's newest token."""
+    """[L] row of each of the logits that are the first ones of their row; the padding row for all
+    others, and where none is sampled."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def padded_sizes(shape: PaddedShape) -> dict[str, int]:
         "N": shape.num_entries,
         "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
         "P": shape.merged_prompts,
+        "S": shape.max_shift,
         "L": shape.num_rows,
     }
 
@@ -110,12 +118,6 @@ def fields_of(shape: PaddedShape) -> PackedFields[Any]:
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
-
-
-def unpack_slots(buffer: Tensor, shape: PaddedShape) -> Tensor:
-    """[T] slots of the KV cache for the tokens of a packed launch."""
-    slots: Tensor = fields_of(shape).unpack(buffer, padded_sizes(shape)).metadata.slot_mapping
-    return slots.flatten()
 
 
 def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
@@ -141,15 +143,22 @@ class HPUInputBuilder:
         block_size: tokens per block.
         slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
             adapters.
+        has_resident_drafts: drafts are made on the card, too.
     """
 
     tokens_ahead: ClassVar[int] = 0
     """The token that runs at a position is that of the position so many places further on."""
 
     def __init__(
-        self, batch: InputBatch, block_size: int, slot_of_row: IntArray | None = None
+        self,
+        batch: InputBatch,
+        block_size: int,
+        slot_of_row: IntArray | None = None,
+        *,
+        has_resident_drafts: bool = False,
     ) -> None:
         self._batch = batch
+        self._has_resident_drafts = has_resident_drafts
         self._block_size = block_size
         self._num_rows = len(batch.num_tokens)
         self._is_resident = np.zeros(self._num_rows, bool)
@@ -163,16 +172,18 @@ class HPUInputBuilder:
         return self._num_rows
 
     def place(self, rows: list[int]) -> None:
-        """Rows have new requests: the device has none of their tokens."""
+        """The tokens of these rows come from the host: their requests are new, or the host knows
+        better than the device."""
         self._is_resident[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
         """The newest tokens of these rows are on the device."""
         self._is_resident[rows] = True
 
-    def mark_verified(self, rows: IntArray) -> None:
-        """It takes the host to know which of several sampled tokens is the newest of a row."""
-        self._is_resident[rows] = False
+    def are_resident(self, rows: IntArray) -> BoolArray:
+        """Whether the newest token of each row is on the device."""
+        resident: BoolArray = self._is_resident[rows]
+        return resident
 
     def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
         """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
@@ -181,17 +192,31 @@ class HPUInputBuilder:
         num_known = batch.num_tokens[launch.rows] - self.tokens_ahead
         sampled = np.flatnonzero(seq_lens >= num_known).astype(np.int32)
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
-        kept, places = self._kept(launch, sampled)
-        sample_rows[places] = launch.rows[kept]
+        sample_rows[sampled * np.int32(launch.tokens_with_logits)] = launch.rows[sampled]
         given = self._input(launch, seq_lens, sample_rows)
         return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
-    def _kept(self, launch: PaddedLaunch, sampled: IntArray) -> tuple[IntArray, IntArray]:
-        """Indices of the rows whose newest tokens will be on the device, and their logits."""
-        kept = sampled
-        if launch.num_drafts is not None:
-            kept = sampled[launch.num_drafts[sampled] == 0]
-        return kept, kept * np.int32(launch.tokens_with_logits)
+    def _on_device(self, launch: PaddedLaunch) -> BoolArray:
+        """[n, Q] which tokens of a decode are on the device."""
+        on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
+        # Where drafts are in flight, the host may count more tokens than it knows of by now.
+        newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
+        on_device[:, 0] = self._is_resident[launch.rows] & newest
+        if self._has_resident_drafts and launch.num_drafts is not None:
+            on_device[:, 1:] = True
+        return on_device
+
+    def _earlier_slots(self, launch: PaddedLaunch) -> IntArray:
+        """[B, S] see `DecodeInput`."""
+        padded, most = launch.bucket.batch, launch.max_shift
+        slots = padding_slots(padded * most, self._block_size).reshape(padded, most)
+        if most:
+            back = launch.num_computed_tokens[:, None] + np.arange(-most, 0, dtype=np.int32)
+            place = np.maximum(back, 0)
+            blocks = self._batch.block_table[launch.rows[:, None], place // self._block_size]
+            found = blocks * self._block_size + place % self._block_size
+            slots[: len(back)] = np.where(back < 0, slots[: len(back)], found)
+        return slots
 
     def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
         return fields_of(shape)
@@ -216,8 +241,7 @@ class HPUInputBuilder:
             column = np.arange(bucket.query_len, dtype=np.int32)
             positions = positions + np.minimum(column, query_lens[:, None] - 1)
         token_ids = batch.token_ids[rows[:, None], positions + self.tokens_ahead]
-        newest = start + self.tokens_ahead == batch.num_tokens[rows] - 1
-        token_ids[self._is_resident[rows] & newest, 0] = RESIDENT
+        token_ids[self._on_device(launch)] = RESIDENT
         metadata = build_decode_metadata(
             batch.block_table[rows],
             seq_lens,
@@ -232,6 +256,7 @@ class HPUInputBuilder:
             token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
             rows=self._padded(bucket.batch, self.padding_row, rows),
             positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
+            earlier_slots=self._earlier_slots(launch),
             metadata=metadata,
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,

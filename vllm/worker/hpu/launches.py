@@ -220,6 +220,7 @@ class PaddedLaunches:
             shape.is_contiguous,
             shape.merged_prompts,
             shape.num_shared,
+            shape.max_shift,
         )
         packed, _ = self.inputs.pack(launch)
         size = self.size_before(shape)

@@ -29,8 +29,9 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
-from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill, unpack_slots
+from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.stage_drafts import InnerLayers
 
 
@@ -135,9 +136,11 @@ Prepared = tuple[
     Tensor | None,
     SlottedAdapters | None,
     PaddedStates | None,
+    Tensor,
 ]
 """How a launch attends, its token ids [T] and positions [T], the rows of its hidden states that the
-head gets (None: all), the adapters of its tokens, and the states of its rows."""
+head gets (None: all), the adapters of its tokens, the states of its rows, and the slots [T] of its
+tokens."""
 
 
 class StateKeeper(Protocol):
@@ -160,8 +163,8 @@ class HPUModel(LaunchModel):
     Args:
         model, block_size, kernel, adapters, dtype: see `LaunchModel`.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
-        last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
-            sampled there. The last entry is for padding. None: nothing is sampled.
+        resident: the newest tokens of the rows, which were sampled on the device. None: nothing is
+            sampled.
 
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
@@ -179,14 +182,14 @@ class HPUModel(LaunchModel):
         block_size: int,
         kernel: SDPAKernel,
         normaliser: Normaliser | float | None = None,
-        last_token_ids: Tensor | None = None,
+        resident: ResidentTokens | None = None,
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
         self.keeper: StateKeeper | None = None
         self.inner_layers = InnerLayers()
-        self.last_token_ids = last_token_ids
+        self.resident = resident
         self._normaliser = normaliser
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
         self._has_head = model.stage.is_last
@@ -194,7 +197,7 @@ class HPUModel(LaunchModel):
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        attention, token_ids, positions, last, adapters, states = self.prepare(packed, shape)
+        attention, token_ids, positions, last, adapters, states, slots = self.prepare(packed, shape)
         inner: list[Tensor] = []
         inputs = token_ids
         if before is not None:
@@ -205,7 +208,7 @@ class HPUModel(LaunchModel):
             hidden_states, own = result
             inner = inner + own
         if self.keeper is not None:
-            self.keeper.keep(unpack_slots(packed, shape), hidden_states, inner)
+            self.keeper.keep(slots, hidden_states, inner)
         if not self._has_head:
             if inner:
                 hidden_states = torch.cat((hidden_states, *inner), dim=1)
@@ -251,14 +254,11 @@ class HPUModel(LaunchModel):
 
     def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_decode(packed, shape)
-        query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
+        if self.resident is not None:
+            given = self.resident.follow(given, shape)
+        query_len, positions = shape.bucket.query_len, None
         if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
             positions = given.positions.unflatten(0, (-1, query_len))
-        if self.last_token_ids is not None:
-            resident = self.last_token_ids.index_select(0, given.rows)
-            if positions is not None and query_len > 1:
-                resident = resident.unsqueeze(-1).expand(positions.shape).flatten()
-            token_ids = torch.where(token_ids < 0, resident, token_ids)
         attention = PaddedDecode.derive(
             given.metadata,
             self._kinds,
@@ -271,7 +271,8 @@ class HPUModel(LaunchModel):
         states = None
         if self._has_states:  # and no drafts, so that each row has one token
             states = PaddedStates(given.rows.long(), given.positions == 0)
-        return attention, token_ids, given.positions, None, adapters, states
+        slots = given.metadata.slot_mapping
+        return attention, given.token_ids, given.positions, None, adapters, states, slots
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_prefill(packed, shape)
@@ -283,7 +284,8 @@ class HPUModel(LaunchModel):
         if self._has_states:
             is_new = given.metadata.context_lens == 0
             states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
-        return attention, given.token_ids, given.positions, given.last_tokens, adapters, states
+        last, slots = given.last_tokens, given.metadata.slot_mapping.flatten()
+        return attention, given.token_ids, given.positions, last, adapters, states, slots
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> Prepared:
         given = unpack_merged(packed, shape)
@@ -293,7 +295,8 @@ class HPUModel(LaunchModel):
         )
         adapters = self._adapters_of(given.adapter_slots)
         last = metadata.last_token_indices
-        return attention, given.token_ids, metadata.positions, last, adapters, None
+        slots = metadata.slot_mapping
+        return attention, given.token_ids, metadata.positions, last, adapters, None, slots
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
         """Of the tokens of rows with these slots."""

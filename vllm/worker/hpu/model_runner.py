@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +18,10 @@ from vllm.lora.layers import AdapterLayers
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.masks import RowDrafts
+from vllm.sample.blocks import num_draws
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler, SamplerOutput
-from vllm.sample.state import SamplingState
+from vllm.sample.state import Draws, SamplingState
 from vllm.sample.static_shapes import class_of, size_classes
 from vllm.sample.warmup import (
     Stage,
@@ -39,6 +40,7 @@ from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, PaddedRunner, Sampling
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.input_batch import ExpectedTokens
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
@@ -92,15 +94,15 @@ class HPUModelRunner(ModelRunner):
             lambda width: class_of(width, self._likeliest),
             bridge.mark_step,
         )
-        self._last_token_ids = torch.zeros(
-            config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
-        )
+        self.resident = self._make_resident(config)
+        self._shifts = False
+        """Rows of the step may begin earlier than the host has packed them."""
         normaliser = softmax_normaliser(config.hpu)
         adapters, slot_of_row = None, None
         if isinstance(self.adapters, DeviceRows):
             adapters, slot_of_row = self.adapters.slots, self.adapters.slot_of_row
         hpu_model = self._pad_model(
-            model, self.block_size, kernel, normaliser, self._last_token_ids, adapters, self._dtype
+            model, self.block_size, kernel, normaliser, self.resident, adapters, self._dtype
         )
         hpu_model.inner_layers = self._inner_layers
         inputs = self._make_inputs(slot_of_row)
@@ -118,7 +120,18 @@ class HPUModelRunner(ModelRunner):
         return HPUModel(*args)
 
     def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
-        return HPUInputBuilder(self.batch, self.block_size, slot_of_row)
+        return HPUInputBuilder(
+            self.batch,
+            self.block_size,
+            slot_of_row,
+            has_resident_drafts=self.resident.max_drafts > 0,
+        )
+
+    def _make_resident(self, config: VllmConfig) -> ResidentTokens:
+        scheduler = config.scheduler
+        has_drafter = config.speculative.draft_model is not None
+        max_drafts = scheduler.max_draft_tokens if has_drafter else 0
+        return ResidentTokens(scheduler.max_num_seqs, self.device, self.block_size, max_drafts)
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """One block table for all layers, and no null blocks in it: the block lists of a launch
@@ -153,6 +166,8 @@ class HPUModelRunner(ModelRunner):
 
     def _update_state(self, step: SchedulerOutput) -> None:
         super()._update_state(step)
+        in_flight = step.drafts_in_flight
+        self._shifts = in_flight is not None and bool((in_flight > 0).any())
         if step.block_moves is not None and len(step.block_moves.copied):
             with self.launches.warmed_section(is_promised=self.launches.is_warm):
                 self._mover.move(step.block_moves.copied)
@@ -167,7 +182,7 @@ class HPUModelRunner(ModelRunner):
     def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
         super()._retract(expected, places)
         # What is on the card are tokens behind those that are left.
-        self.launches.inputs.mark_verified(expected.rows[places])
+        self.launches.inputs.place(expected.rows[places].tolist())
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
@@ -207,14 +222,24 @@ class HPUModelRunner(ModelRunner):
         num_logits = len(launch.rows) * launch.tokens_with_logits
         rows = np.full(num_logits, self.sampling.padding_row, np.int32)
         rows[places] = launch.rows[places // launch.tokens_with_logits]
-        sampled = None
+        sampled, accepted = None, None
         if len(indices):
-            sampled = self._sample(logits, rows, places, within, drafts)
-            self._keep_tokens(device_input, sampled)
+            num_known = launch.num_computed_tokens + launch.num_scheduled_tokens
+            num_known = num_known if launch.num_drafts is None else num_known - launch.num_drafts
+            first = num_known - self.batch.num_prompt_tokens[launch.rows]
+            num_output = np.zeros_like(rows)
+            num_output[places] = first[places // launch.tokens_with_logits] + within
+            draws = self._draws(launch, first)
+            metadata = self.sampling.metadata(rows, num_output, len(logits), drafts, draws)
+            if draws is not None:
+                metadata = self._select_draws(metadata, device_input, launch.shape)
+            self._check_stages(len(logits), metadata)
+            sampled = self.sampler(logits, metadata)
+            accepted = self._keep_tokens(device_input, launch.shape, sampled)
             self.launches.inputs.mark_sampled(launch.rows[indices])
-            if num_drafts is not None:
-                self.launches.inputs.mark_verified(launch.rows[indices][num_drafts > 0])
-        return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
+        return LaunchResult(
+            rows, places, sampled, prompt_logprobs, num_drafts=num_drafts, accepted=accepted
+        )
 
     def _kept_states(self, hidden_states: Tensor) -> Tensor:
         """A copy: the next launch of this shape writes over what a graph gives."""
@@ -239,30 +264,37 @@ class HPUModelRunner(ModelRunner):
         within = positions_within(num_drafts + 1).astype(np.int32)
         return np.repeat(places, num_drafts + 1) + within, within
 
-    def _sample(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        places: IntArray,
-        within: IntArray,
-        drafts: RowDrafts | None,
-    ) -> SamplerOutput:
-        """Sample for each row of the logits; padding is greedy.
+    def _draws(self, launch: PaddedLaunch, num_output: IntArray) -> Draws | None:
+        """The random numbers of a launch whose rows may begin earlier than the host says: for each
+        padded row those of all positions that it may sample for.
 
         Args:
-            logits: padded.
-            rows: [n] row of each of the logits.
-            places: of those that are no padding.
-            within: how many drafts each of these follows.
-            drafts: of rows whose sampling depends on them.
+            launch: n rows.
+            num_output: [n] what the first token with logits of each would be the number of.
+
+        Returns:
+            None: the host knows the positions.
         """
-        num_output = np.zeros_like(rows)
-        real = rows[places]
-        num_output[places] = self.batch.num_tokens[real] - self.batch.num_prompt_tokens[real]
-        num_output[places] += within
-        metadata = self.sampling.metadata(rows, num_output, len(logits), drafts)
-        self._check_stages(len(logits), metadata)
-        return self.sampler(logits, metadata)
+        most, query_len = launch.max_shift, launch.bucket.query_len
+        if not most or not self._shifts:
+            return None
+        rows = np.full(launch.bucket.batch, self.sampling.padding_row, np.int32)
+        first = np.zeros_like(rows)
+        rows[: len(launch.rows)], first[: len(launch.rows)] = launch.rows, num_output
+        numbers = first[:, None] + np.arange(-most, query_len, dtype=np.int32)
+        return np.repeat(rows, most + query_len), np.maximum(numbers, 0).ravel()
+
+    def _select_draws(
+        self, metadata: SamplingMetadata, device_input: Tensor, shape: PaddedShape
+    ) -> SamplingMetadata:
+        """With the random numbers of the places where the rows are."""
+        if metadata.exponentials is None:
+            return metadata
+        self._bridge.mark_step()
+        index = self.resident.draw_index(device_input, shape)
+        chosen = metadata.exponentials.index_select(0, index)
+        self._bridge.mark_step()
+        return replace(metadata, exponentials=chosen)
 
     def _check_stages(self, batch: int, metadata: SamplingMetadata) -> None:
         """Note what the sampler compiles now; after the warm-up a line in the log says so."""
@@ -278,11 +310,14 @@ class HPUModelRunner(ModelRunner):
         known |= missing
         return missing
 
-    def _keep_tokens(self, device_input: Tensor, sampled: SamplerOutput) -> None:
-        """The sampled tokens stay on the device, for the next step of their rows."""
-        rows = device_input[-sampled.token_ids.shape[0] :]
-        self._last_token_ids.index_copy_(0, rows.long(), sampled.token_ids)
+    def _keep_tokens(
+        self, device_input: Tensor, shape: PaddedShape, sampled: SamplerOutput
+    ) -> Tensor | None:
+        """The sampled tokens stay on the device, for the next step of their rows; see
+        `ResidentTokens.accept`."""
+        accepted = self.resident.accept(device_input, shape, sampled)
         self._bridge.mark_step()
+        return accepted
 
     # ---- warm-up --------------------------------------------------------------------------
 
@@ -335,8 +370,16 @@ class HPUModelRunner(ModelRunner):
                 sampled = self.sampler(logits, metadata)
         if sampled is None:
             return
-        self._keep_tokens(device_input, sampled)
-        sampled.host_ids.cpu()
+        if shape.max_shift:
+            self._warm_up_draws(device_input, shape)
+        accepted = self._keep_tokens(device_input, shape, sampled)
+        (sampled.host_ids if accepted is None else accepted).cpu()
+
+    def _warm_up_draws(self, device_input: Tensor, shape: PaddedShape) -> None:
+        rows = shape.bucket.batch * (shape.max_shift + shape.bucket.query_len)
+        numbers = np.ones((rows, num_draws(self.vocab_size)), np.float32)
+        metadata = SamplingMetadata(exponentials=self.sampling.to_device(numbers))
+        self._select_draws(metadata, device_input, shape)
 
     def _sampling_launches(self, batch: int, sampling: Sampling) -> Iterable[SamplingMetadata]:
         if sampling == "none":

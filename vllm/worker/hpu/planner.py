@@ -10,7 +10,7 @@ wrong, the launch gets the shape it has: it compiles, which is logged, and nothi
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class PaddedLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
     """See `PaddedShape`."""
+    max_shift: int = 0
+    """See `PaddedShape`."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -56,7 +58,9 @@ class PaddedLaunch(Launch):
     @property
     def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared)
+        return PaddedShape(
+            self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared, self.max_shift
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class PaddedShape:
     num_shared: int = 0
     """Entries beside the slice of a contiguous decode, for references to a block that another row
     of the launch has too; they are gathered."""
+    max_shift: int = 0
+    """So many tokens earlier than the host says a row of a decode may begin."""
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +101,7 @@ def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -
     With prefix caching a decode runs contiguous or plain, whichever costs less for the blocks that
     its rows have.
     """
-    plain = PaddedShape(bucket)
+    plain = PaddedShape(bucket, max_shift=limits.max_pending_drafts)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
     if not limits.contiguous_pa:
@@ -110,10 +116,10 @@ def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
     blocks that so many rows can have."""
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
         return []
-    exact = PaddedShape(bucket, is_contiguous=True)
+    exact = PaddedShape(bucket, is_contiguous=True, max_shift=limits.max_pending_drafts)
     if not limits.enable_prefix_caching:  # no two rows have the same block
         return [exact]
-    shapes = [exact, PaddedShape(bucket, is_contiguous=True, num_shared=bucket.batch)]
+    shapes = [exact, replace(exact, num_shared=bucket.batch)]
     most = bucket.batch * limits.max_blocks_per_seq
     return [shape for shape in shapes if shape.read_cost <= GATHER_COST * most]
 
@@ -197,7 +203,13 @@ class HPULaunchPlanner:
         return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
 
     def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
-        return [self._decode(part) for part in self._split_decodes(rows)]
+        most = self._limits.max_draft_batch
+        if most is None or len(rows.ids) <= most or not rows.drafts.any():
+            return [self._decode(part) for part in self._split_decodes(rows)]
+        has_drafts = rows.drafts > 0
+        parts = self._split_decodes(rows.select(~has_drafts))
+        parts += self._split_decodes(rows.select(has_drafts), most)
+        return [self._decode(part) for part in parts]
 
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
         return [
@@ -223,18 +235,19 @@ class HPULaunchPlanner:
 
     # ---- decodes --------------------------------------------------------------------------
 
-    def _split_decodes(self, rows: _Rows) -> list[_Rows]:
+    def _split_decodes(self, rows: _Rows, max_batch: int | None = None) -> list[_Rows]:
         """Runs of rows within the largest batch and the most blocks of one launch."""
         if not len(rows.ids):
             return []
         limits = self._limits
+        max_batch = max_batch or limits.max_decode_batch
         most = limits.max_block_refs
         refs = _num_blocks(rows.computed + rows.scheduled, self._size)
-        if len(refs) <= limits.max_decode_batch and (most is None or refs.sum() <= most):
+        if len(refs) <= max_batch and (most is None or refs.sum() <= most):
             return [rows]
         parts, start, total = [], 0, 0
         for end, count in enumerate(refs.tolist()):
-            is_full = end - start == limits.max_decode_batch
+            is_full = end - start == max_batch
             if is_full or (most is not None and total + count > most):
                 parts.append(rows.part(start, end))
                 start, total = end, 0
@@ -246,7 +259,7 @@ class HPULaunchPlanner:
         query_len = int(rows.scheduled.max())
         if not self._limits.contiguous_pa:
             refs = int(_num_blocks(seq_lens, self._size).sum())
-            return _launch(rows, self._fit(Phase.DECODE, batch, query_len, refs))
+            return self._launch_decode(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
         bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
         shapes = _sliced_shapes(bucket, self._limits)
@@ -259,8 +272,20 @@ class HPULaunchPlanner:
         if sliced is None:
             # Without prefix caching only buckets beyond the cache are warmed up for plain launches,
             # and this one, which is beyond it, has room for all: no block is referenced twice.
-            return _launch(rows, bucket)
-        return _launch(rows, sliced.bucket, is_contiguous=True, num_shared=sliced.num_shared)
+            return self._launch_decode(rows, bucket)
+        return self._launch_decode(rows, sliced.bucket, True, sliced.num_shared)
+
+    def _launch_decode(
+        self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
+    ) -> PaddedLaunch:
+        max_shift = self._limits.max_pending_drafts
+        return _launch(
+            rows,
+            bucket,
+            is_contiguous=is_contiguous,
+            num_shared=num_shared,
+            max_shift=max_shift,
+        )
 
     # ---- prefills -------------------------------------------------------------------------
 
@@ -349,6 +374,7 @@ def _launch(
     is_contiguous: bool = False,
     merged_prompts: int = 0,
     num_shared: int = 0,
+    max_shift: int = 0,
 ) -> PaddedLaunch:
     return PaddedLaunch(
         rows.ids,
@@ -358,6 +384,7 @@ def _launch(
         is_contiguous,
         merged_prompts,
         num_shared,
+        max_shift,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 

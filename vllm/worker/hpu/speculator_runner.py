@@ -23,11 +23,12 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import ALL_GREEDY
 from vllm.worker.draft_progress import DraftProgress, NewestTokens
 from vllm.worker.hpu.draft_runner import DraftInputBuilder, HPUDraftRunner
-from vllm.worker.hpu.input import HPUInputBuilder, unpack_decode, unpack_slots
+from vllm.worker.hpu.input import HPUInputBuilder, unpack_decode
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.resident import ResidentDrafts
 
 
 class StatesOnCard:
@@ -94,8 +95,9 @@ class HPUSpeculatorModel(HPUModel):
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `HPUModel`; the hidden states are the next states of the speculator."""
-        attention, token_ids, positions, last, _, _ = self.prepare(packed, shape)
-        result: Tensor = self._run(attention, token_ids, positions, self._states(packed, shape))
+        attention, token_ids, positions, last, _, _, slots = self.prepare(packed, shape)
+        states = self._states(packed, shape, slots)
+        result: Tensor = self._run(attention, token_ids, positions, states)
         if shape.bucket.phase is Phase.DECODE:
             self._leave(packed, shape, result)
         rows = result if last is None else result.index_select(0, last)
@@ -106,30 +108,29 @@ class HPUSpeculatorModel(HPUModel):
         (states,) = more
         return self.model.step(self.place, inputs, states, positions)
 
-    def _states(self, packed: Tensor, shape: PaddedShape) -> Tensor:
-        """Those that go with the tokens of a launch: of known tokens what the model has left, and
-        of drafts, which alone are on the card, what the launch before has left."""
+    def _states(self, packed: Tensor, shape: PaddedShape, slots: Tensor) -> Tensor:
+        """Those that go with the tokens of a launch: of tokens of the model what it has left at
+        their slots [T], and of drafts what the launch before has left."""
         has_networks = self.model.num_networks > 1
+        has_drafts = shape.bucket.phase is Phase.DECODE and shape.bucket.query_len == 1
         if self.place == 0:
-            states = self.states.by_slot.index_select(0, unpack_slots(packed, shape))
-            if has_networks or shape.bucket.phase is Phase.PREFILL:
+            states = self.states.by_slot.index_select(0, slots)
+            if has_networks or not has_drafts:
                 return states
-        given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
+        given = unpack_decode(packed, shape)
         of_rows = self.states.by_row.index_select(0, given.rows)
         if self.place:
             return of_rows
-        if query_len > 1:
-            size = of_rows.shape[1]
-            of_rows = of_rows[:, None].expand(-1, query_len, size).reshape(-1, size)
-        return torch.where((given.token_ids < 0)[:, None], of_rows, states)
+        assert isinstance(self.resident, ResidentDrafts)
+        return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
 
     def _leave(self, packed: Tensor, shape: PaddedShape, result: Tensor) -> None:
         """Keep what the last token of each row has become."""
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
-        if query_len > 1:  # behind the last token its position is repeated
-            positions = given.positions.unflatten(0, (-1, query_len))
-            last = (positions < positions[:, -1:]).sum(1)
-            first = torch.arange(len(positions), device=positions.device) * query_len
+        if query_len > 1:
+            assert isinstance(self.resident, ResidentDrafts)
+            last = self.resident.last_column(given, shape)
+            first = torch.arange(len(last), dtype=torch.int32, device=last.device) * query_len
             result = result.index_select(0, first + last)
         self.states.by_row.index_copy_(0, given.rows.long(), result)
 
@@ -150,6 +151,8 @@ class HPUSpeculatorRunner(HPUDraftRunner):
         kernel: attention of prompts.
         max_drafts: drafts of a row in one step.
     """
+
+    tokens_ahead = SpeculatorInputBuilder.tokens_ahead
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class HPUSpeculatorRunner(HPUDraftRunner):
     def start(self, num_blocks: int) -> None:
         """See `DraftMaker.start`."""
         if not self.attention_layers:
-            self._progress = NewestTokens(self.batch)
+            self._progress = NewestTokens()
             return
         max_len = self.config.model.max_model_len
         assert max_len is not None
