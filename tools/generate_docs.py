@@ -261,8 +261,9 @@ def supported_models() -> Iterator[str]:
     yield "because transformers changes them while a request grows."
     yield ""
     yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run without"
-    yield "programs, prefix caching, drafts and merged prefill. `max_num_seqs` is 32 by default for them: the"
-    yield "states of all requests are allocated at the start, and the log says how large they are."
+    yield "programs, prefix caching, drafts and merged prefill. `max_num_seqs` is 32 by default"
+    yield "for them: the states of all requests are allocated at the start, and the log says how"
+    yield "large they are."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""
         yield f"## {title}"
