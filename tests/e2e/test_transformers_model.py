@@ -1,5 +1,6 @@
 """Decoders that run with the modules of transformers: same tokens, or refused at the start."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,16 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, mon
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(ConfigError, match="depends on the tokens beside it, not through attention"):
+        LLM(model=str(folder), **SETTINGS)
+
+
+@needs_backend
+def test_a_type_that_is_not_of_the_architecture_is_refused(tmp_path):
+    folder = make("smollm3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["NemotronForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"model_type 'smollm3' .* is SmolLM3ForCausalLM"):
         LLM(model=str(folder), **SETTINGS)
 
 

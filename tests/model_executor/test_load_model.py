@@ -343,6 +343,25 @@ def test_a_folder_without_weights_is_named(tmp_path):
         find_files(tmp_path, "auto")
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "experts"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "0 experts .* and 2 for each token"),
+        ("gpt_oss", {"num_experts_per_tok": 0}, "6 experts .* and 0 for each token"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "8 experts .* and 9 for each token"),
+    ],
+)
+def test_experts_that_a_layer_does_not_have_are_a_config_error(
+    family, values, experts, tiny_model, tmp_path
+):
+    config = json.loads((tiny_model(family) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(
+        ConfigError, match=f"from 1 to all experts of a layer, and it has {experts}"
+    ):
+        build_model(read_arch(tmp_path), TPGroup(), torch.float32)
+
+
 def test_an_unknown_architecture_is_a_config_error(llama):
     config = json.loads((llama / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLLM"]

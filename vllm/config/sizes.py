@@ -1,7 +1,8 @@
 """What the values in config.json may be, checked before anything is made of them."""
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.errors import ConfigError
@@ -38,6 +39,8 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     ): (0, _MAX_WIDTH),
     ("vocab_size",): (1, 2**26),
     ("type_vocab_size",): (0, 2**26),
+    ("attention_chunk_size",): (1, MAX_POSITIONS),
+    ("first_k_dense_replace",): (0, _MAX_LAYERS),
     (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
         *("model_max_length", "original_max_position_embeddings"),
@@ -86,7 +89,11 @@ def check_sizes(config: Mapping[str, Any]) -> None:
 
 _OBJECTS = ("auto_map", "quantization_config", "rope_parameters", "rope_scaling")
 _TEXTS = ("dtype", "torch_dtype", "model_type")
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_NOT_NEGATIVE = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
+_POSITIVE = ("query_pre_attn_scalar", "logits_scaling")
 _ROPES = ("rope_parameters", "rope_scaling")
 _POSITIVE_OF_ROPES = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -109,22 +116,25 @@ def check_kinds(config: Mapping[str, Any]) -> None:
     layer_types = given.get("layer_types", [])
     if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
         raise _wrong("layer_types", layer_types, "a list of texts")
-    for key in _EPSILONS:
+    for key, value in given.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise _wrong(key, value, "a number")
+    for key in _NOT_NEGATIVE:
         if not _is_number(given.get(key, 0.0), least=0.0):
             raise _wrong(key, given[key], "a number of 0 or more")
-    _check_rope("", given)
+    _check_positive("", given, (*_POSITIVE, *_POSITIVE_OF_ROPES))
     for key in _ROPES:
         rope = given.get(key, {})
-        _check_rope(f"{key}.", rope)
+        _check_positive(f"{key}.", rope, _POSITIVE_OF_ROPES)
         for layer_kind in _KINDS_OF_LAYERS:
             part = rope.get(layer_kind)
             if part is not None and not isinstance(part, Mapping):
                 raise _wrong(f"{key}.{layer_kind}", part, "an object")
-            _check_rope(f"{key}.{layer_kind}.", part or {})
+            _check_positive(f"{key}.{layer_kind}.", part or {}, _POSITIVE_OF_ROPES)
 
 
-def _check_rope(path: str, values: Mapping[str, Any]) -> None:
-    for key in _POSITIVE_OF_ROPES:
+def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
         value = values.get(key)
         if value is not None and not (_is_number(value, least=0.0) and value > 0):
             raise _wrong(path + key, value, "a number above 0")

@@ -182,6 +182,21 @@ def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
     return range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
 
 
+def check_top_k(num_experts: int, top_k: int) -> None:
+    """Refuse a number of experts for each token that a layer does not have.
+
+    Raises:
+        ConfigError: `top_k` is not from 1 to `num_experts`.
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"config.json: a token must use from 1 to all experts of a layer, and it has "
+            f"{num_experts} experts (num_experts, num_local_experts or n_routed_experts) and "
+            f"{top_k} for each token (num_experts_per_tok). Correct the file, or give other "
+            f"values with hf_overrides"
+        )
+
+
 class Router(ColumnParallelLinear):
     """Chooses the experts of each token: those with the largest logits.
 
@@ -193,6 +208,9 @@ class Router(ColumnParallelLinear):
         bias: whether there is one, added to the logits.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
+
+    Raises:
+        ConfigError: k is not from 1 to E.
     """
 
     keeps_precision = True
@@ -205,6 +223,7 @@ class Router(ColumnParallelLinear):
         routing: Routing,
         bias: bool = False,
     ) -> None:
+        check_top_k(num_experts, top_k)
         super().__init__(hidden_size, {"": num_experts}, TPGroup(), bias=bias)
         self.top_k = top_k
         self.routing = routing

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.experts import check_top_k
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.ops import get_ops
 from vllm.ops import interface as ops
@@ -39,6 +40,9 @@ class GroupedRouter(ColumnParallelLinear):
     Args:
         hidden_size: features of x.
         routing: how.
+
+    Raises:
+        ConfigError: k is not from 1 to the number of experts.
     """
 
     own_parameters = ("bias", "e_score_correction_bias")
@@ -49,6 +53,7 @@ class GroupedRouter(ColumnParallelLinear):
     """[num_experts] float32"""
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
+        check_top_k(routing.num_experts, routing.top_k)
         super().__init__(hidden_size, {"": routing.num_experts}, TPGroup())
         self.routing = routing
         self.groups = ExpertGroups(routing.num_groups, routing.top_groups)

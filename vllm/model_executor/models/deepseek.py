@@ -189,7 +189,12 @@ class DeepseekLayer(DecoderLayer):
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         config = spec.arch.hf_config
         first = int(config.get("first_k_dense_replace") or 0)
-        step = int(config.get("moe_layer_freq") or 1)
+        step = config.get("moe_layer_freq") or 1
+        if type(step) is not int:
+            raise ConfigError(
+                f"config.json: 'moe_layer_freq' must be a whole number, or null, got {step!r}. "
+                f"Correct the file, or give another value with hf_overrides"
+            )
         if config.get("n_routed_experts") is None or spec.index < first or spec.index % step:
             return super().make_mlp(spec)
         return DeepseekMixture(spec.arch, self.routing(spec.arch), spec.tp)

@@ -83,7 +83,7 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
     """What config.json says, in the words of Mixtral, Qwen, OLMoE and Granite."""
     config = arch.hf_config
     return MixtureOptions(
-        num_experts=int(config.get("num_local_experts") or config["num_experts"]),
+        num_experts=int(config.get("num_local_experts") or config.get("num_experts") or 0),
         top_k=int(config["num_experts_per_tok"]),
         intermediate_size=int(config.get("moe_intermediate_size") or arch.intermediate_size),
         routing="softmax_of_chosen" if config.get("norm_topk_prob", True) else "softmax",

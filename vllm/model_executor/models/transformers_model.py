@@ -30,6 +30,7 @@ from vllm.model_executor.models.transformers_layers import (
     replace_linear_layers,
 )
 from vllm.model_executor.models.transformers_stages import LayerRanges
+from vllm.transformers_utils.text_config import TEXT_TYPES
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
@@ -56,6 +57,11 @@ class TransformersForCausalLM(CausalLM):
         super().__init__(arch, tp)
         self._whole = (_build(arch),)
         """A tuple, so that it is no submodule: modules have the names of transformers."""
+        names = arch.hf_config.get("architectures") or [type(self.inner).__name__]
+        if names[0] not in (type(self.inner).__name__, *TEXT_TYPES):
+            raise self._refusal(
+                f"model_type {arch.model_type!r} of config.json is {type(self.inner).__name__}"
+            )
         if self.base_model is self.inner:
             raise self._refusal("its decoder is not a module of its own")
         self._refuse_states()
