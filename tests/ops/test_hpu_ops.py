@@ -24,7 +24,7 @@ from tests.ops.test_ops_parity import (  # noqa: F401
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts
-from vllm.ops.interface import ExpertOptions, ExpertProducts, Ops
+from vllm.ops.interface import ExpertOptions, Ops
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
 from vllm.platforms.habana.bridge import FusedKernels
@@ -334,7 +334,6 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     assert got.dtype == x.dtype
     assert (got.float() - want).norm() < 0.01 * want.norm()
     assert counted.calls == is_lazy
-    assert isinstance(experts, ExpertProducts)
     for multiply, weight in (
         (experts.multiply_gate_up, torch.cat([gate[1], up[1]])),
         (experts.multiply_down, down[1]),
