@@ -231,6 +231,13 @@ def reshaped(tensor, *shape):
     return change
 
 
+def one_number(tensor):
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].flatten()[:1]
+
+    return change
+
+
 def without(tensor):
     def change(settings, tensors):
         del tensors[f"{GATE}.{tensor}"]
@@ -340,6 +347,11 @@ WRONG = [
     ("ct-w4a16", changed("format", to="marlin-24"), "format is 'marlin-24'"),
     ("ct-w4a16", filled("weight_shape", 7), "weight_shape of gate_proj .* needs .192, 64."),
     ("ct-w4a16", filled("weight_scale", float("nan")), "weight_scale contains nan"),
+    (
+        "ct-w4a16",
+        one_number("weight_scale"),
+        r"weight_scale has shape \[1, 1\] .* needs \[192, 2\]",
+    ),
     ("ct-w8a8", reshaped("weight_scale", -1, 2), f"tensor {GATE}.weight_scale has shape .96, 2."),
     ("ct-fp8-static", changed(*WEIGHTS, "type", to="int"), "type is 'int'"),
 ]

@@ -335,6 +335,13 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     assert got.dtype == x.dtype
     assert (got.float() - want).norm() < 0.01 * want.norm()
     assert counted.calls == is_lazy
+    for multiply, weight in (
+        (experts.multiply_gate_up, torch.cat([gate[1], up[1]])),
+        (experts.multiply_down, down[1]),
+    ):
+        x = torch.randn(4, weight.shape[1]).bfloat16()
+        error = multiply(1, x.to("hpu")).cpu().float() - (x @ weight.T).float()
+        assert error.norm() < 0.01 * (x @ weight.T).float().norm()
 
 
 def test_experts_that_differ_too_much_are_left_to_torch():

@@ -5,8 +5,9 @@ dtype of its inputs before it, in each launch: what stays in memory is narrow, a
 time is wide. Shapes depend on the arguments alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,14 @@ class HPUNarrowExperts(nn.Module):
             self._first_expert or 0,
             has_inputs_first=True,
         )
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return x @ self.gate_up.of_expert(expert, x.dtype)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return x @ self.down.of_expert(expert, x.dtype)
 
 
 def prepare_narrow_experts(
@@ -164,13 +173,23 @@ class _NarrowStack(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[E, in, out]"""
-        rows = self.widened(dtype)
+        rows = self.widened(dtype, lambda kept: kept)
         if self.places is not None:
             rows = rows.index_select(0, self.places)
         return rows.unflatten(0, (self.num_experts, -1))
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """[E * in, out], inputs sorted by group."""
+    def of_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[in, out] of the expert of this number."""
+        rows = self.widened(dtype, partial(self._part, expert))
+        if self.places is not None:
+            rows = rows.index_select(0, self._part(expert, self.places) - expert * len(rows))
+        return rows
+
+    def _part(self, expert: int, kept: Tensor) -> Tensor:
+        return kept.unflatten(0, (self.num_experts, -1))[expert]
+
+    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """[E * in, out], inputs sorted by group; `part` takes those of one expert, or all."""
         raise NotImplementedError
 
 
@@ -188,8 +207,9 @@ class _NibbleStack(_NarrowStack):
         self.zeros = nn.Parameter(pack_nibbles(zeros), requires_grad=False)
         self.words = nn.Parameter(pack_nibbles(self._rows().contiguous()), requires_grad=False)
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        return self._kernels.from_uint4(self.words, self.scales, self.zeros, dtype)
+    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
+        words, scales, zeros = (part(each) for each in (self.words, self.scales, self.zeros))
+        return self._kernels.from_uint4(words, scales, zeros, dtype)
 
 
 class _ByteStack(_NarrowStack):
@@ -208,8 +228,8 @@ class _ByteStack(_NarrowStack):
         self.numbers = nn.Parameter(grouped, requires_grad=False)
         """[E * G, inputs of a group, out]"""
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        numbers = self.numbers.float()
+    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
+        numbers = part(self.numbers).float()
         if self.zeros is not None:
-            numbers = numbers - self.zeros
-        return (numbers * self.scales).flatten(0, 1).to(dtype)
+            numbers = numbers - part(self.zeros)
+        return (numbers * part(self.scales)).flatten(0, 1).to(dtype)

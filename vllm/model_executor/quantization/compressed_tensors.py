@@ -138,6 +138,7 @@ class _Scheme:
         self.bits = choice(weights, "num_bits", (4, 8) if self.format == _FORMATS[0] else (8,))
         strategies = ("tensor", "channel", "block" if is_float else "group")
         strategy = choice(weights, "strategy", strategies)
+        self.has_one_scale = strategy == "tensor"
         self.is_symmetric = choice(weights, "symmetric", (True, False), True)
         if self.format != _FORMATS[0] and not self.is_symmetric:
             raise wrong("config_groups.weights.symmetric", False, f"true, in {self.format}")
@@ -215,7 +216,7 @@ class _WholeNumbers(StoredLinear):
         if source.features is not None:
             num_out = source.features.total
         source = checked_scales(name, source, zero_is_fine=True)
-        if source.shape.numel() == 1:
+        if source.shape.numel() == 1 and self.scheme.has_one_scale:
             return source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, num_groups))
         return source.mapped(lambda s: s[:, None]) if len(source.shape) == 1 else source
 
