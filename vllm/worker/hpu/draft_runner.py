@@ -126,8 +126,8 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
     def propose(self, step: SchedulerOutput) -> None:
         """See `DraftMaker.propose`."""
         self._shifts = self._target._shifts
-        self._reads = False
-        if step.num_draft_tokens is not None:
+        self._reads = not self._target.resident.max_drafts
+        if step.num_draft_tokens is not None and not self._reads:
             self._reads = self.sampling.follows_output(step.rows[step.num_draft_tokens > 0])
         super().propose(step)
 

@@ -129,7 +129,8 @@ class HPUModelRunner(ModelRunner):
 
     def _make_resident(self, config: VllmConfig) -> ResidentTokens:
         scheduler = config.scheduler
-        has_drafter = config.speculative.draft_model is not None
+        # In a pipeline the stage that makes drafts is not the one that verifies them.
+        has_drafter = config.speculative.draft_model is not None and self.stage.count == 1
         max_drafts = scheduler.max_draft_tokens if has_drafter else 0
         return ResidentTokens(scheduler.max_num_seqs, self.device, self.block_size, max_drafts)
 

@@ -188,10 +188,10 @@ class ResidentTokens:
 class ResidentDrafts(ResidentTokens):
     """The newest tokens of the rows of what makes drafts: drafts, behind the tokens of the model.
 
-    Its launches of several tokens run what the model has put out last.
+    Its launches of several tokens run what the model has put out last, or known tokens.
 
     Args:
-        target: of the model.
+        target: of the model; without drafts, these are kept here alone, and the host reads them.
         num_rows, device, block_size: see `ResidentTokens`.
         tokens_ahead: see `HPUInputBuilder`.
     """
@@ -211,8 +211,8 @@ class ResidentDrafts(ResidentTokens):
         target.beside.append(self)
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
-        if query_len == 1:
-            return self.newest.index_select(0, rows)
+        if query_len == 1 or not self._target.max_drafts:
+            return super()._tokens(rows, query_len)
         return self._target.outputs[:, :query_len].index_select(0, rows).flatten()
 
     def _shift(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
@@ -223,7 +223,7 @@ class ResidentDrafts(ResidentTokens):
     def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
         """[B] which token of each row of a decode is the last one."""
         on_host = _num_more(given.positions, shape)
-        if shape.bucket.query_len == 1:
+        if shape.bucket.query_len == 1 or not self._target.max_drafts:
             return on_host
         is_resident = _first(given.token_ids, shape) < 0
         return torch.where(
@@ -232,6 +232,8 @@ class ResidentDrafts(ResidentTokens):
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
         """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
+        if not self._target.max_drafts:
+            return given.token_ids < 0
         ends = self.ends.index_select(0, given.rows)
         return (given.token_ids < 0) & (ends > self._target.ends.index_select(0, given.rows))
 
@@ -246,6 +248,9 @@ class ResidentDrafts(ResidentTokens):
         if shape.max_shift:
             ends = ends + self._shift(given, shape)
         drafts = _at(sampled.token_ids.view(-1, query_len), column)
+        if not target.max_drafts:
+            self.newest.index_copy_(0, rows.long(), drafts)
+            return
         place = ends - target.ends.index_select(0, rows) - 1
         most = target.max_drafts
         place = rows * most + place.clamp(0, most - 1)
