@@ -154,6 +154,10 @@ class InputBatch:
         self.token_ids[rows, positions] = token_ids
         return rows, token_ids
 
+    def note_values(self, rows: IntArray) -> None:
+        """All known tokens of these rows have their values: a call has appended both."""
+        self.num_recorded[rows] = self.num_tokens[rows]
+
     def ends(self, rows: IntArray, token_ids: IntArray) -> bool:
         """Whether one of these tokens, one for each row, ends its request."""
         return bool((self.end_tokens[rows] == token_ids[:, None]).any())

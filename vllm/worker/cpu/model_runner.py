@@ -75,6 +75,7 @@ class CPUModelRunner(ModelRunner):
         )
         if found is None:
             return super()._start(step)
+        self.batch.note_values(rows)
         if self.reader is not None and self._fused is not None:
             for launch in self.planner.plan(step):
                 self.reader.read(launch, self._decode_step.hidden, self._fused.tapped)
