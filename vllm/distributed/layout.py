@@ -72,7 +72,9 @@ class RankLayout:
         before, after = rank - self.tensor_size, rank + self.tensor_size
         is_first, is_last = before < 0, after >= self.world_size
         last = self.result_rank + self.tensor_rank(rank)
-        other_end = last if is_first else self.tensor_rank(rank) if is_last else None
+        other_end = None
+        if is_first != is_last:  # both: there is one stage
+            other_end = last if is_first else self.tensor_rank(rank)
         return StagesAround(None if is_first else before, None if is_last else after, other_end)
 
     @property
