@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.model_executor.loader.weights import names_in_checkpoint
 from vllm.model_executor.quantization import quantization_of
+from vllm.model_executor.quantization.interface import CheckpointNames
 from vllm.transformers_utils.text_config import TEXT_TYPES
 
 pytestmark = pytest.mark.skipif(
@@ -84,7 +85,7 @@ def dense_layers(config: ModelConfig, built: Any, settings: dict[str, Any]) -> s
     hf_config = {**arch.hf_config, "quantization_config": settings}
     format_ = quantization_of(replace(config, arch=replace(arch, hf_config=hf_config)))
     assert format_ is not None
-    format_.names_in_checkpoint = partial(names_in_checkpoint, model=built)
+    format_.use_names(CheckpointNames(partial(names_in_checkpoint, model=built)))
     return {
         name
         for name, layer in built.named_modules()

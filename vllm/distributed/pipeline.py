@@ -198,10 +198,12 @@ class CardLink(_StageLink):
             self.receive(torch.empty(1, device=device))
         if self._after is not None:
             self.send(torch.zeros(1, device=device))
+        if self._other_end is None:
+            return
         if self._before is None:
             self.send_drafts(torch.zeros(1, device=device))
             self.receive_drafts(torch.empty(1, device=device))
-        elif self._after is None:
+        else:
             self.receive_drafts(torch.empty(1, device=device))
             self.send_drafts(torch.zeros(1, device=device))
 
