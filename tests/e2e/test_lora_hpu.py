@@ -15,6 +15,7 @@ from tests.lora_files import (
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams, envs
 from vllm.lora.request import LoRARequest
+from vllm.platforms.habana.sim import SimBridge
 
 ENGINE = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2}
 PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90, 7)]
@@ -56,6 +57,20 @@ def outputs_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[tuple[list,
     ]
 
 
+def assert_same_without_compilation(
+    bridge: SimBridge,
+    llm: LLM,
+    mixes: list[list[LoRARequest | None]],
+    want: list[list[tuple[list, list]]],
+) -> None:
+    compilations = bridge.counters().compilations
+    for mix, expected in zip(mixes, want, strict=True):
+        for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
+            assert got[0] == wanted[0]
+            assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+    assert bridge.counters().compilations == compilations
+
+
 @pytest.fixture(scope="module")
 def mixes(adapters) -> list[list[LoRARequest | None]]:
     a, b, c, d = adapters
@@ -86,12 +101,7 @@ def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
     card = simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, has_profiling_run=False, **settings)
     with card as bridge:
         llm = LLM(folder, device="hpu", enforce_eager=is_eager, sampling_warmup="all", **ENGINE)
-        compilations = bridge.counters().compilations
-        for mix, expected in zip(mixes, want, strict=True):
-            for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
-                assert got[0] == wanted[0]
-                assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-        assert bridge.counters().compilations == compilations
+        assert_same_without_compilation(bridge, llm, mixes, want)
         assert want[0] != want[2]
 
 
@@ -149,12 +159,7 @@ def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
         with simulated_hpu(**card) as bridge:
             settings = ENGINE | {"enforce_eager": is_eager, "sampling_warmup": "all"}
             llm = LLM(model, device="hpu", **settings)
-            compilations = bridge.counters().compilations
-            for mix, expected in zip(mixes, want, strict=True):
-                for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
-                    assert got[0] == wanted[0]
-                    assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-            assert bridge.counters().compilations == compilations
+            assert_same_without_compilation(bridge, llm, mixes, want)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
