@@ -81,6 +81,24 @@ def write_expert_adapter(
     return _write(folder, tensors, rank, {"target_modules": sorted(modules)})
 
 
+def write_stacked_expert_adapter(
+    folder: Path, model: str | Path, seed: int, rank: int, size: float = 0.05
+) -> Path:
+    """An adapter of the two parameters of all experts of each layer, as peft names them."""
+    folder.mkdir(exist_ok=True)
+    rng, tensors = torch.Generator().manual_seed(seed), {}
+    for name, module in base_model(model).named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for inner, weight in ((".base_layer", module.gate_up_proj), ("", module.down_proj)):
+            count, outputs, inputs = weight.shape
+            for part, shape in (("A", (rank * count, inputs)), ("B", (outputs, rank * count))):
+                values = torch.randn(shape, generator=rng) * size
+                tensors[f"base_model.model.{name}{inner}.lora_{part}.weight"] = values
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    return _write(folder, tensors, rank, {"target_parameters": names})
+
+
 def _write(folder: Path, tensors: dict, rank: int, config: dict) -> Path:
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(given))

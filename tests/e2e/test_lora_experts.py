@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
 from tests.executor.thread_ranks import ThreadRanks
-from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
 from tests.lora_files import write_adapter, write_expert_adapter
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
@@ -122,12 +121,3 @@ def test_wrong_adapters_of_experts_are_refused(model, adapter, tmp_path):
         )
         (tmp_path / "adapter_config.json").write_text(json.dumps(options))
         assert message in reason(llm, tmp_path)
-
-
-def test_a_card_refuses_adapters_of_experts(model, adapter):
-    settings = FEW_BUCKETS | {"VLLM_HPU_SIM_STRICT": 1}
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, has_profiling_run=False, **settings):
-        engine = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True}
-        llm = LLM(str(model), **engine)
-        message = "does not belong to a layer that adapters can change here"
-        assert message in reason(llm, Path(adapter.path))

@@ -1,13 +1,21 @@
 """LoRA adapters on the simulated card: the tokens of the CPU, and no compilation after the warm-up,
 whichever adapters come, go and mix. Strict mode."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
-from tests.lora_files import ALL, write_adapter
+from tests.lora_files import (
+    ALL,
+    write_adapter,
+    write_expert_adapter,
+    write_stacked_expert_adapter,
+)
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams, envs
 from vllm.lora.request import LoRARequest
+from vllm.platforms.habana.sim import SimBridge
 
 ENGINE = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2}
 PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90, 7)]
@@ -49,6 +57,20 @@ def outputs_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[tuple[list,
     ]
 
 
+def assert_same_without_compilation(
+    bridge: SimBridge,
+    llm: LLM,
+    mixes: list[list[LoRARequest | None]],
+    want: list[list[tuple[list, list]]],
+) -> None:
+    compilations = bridge.counters().compilations
+    for mix, expected in zip(mixes, want, strict=True):
+        for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
+            assert got[0] == wanted[0]
+            assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+    assert bridge.counters().compilations == compilations
+
+
 @pytest.fixture(scope="module")
 def mixes(adapters) -> list[list[LoRARequest | None]]:
     a, b, c, d = adapters
@@ -79,30 +101,72 @@ def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
     card = simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, has_profiling_run=False, **settings)
     with card as bridge:
         llm = LLM(folder, device="hpu", enforce_eager=is_eager, sampling_warmup="all", **ENGINE)
-        compilations = bridge.counters().compilations
-        for mix, expected in zip(mixes, want, strict=True):
-            for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
-                assert got[0] == wanted[0]
-                assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-        assert bridge.counters().compilations == compilations
+        assert_same_without_compilation(bridge, llm, mixes, want)
         assert want[0] != want[2]
 
 
 def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
+    assert_base_rows_keep_their_bits(folder, mixes)
+
+
+def assert_base_rows_keep_their_bits(
+    folder: str, mixes: list[list[LoRARequest | None]], **options: str | None
+) -> None:
     """In launches of the same shapes, where rows share no maximum of their scores: these settings
     let the scheduler run the same steps, and the softmax subtract a constant."""
-    settings = ENGINE | {"max_loras": 4, "enable_prefix_caching": False}
+    settings = ENGINE | {"max_loras": 4, "enable_prefix_caching": False} | options
     card = FEW_BUCKETS | {"VLLM_SOFTMAX_CONST_NORM": 1, "has_profiling_run": False}
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **card):
         plain = LLM(folder, device="hpu", **{**settings, "enable_lora": False})
-        alone = outputs_of(plain, mixes[2])
+        alone = outputs_of(plain, [None] * len(PROMPTS))
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **card):
         llm = LLM(folder, device="hpu", **settings)
         for mix in mixes:
             found = zip(PROMPTS, mix, outputs_of(llm, mix), alone, strict=True)
             for prompt, adapter, got, wanted in found:
                 is_whole = len(prompt["prompt_token_ids"]) <= 32  # chunks depend on other rows
-                assert adapter is not None or not is_whole or got == wanted
+                assert not is_whole or (got == wanted) == (adapter is None)
+
+
+def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | None]]]:
+    """A model with experts, and what rows have: two adapters of experts, one of others, none."""
+    model = make_tiny_model(family, root / "model")
+    write = write_expert_adapter if family == "mixtral" else write_stacked_expert_adapter
+    folders = [write(root / str(n), model, n, rank, size=0.2) for n, rank in enumerate((4, 16))]
+    folders.append(write_adapter(root / "q", model, 2, 8, ("q_proj",), size=0.2))
+    a, b, c = [LoRARequest(f.name, n, str(f)) for n, f in enumerate(folders, 1)]
+    return str(model), [[a, None, b, b, None, a], [c, a, None, c, b, None], [None] * 6]
+
+
+@pytest.mark.parametrize(
+    ("family", "modes"),
+    [
+        ("mixtral", ("HPU graphs",)),
+        ("qwen3_moe", ("HPU graphs",)),
+        pytest.param("mixtral", ("lazy", "eager"), marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", ("torch.compile",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
+    """mixtral: each matrix by itself; qwen3_moe: parameters that have all experts."""
+    model, mixes = with_experts(family, tmp_path)
+    plain = LLM(model, device="cpu", **ENGINE)
+    want = [outputs_of(plain, mix) for mix in mixes]
+    assert all(want[0][n] != want[2][n] for n in (0, 2, 3, 5))
+    for mode in modes:
+        is_lazy, is_eager = MODES[mode]
+        card = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": is_lazy, "has_profiling_run": False}
+        with simulated_hpu(**card) as bridge:
+            settings = ENGINE | {"enforce_eager": is_eager, "sampling_warmup": "all"}
+            llm = LLM(model, device="hpu", **settings)
+            assert_same_without_compilation(bridge, llm, mixes, want)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_rows_without_an_adapter_of_experts_keep_their_bits(quantization, tmp_path):
+    model, mixes = with_experts("mixtral", tmp_path)
+    options = {"dtype": "bfloat16", "quantization": quantization}
+    assert_base_rows_keep_their_bits(model, mixes[:1], **options)
 
 
 def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:

@@ -6,10 +6,17 @@ from collections import Counter
 import pytest
 import torch
 
-from vllm.lora.launches import DeviceSlots
+from vllm.lora.launches import DeviceSlots, HostSlots
 from vllm.lora.places import AdaptedPlaces
 from vllm.lora.slots import AdapterSlots
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter
+from vllm.ops.low_rank import (
+    AdaptedExpert,
+    AdaptedExperts,
+    AdaptedLayer,
+    AdaptedRows,
+    LowRank,
+    PlainAdapter,
+)
 from vllm.ops.native import NativeOps
 
 
@@ -49,9 +56,11 @@ def test_the_adapter_that_was_released_first_goes():
 LAYERS = [AdaptedLayer(0, 0, 12, ((0, 8), (8, 4))), AdaptedLayer(1, 2, 6, ((0, 10),))]
 
 
-def random_parts(rank: int, *, without: int | None = None) -> list[LowRank | None]:
+def random_parts(
+    rank: int, layers: list[AdaptedLayer] = LAYERS, *, without: int | None = None
+) -> list[LowRank | None]:
     parts: list[LowRank | None] = []
-    for layer in LAYERS:
+    for layer in layers:
         for _, size in layer.parts:
             parts.append(LowRank(torch.randn(rank, layer.in_features), torch.randn(size, rank)))
     if without is not None:
@@ -78,3 +87,48 @@ def test_slots_on_a_device_give_what_the_host_gives():
         torch.testing.assert_close(got, want)
         assert torch.equal(got[1].view(torch.int32), y[1].view(torch.int32))
     assert slots.num_bytes == 4 * 3 * 4 * (2 * 12 + 8 + 4 + 6 + 10)
+
+
+class _Products:
+    """Of single experts."""
+
+    def __init__(self, count: int, hidden: int, size: int) -> None:
+        self.gate_up = torch.randn(count, 2 * size, hidden)
+        self.down = torch.randn(count, hidden, size)
+
+    def multiply_gate_up(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.gate_up[expert].T
+
+    def multiply_down(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.down[expert].T
+
+
+def test_experts_on_a_device_give_what_the_host_gives():
+    """The 3 experts from the second one on, of 5; the others are on another rank."""
+    torch.manual_seed(0)
+    hidden, size = 6, 4
+    places, experts = AdaptedPlaces(), []
+    for first in (0, 3, 6):
+        halves = ((0, size), (size, size))
+        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))
+        down = AdaptedLayer(len(places.layers), first + 2, size, ((0, hidden),))
+        experts.append(AdaptedExpert(gate_up, places.add(down)))
+    places.experts, places.alike = range(9), [range(0, 6, 2), range(1, 6, 2)]
+    adapters = random_parts(2, places.layers), random_parts(4, places.layers, without=4)
+    host = HostSlots(places, 2, torch.float32)
+    device = DeviceSlots(places, 2, 4, torch.float32, torch.device("cpu"), lambda: None)
+    slots = torch.tensor([0, -1, 1, 0, 1, -1, 1], dtype=torch.int32)
+    x, y, weights = torch.randn(7, hidden), torch.randn(7, hidden), torch.rand(7, 2)
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(7)])
+    found = []
+    products = _Products(3, hidden, size)
+    for store in (host, device):
+        for slot, parts in enumerate(adapters):
+            store.put(slot, store.prepare(parts))
+        launch = store.of_tokens(slots)
+        layer = AdaptedExperts(experts, 1)
+        found.append(launch.adapt_experts(layer, products, x, ids, weights, y.clone()))
+    torch.testing.assert_close(*found)
+    for got in found:
+        assert [bool(row.all()) for row in got == y] == (slots < 0).tolist()
+    assert len(device.a) == 2 and device.num_bytes == 4 * 3 * 2 * 4 * (2 * 6 + 4 + 4 + 4 + 6)

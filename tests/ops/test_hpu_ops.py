@@ -27,6 +27,7 @@ from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
+from vllm.ops.prepared import ExpertProducts
 from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.habana.experts import FusedExperts
@@ -275,6 +276,20 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
     error = (got.float() - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 0.1
     assert counted.calls == is_lazy
+    assert_products(experts, gate, up, down, 0.06)
+
+
+def assert_products(
+    experts: ExpertProducts, gate: Tensor, up: Tensor, down: Tensor, most: float
+) -> None:
+    """Of one expert alone. The error is at most so much of the result."""
+    for multiply, weight in (
+        (experts.multiply_gate_up, torch.cat([gate[1], up[1]])),
+        (experts.multiply_down, down[1]),
+    ):
+        x = torch.randn(4, weight.shape[1]).bfloat16()
+        want = x.float() @ weight.float().T
+        assert (multiply(1, x.to("hpu")).cpu().float() - want).norm() < most * want.norm()
 
 
 def grouped_experts(
@@ -335,13 +350,7 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     assert got.dtype == x.dtype
     assert (got.float() - want).norm() < 0.01 * want.norm()
     assert counted.calls == is_lazy
-    for multiply, weight in (
-        (experts.multiply_gate_up, torch.cat([gate[1], up[1]])),
-        (experts.multiply_down, down[1]),
-    ):
-        x = torch.randn(4, weight.shape[1]).bfloat16()
-        error = multiply(1, x.to("hpu")).cpu().float() - (x @ weight.T).float()
-        assert error.norm() < 0.01 * (x @ weight.T).float().norm()
+    assert_products(experts, gate, up, down, 0.01)
 
 
 def test_experts_that_differ_too_much_are_left_to_torch():

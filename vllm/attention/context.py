@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from vllm.attention.metadata import AttentionMetadata
-from vllm.ops.low_rank import AdaptedLayer
+from vllm.ops.low_rank import AdaptedExperts, AdaptedLayer
+from vllm.ops.prepared import ExpertProducts
 
 if TYPE_CHECKING:
     from vllm.attention.state import StateMetadata
@@ -61,8 +62,25 @@ class LaunchAdapters(Protocol):
         """
         ...
 
-    def expert_tokens(self) -> Tensor | None:
-        """The tokens whose adapters add to experts, by their indices [n] int64; None: no one's."""
+    def adapt_experts(
+        self,
+        layer: AdaptedExperts,
+        products: ExpertProducts,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        """What a layer of experts returns for its tokens.
+
+        Args:
+            layer: which one.
+            products: of its experts on this rank.
+            x: [T, hidden]
+            ids: [T, k] int64, the experts of each token, of all ranks.
+            weights: [T, k] float32, how much they count.
+            y: [T, hidden], what it computes without adapters. May be changed in place.
+        """
         ...
 
     def select(self, tokens: Tensor) -> "LaunchAdapters":

@@ -4,15 +4,39 @@ and on a device that compiles shapes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vllm.attention import LaunchAdapters
 from vllm.lora.places import AdaptedPlaces
 from vllm.ops import get_ops
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+from vllm.ops.low_rank import (
+    AdaptedExpert,
+    AdaptedExperts,
+    AdaptedLayer,
+    AdaptedRows,
+    LowRank,
+    PreparedAdapter,
+)
+from vllm.ops.native_experts import choices_of
+from vllm.ops.prepared import ExpertProducts
 from vllm.utils.pace import Rest, no_rest
+
+
+def _run_expert(
+    adapters: LaunchAdapters,
+    products: ExpertProducts,
+    number: int,
+    place: AdaptedExpert,
+    x: Tensor,
+) -> Tensor:
+    """What an expert of this rank, with adapters, computes of all rows of x [n, hidden]."""
+    gate_up = adapters.adapt(place.gate_up, x, products.multiply_gate_up(number, x))
+    middle = get_ops().silu_and_mul(gate_up)
+    return adapters.adapt(place.down, middle, products.multiply_down(number, middle))
 
 
 class AdapterStore(Protocol):
@@ -78,12 +102,31 @@ class RaggedAdapters:
             y[chosen] = (y[chosen].float() + added).to(y.dtype)
         return y
 
-    def expert_tokens(self) -> Tensor | None:
-        """See `LaunchAdapters`."""
+    def adapt_experts(
+        self,
+        layer: AdaptedExperts,
+        products: ExpertProducts,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        """See `LaunchAdapters`. Only tokens whose adapter adds to experts are computed again, each
+        by its own experts."""
         if not self.of_experts:
-            return None
+            return y
         numbers = torch.tensor(sorted(self.of_experts), dtype=torch.int32)
-        return torch.isin(self.rows.of_rows, numbers).nonzero().flatten()
+        rows = torch.isin(self.rows.of_rows, numbers).nonzero().flatten()
+        adapters, x, ids, weights = self.select(rows), x[rows], ids[rows], weights[rows]
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for number, place in enumerate(layer.experts):
+            tokens, choices = (ids == layer.first_expert + number).nonzero(as_tuple=True)
+            if len(tokens):
+                own = adapters.select(tokens)
+                result = _run_expert(own, products, number, place, x[tokens])
+                total.index_add_(0, tokens, result.float() * weights[tokens, choices, None])
+        y[rows] = total.to(y.dtype)
+        return y
 
     def select(self, tokens: Tensor) -> "RaggedAdapters":
         """See `LaunchAdapters`."""
@@ -159,17 +202,30 @@ class SlottedAdapters:
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
-        a = self.slots.a[layer.number]
+        a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
-        a = self.slots.a[table.number]
+        a, _ = self.slots.weights_of(table)
         return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
 
-    def expert_tokens(self) -> Tensor | None:
-        """See `LaunchAdapters`. Slots have no room for experts."""
-        return None
+    def adapt_experts(
+        self,
+        layer: AdaptedExperts,
+        products: ExpertProducts,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        """See `LaunchAdapters`. All tokens are computed again, by all experts, and tokens with an
+        adapter keep that."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        choices = choices_of(len(layer.experts), ids, weights, layer.first_expert)
+        for number, (place, (_, weight)) in enumerate(zip(layer.experts, choices, strict=True)):
+            total += weight * _run_expert(self, products, number, place, x)
+        return torch.where(self.has_one, total.to(y.dtype), y)
 
     def select(self, tokens: Tensor) -> "SlottedAdapters":
         """See `LaunchAdapters`."""
@@ -179,7 +235,7 @@ class SlottedAdapters:
 
     def _add(self, layer: AdaptedLayer, inner: Tensor, y: Tensor) -> Tensor:
         """Add to y what comes of x times the A of all slots, [T, S * P * R]."""
-        a, b = self.slots.a[layer.number], self.slots.b[layer.number]
+        a, b = self.slots.weights_of(layer)
         inner = inner.unflatten(1, a.shape[:2]) * self.is_own
         rank = self.slots.rank
         sums = [
@@ -193,7 +249,8 @@ class SlottedAdapters:
 class DeviceSlots:
     """The weights of adapters on a device, stacked, at addresses that stay.
 
-    P projections of a layer, S slots.
+    P projections of a layer, S slots. The G experts of a layer of experts are stacked, too, so
+    the number of writes does not grow with them; G of any other layer is 1.
 
     Args:
         places: of the layers; the projections of each cover all of its outputs, in order.
@@ -204,8 +261,8 @@ class DeviceSlots:
         end: ends what is compiled together: called before and after the writes of an adapter.
 
     Attributes:
-        a: for each layer [S, P * R, in_features].
-        b: for each layer and projection [S, R, size].
+        a: for each stack [G, S, P * R, in_features].
+        b: for each stack and projection [G, S, R, size].
     """
 
     def __init__(
@@ -217,19 +274,28 @@ class DeviceSlots:
         device: torch.device,
         end: Callable[[], None],
     ) -> None:
-        self._places = places.layers
+        self._num_parts = places.num_parts
+        self._stacks = [[places.layers[n] for n in numbers] for numbers in places.stacks()]
+        self._where: dict[int, tuple[int, int]] = {}
+        """Number of a layer -> its stack, and the index in it."""
+        self._zeros: dict[tuple[int, ...], Tensor] = {}
+        """Of the adapters that do not change a stack, by its shape, in host memory."""
         self._dtype, self._device, self._end = dtype, device, end
         self.rank = rank
         self.a: list[Tensor] = []
         self.b: list[list[Tensor]] = []
-        for place in places.layers:
+        for number, stack in enumerate(self._stacks):
+            place = stack[0]
+            assert all(each.parts == place.parts for each in stack)
+            self._where |= {each.number: (number, index) for index, each in enumerate(stack)}
             ends = [offset + size for offset, size in place.parts]
             assert [0, *ends[:-1]] == [offset for offset, _ in place.parts], place
-            shape = (num_slots, len(place.parts) * rank, place.in_features)
+            sizes = len(stack), num_slots
+            shape = (*sizes, len(place.parts) * rank, place.in_features)
             self.a.append(torch.zeros(shape, dtype=dtype, device=device))
             self.b.append(
                 [
-                    torch.zeros((num_slots, rank, size), dtype=dtype, device=device)
+                    torch.zeros((*sizes, rank, size), dtype=dtype, device=device)
                     for _, size in place.parts
                 ]
             )
@@ -241,23 +307,38 @@ class DeviceSlots:
         tensors = [*self.a, *(part for parts in self.b for part in parts)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def weights_of(self, layer: AdaptedLayer) -> tuple[Tensor, list[Tensor]]:
+        """A [S, P * R, in_features] of a layer, and B [S, R, size] of each projection."""
+        stack, index = self._where[layer.number]
+        return self.a[stack][index], [each[index] for each in self.b[stack]]
+
     def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> list[Tensor]:
-        """See `AdapterStore`: a [P * R, in_features], then b [R, size] of each projection, of one
-        layer after the other."""
+        """See `AdapterStore`: a [G, P * R, in_features], then b [G, R, size] of each projection, of
+        one stack after the other."""
         found = []
-        for place, a, b in zip(self._places, self.a, self.b, strict=True):
-            stacked = torch.zeros(a.shape[1:], dtype=self._dtype)
-            found.append(stacked)
-            for index, target in enumerate(b):
+        for stack, a, b in zip(self._stacks, self.a, self.b, strict=True):
+            own = [[parts[place.first_part + i] for i in range(len(b))] for place in stack]
+            is_changed = any(part is not None for each in own for part in each)
+            first, *others = (self._host_zeros(each, is_changed) for each in (a, *b))
+            for number, index in product(range(len(stack)), range(len(b))):
                 rest()
-                own, part = torch.zeros(target.shape[1:], dtype=self._dtype), None
-                part = parts[place.first_part + index]
+                part = own[number][index]
                 if part is not None:
                     size = len(part.a)
-                    stacked[index * self.rank : index * self.rank + size] = part.a
-                    own[:size] = part.b.T
-                found.append(own)
+                    first[number, index * self.rank : index * self.rank + size] = part.a
+                    others[index][number, :size] = part.b.T
+            found += [first, *others]
         return found
+
+    def _host_zeros(self, target: Tensor, is_new: bool) -> Tensor:
+        """For one slot of all slots of a stack. One that is not new is never written to."""
+        # No view of the target: a thread calls this, and the device would take it for its work.
+        shape = (target.shape[0], *target.shape[2:])
+        if is_new:
+            return torch.zeros(shape, dtype=self._dtype)
+        if shape not in self._zeros:
+            self._zeros[shape] = torch.zeros(shape, dtype=self._dtype)
+        return self._zeros[shape]
 
     def put(self, slot: int, prepared: list[Tensor]) -> None:
         """See `AdapterStore`. Every adapter takes the same writes, so they are compiled once."""
@@ -266,7 +347,7 @@ class DeviceSlots:
         targets = [t for a, b in zip(self.a, self.b, strict=True) for t in (a, *b)]
         for target, source in zip(targets, prepared, strict=True):
             # To the tensor itself: a write through a view would copy all slots on a card.
-            target.index_copy_(0, index, source.to(self._device)[None])
+            target.index_copy_(1, index, source.to(self._device)[:, None])
         self._end()
 
     def clear(self, slot: int) -> None:
@@ -274,7 +355,7 @@ class DeviceSlots:
 
     def warm_up(self) -> None:
         """Compile what `put` runs. No slot may be in use."""
-        self.put(0, self.prepare([None] * sum(len(place.parts) for place in self._places)))
+        self.put(0, self.prepare([None] * self._num_parts))
 
     def of_tokens(self, slots: Tensor) -> SlottedAdapters:
         """The adapters of a launch.

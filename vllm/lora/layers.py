@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.attention import ContextHolder, share_context
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
-from vllm.lora.experts import ExpertPlace, ExpertsWithAdapters, can_adapt
+from vllm.lora.experts import ExpertsWithAdapters, can_adapt
 from vllm.lora.files import AdapterConfig, check_files, shown, weights_file
 from vllm.lora.places import AdaptedPlaces
 from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
@@ -32,7 +32,7 @@ from vllm.model_executor.layers.slice import DENSE_DTYPES, Slice, Source
 from vllm.model_executor.loader.stage import Absent
 from vllm.model_executor.loader.weights import checkpoint_name, renamed
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops.low_rank import AdaptedLayer, LowRank
+from vllm.ops.low_rank import AdaptedExpert, AdaptedExperts, AdaptedLayer, LowRank
 from vllm.utils.pace import Rest, no_rest
 
 logger = init_logger(__name__)
@@ -151,7 +151,6 @@ class AdapterLayers:
         max_rank: of an adapter.
         dtype: of the adapter weights in memory.
         names: of the model.
-        adapts_experts: adapters can change experts, too.
 
     Attributes:
         places: of the layers.
@@ -163,7 +162,6 @@ class AdapterLayers:
         max_rank: int,
         dtype: torch.dtype,
         names: Sequence[str] = (),
-        adapts_experts: bool = False,
     ) -> None:
         self._model = model
         self._names = [PurePath(name).name for name in names]
@@ -198,8 +196,7 @@ class AdapterLayers:
                 sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
                 layer.adapted = AdaptedLayer(len(places.layers), places.num_parts, *sizes)
                 places.embedding = places.add(layer.adapted)
-        if adapts_experts:
-            self._add_experts(launch)
+        self._add_experts(launch)
 
     def _add_experts(self, launch: ContextHolder) -> None:
         first = self.places.num_parts
@@ -208,11 +205,15 @@ class AdapterLayers:
                 continue
             self._experts[path] = len(layer.expert_ids) + len(layer.elsewhere)
             self._absent |= {f"{path}.{number}" for number in layer.elsewhere}
-            places = [self._add_expert(f"{path}.{number}", layer) for number in layer.expert_ids]
-            layer.method = ExpertsWithAdapters(layer.method, places, launch)
+            start = len(self.places.layers)
+            experts = [self._add_expert(f"{path}.{number}", layer) for number in layer.expert_ids]
+            end = len(self.places.layers)
+            self.places.alike += [range(start, end, 2), range(start + 1, end, 2)]
+            adapted = AdaptedExperts(experts, layer.expert_ids.start)
+            layer.method = ExpertsWithAdapters(layer.method, adapted, launch)
         self.places.experts = range(first, self.places.num_parts)
 
-    def _add_expert(self, path: str, layer: Experts) -> ExpertPlace:
+    def _add_expert(self, path: str, layer: Experts) -> AdaptedExpert:
         places, hidden, size = self.places, layer.hidden_size, layer.intermediate_size
         total, first = size * layer.tp.size, places.num_parts
         for number, (name, dim, offset) in enumerate(
@@ -223,7 +224,7 @@ class AdapterLayers:
         halves = ((0, size), (size, size))
         gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))
         down = AdaptedLayer(len(places.layers), first + 2, size, ((0, hidden),))
-        return ExpertPlace(gate_up, places.add(down))
+        return AdaptedExpert(gate_up, places.add(down))
 
     def _add(self, path: str, layer: ParallelLinear | ParallelLMHead) -> AdaptedLayer:
         first = self.places.num_parts

@@ -23,6 +23,8 @@ class AdaptedPlaces:
 
     experts: range = range(0)
     """Numbers of the projections of experts, two layers for each expert of this rank."""
+    alike: list[range] = field(default_factory=list)
+    """Numbers of layers that have the same sizes: one product of all experts of a layer."""
 
     def add(self, layer: AdaptedLayer) -> AdaptedLayer:
         """Add a layer, whose numbers are the next ones. Returns it."""
@@ -30,6 +32,13 @@ class AdaptedPlaces:
         self.layers.append(layer)
         self.num_parts += len(layer.parts)
         return layer
+
+    def stacks(self) -> list[range]:
+        """Numbers of the layers whose weights can be stored as one: those that are alike, and each
+        other layer by itself."""
+        found = {number for numbers in self.alike for number in numbers}
+        alone = (number for number in range(len(self.layers)) if number not in found)
+        return [*(range(number, number + 1) for number in alone), *self.alike]
 
     def embedding_of(self, parts: Sequence[LowRank | None]) -> LowRank | None:
         """What the parts of an adapter add to the input embedding."""

@@ -186,11 +186,20 @@ class HPUFp8Experts(nn.Module):
                 numbers, self.gate_up[expert], scale, self.gate_up_scale[expert], x.dtype
             )
             gate, up = middle.chunk(2, dim=-1)
-            inner, inner_scale = _round_rows(kernels, F.silu(gate) * up, self._fp8_max)
-            out += weight * kernels.fp8_gemm(
-                inner, self.down[expert], inner_scale, self.down_scale[expert], x.dtype
-            )
+            out += weight * self.multiply_down(expert, F.silu(gate) * up)
         return out.to(x.dtype)
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return self._multiply(self.gate_up[expert], self.gate_up_scale[expert], x)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return self._multiply(self.down[expert], self.down_scale[expert], x)
+
+    def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
+        numbers, scale = _round_rows(self._kernels, x, self._fp8_max)
+        return self._kernels.fp8_gemm(numbers, weight, scale, weight_scale, x.dtype)
 
 
 class HPUUint4Weight(nn.Module):

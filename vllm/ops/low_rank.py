@@ -38,6 +38,23 @@ class AdaptedLayer:
         return max(offset + size for offset, size in self.parts)
 
 
+@dataclass(frozen=True)
+class AdaptedExpert:
+    """The two products of an expert that adapters can change."""
+
+    gate_up: AdaptedLayer
+    down: AdaptedLayer
+
+
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """The experts of a layer that adapters can change: those of this rank."""
+
+    experts: Sequence[AdaptedExpert]
+    first_expert: int
+    """Which of all experts is the first of them; the others follow."""
+
+
 class PreparedAdapter(Protocol):
     """An adapter in the layout that a device multiplies with."""
 

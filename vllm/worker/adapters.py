@@ -155,12 +155,12 @@ class RaggedRows(Adapters):
         return any(each is not None and each.changes_head for each in found)
 
 
-def adapter_layers(config: VllmConfig, model: CausalLM, adapts_experts: bool) -> AdapterLayers:
+def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:
     """The layers of a loaded model that adapters can change; they accept adapters from here on."""
     known = (config.model.model, config.model.path, *(config.model.served_model_name or ()))
     names = [name for name in known if name]
     rank, dtype = config.lora.max_lora_rank, adapter_dtype(config)
-    return AdapterLayers(model, rank, dtype, names, adapts_experts)
+    return AdapterLayers(model, rank, dtype, names)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:

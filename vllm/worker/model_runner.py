@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -164,9 +164,6 @@ class ModelRunner:
         grammars: of the worker, which begin to load before the model; None makes new ones.
     """
 
-    adapts_experts: ClassVar[bool] = True
-    """Whether adapters can change experts."""
-
     def __init__(
         self,
         config: VllmConfig,
@@ -193,7 +190,7 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """LoRA adapters of requests; None: the engine accepts none."""
         if config.lora.enable_lora:
-            layers = adapter_layers(config, model, self.adapts_experts)
+            layers = adapter_layers(config, model)
             self.adapters = self._make_adapters(config, layers)
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None

@@ -89,7 +89,8 @@ class MethodLayer(SlicedModule):
 
     def remove_weights(self) -> None:
         """Remove all parameters but those that are the layer's own, such as the bias."""
-        names = [name for name, _ in self.named_parameters() if name not in self.own_parameters]
+        named = self.named_parameters(recurse=False)
+        names = [name for name, _ in named if name not in self.own_parameters]
         for name in names:
             delattr(self, name)
             self.slices.pop(name, None)

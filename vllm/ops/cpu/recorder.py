@@ -22,7 +22,8 @@ from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
 from vllm.ops.interface import FP8_DTYPES
-from vllm.ops.low_rank import AdaptedLayer
+from vllm.ops.low_rank import AdaptedExperts, AdaptedLayer
+from vllm.ops.prepared import ExpertProducts
 
 _MAX_WINDOW = 2**31 - 1
 
@@ -207,8 +208,17 @@ class Recorder(CPUOps):
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
         return y
 
-    def expert_tokens(self) -> None:
-        """Launches with adapters of experts run by modules."""
+    def adapt_experts(
+        self,
+        layer: AdaptedExperts,
+        products: ExpertProducts,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        y: Any,
+    ) -> Any:
+        """As they are: launches with adapters of experts run by modules."""
+        return y
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Any, y: Any) -> Any:
         """As they were looked up: launches with other embeddings run module by module."""

@@ -67,7 +67,6 @@ class HPUModelRunner(ModelRunner):
         grammars: see `ModelRunner`.
     """
 
-    adapts_experts = False  # each slot would need room for all of them
     drafter: PaddedDrafter | None
 
     def __init__(
