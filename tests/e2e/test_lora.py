@@ -17,7 +17,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.core.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.errors import RequestError
+from vllm.errors import ConfigError, RequestError
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -256,6 +256,18 @@ def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, 
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
     assert "\n" not in outputs[1].outputs[0].stop_reason and not (tmp_path / "adapter/ran").exists()
+
+
+def test_only_modules_that_are_named_can_be_changed(adapters):
+    settings = {"enable_lora": True, "max_model_len": 128}
+    llm = LLM(**settings, lora_target_modules=["down_proj"])
+    asked = [None, *adapters[2:]]
+    outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=asked)
+    base, refused, found = (output.outputs[0] for output in outputs)
+    assert base.token_ids != found.token_ids and found.finish_reason == "length"
+    assert "These can be changed: down_proj. With lora_target_modules also: " in refused.stop_reason
+    with pytest.raises(ConfigError, match="'k_prj' is not the name of a module that adapters can"):
+        LLM(**settings, lora_target_modules=["q_proj", "k_prj"])
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "x\0y", "/etc/passwd", "../../../etc", "http://x/y"])

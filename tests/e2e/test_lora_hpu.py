@@ -2,6 +2,7 @@
 whichever adapters come, go and mix. Strict mode."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
 
 
 def assert_base_rows_keep_their_bits(
-    folder: str, mixes: list[list[LoRARequest | None]], **options: str | None
+    folder: str, mixes: list[list[LoRARequest | None]], **options: Any
 ) -> None:
     """In launches of the same shapes, where rows share no maximum of their scores: these settings
     let the scheduler run the same steps, and the softmax subtract a constant."""
@@ -126,6 +127,9 @@ def assert_base_rows_keep_their_bits(
             for prompt, adapter, got, wanted in found:
                 is_whole = len(prompt["prompt_token_ids"]) <= 32  # chunks depend on other rows
                 assert not is_whole or (got == wanted) == (adapter is None)
+
+
+WITH_EXPERTS = ["q_proj", "experts"]
 
 
 def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | None]]]:
@@ -158,14 +162,23 @@ def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
         card = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": is_lazy, "has_profiling_run": False}
         with simulated_hpu(**card) as bridge:
             settings = ENGINE | {"enforce_eager": is_eager, "sampling_warmup": "all"}
-            llm = LLM(model, device="hpu", **settings)
+            llm = LLM(model, device="hpu", lora_target_modules=WITH_EXPERTS, **settings)
             assert_same_without_compilation(bridge, llm, mixes, want)
+
+
+def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
+    model, ((adapter, *_), *_) = with_experts("mixtral", tmp_path)
+    with simulated_hpu(**FEW_BUCKETS, has_profiling_run=False):
+        llm = LLM(model, device="hpu", **ENGINE)
+        (found,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
+        assert "With lora_target_modules also: experts. Merge" in found.outputs[0].stop_reason
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_rows_without_an_adapter_of_experts_keep_their_bits(quantization, tmp_path):
     model, mixes = with_experts("mixtral", tmp_path)
     options = {"dtype": "bfloat16", "quantization": quantization}
+    options["lora_target_modules"] = WITH_EXPERTS
     assert_base_rows_keep_their_bits(model, mixes[:1], **options)
 
 

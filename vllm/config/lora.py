@@ -24,6 +24,10 @@ class LoRAConfig:
     """Maximum number of adapters in host memory; the one that was used least recently is dropped.
     Not set: 4 * max_loras."""
 
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names of the modules that adapters may change, such as q_proj, lm_head or experts. Others
+    take no memory and no time for adapters. Not set: all; on a card all but experts."""
+
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Type of adapter weights. auto: that of the model."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention import ContextHolder, share_context
-from vllm.errors import RequestError, WeightLoadError
+from vllm.errors import ConfigError, RequestError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.lora.experts import ExpertsWithAdapters, can_adapt
 from vllm.lora.files import AdapterConfig, check_files, shown, weights_file
@@ -151,9 +151,14 @@ class AdapterLayers:
         max_rank: of an adapter.
         dtype: of the adapter weights in memory.
         names: of the model.
+        modules: names of those that adapters may change, as q_proj or experts; None: all.
+        has_experts: adapters may change experts where `modules` is None.
 
     Attributes:
         places: of the layers.
+
+    Raises:
+        ConfigError: the model has no module of one of these names.
     """
 
     def __init__(
@@ -162,8 +167,16 @@ class AdapterLayers:
         max_rank: int,
         dtype: torch.dtype,
         names: Sequence[str] = (),
+        modules: Sequence[str] | None = None,
+        *,
+        has_experts: bool = True,
     ) -> None:
         self._model = model
+        self._modules, self._has_experts = modules, has_experts
+        self._seen: set[str] = set()
+        """Names of modules that adapters could change."""
+        self._left_out: set[str] = set()
+        """Those of them that may not be changed."""
         self._names = [PurePath(name).name for name in names]
         self._max_rank = max_rank
         self._dtype = dtype
@@ -182,26 +195,54 @@ class AdapterLayers:
                 continue
             if ".experts." in f".{path}." or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
+            if not self._is_chosen(path, *layer.feature_slices):
+                continue
             place = self._add(path, layer)
             layer.method = WithAdapters(layer.method, place, launch)
             if layer.is_of_head:
                 places.of_head.append(place)
         for path, layer in model.named_modules():
             if isinstance(layer, ParallelLMHead):
+                if not self._is_chosen(path):
+                    continue
                 place = self._add(path, layer)
                 layer.method = HeadWithAdapters(layer.method, place, launch)
                 places.of_head.append(place)
             elif isinstance(layer, VocabParallelEmbedding) and self._table is None:
+                if not self._is_chosen(path):
+                    continue
                 self._table = path, layer
                 sizes = layer.num_embeddings, ((0, layer.embedding_dim),)
                 layer.adapted = AdaptedLayer(len(places.layers), places.num_parts, *sizes)
                 places.embedding = places.add(layer.adapted)
         self._add_experts(launch)
+        known = self._seen | {path.rpartition(".")[2] for path in self._absent}
+        if unknown := [name for name in modules or () if name not in known]:
+            raise ConfigError(
+                f"lora_target_modules: {unknown[0]!r} is not the name of a module that adapters "
+                f"can change; those of this model are {', '.join(sorted(self._seen))}"
+            )
+
+    def _is_chosen(self, path: str, *features: str, is_default: bool = True) -> bool:
+        """Whether adapters may change a module, which has its own name and those of its parts.
+
+        Args:
+            is_default: they may where the engine was given no names.
+        """
+        names = {path.rpartition(".")[2], *features} - {""}
+        self._seen |= names
+        modules = self._modules
+        is_chosen = is_default if modules is None else not names.isdisjoint(modules)
+        if not is_chosen:
+            self._left_out |= names
+        return is_chosen
 
     def _add_experts(self, launch: ContextHolder) -> None:
         first = self.places.num_parts
         for path, layer in self._model.named_modules():
             if not isinstance(layer, Experts) or not can_adapt(layer):
+                continue
+            if not self._is_chosen(path, is_default=self._has_experts):
                 continue
             self._experts[path] = len(layer.expert_ids) + len(layer.elsewhere)
             self._absent |= {f"{path}.{number}" for number in layer.elsewhere}
@@ -421,10 +462,11 @@ class AdapterLayers:
     def _misfit(self, path: Path, name: str) -> RequestError:
         names = [*self._targets, *([] if self._table is None else [self._table[0]])]
         known = sorted({target.rpartition(".")[2] for target in names})
+        left_out = f"With lora_target_modules also: {', '.join(sorted(self._left_out))}. "
         return RequestError(
             f"{path}: {name} does not belong to a layer that adapters can change here. "
-            f"These can be changed: {', '.join(known)}. Merge the adapter into the weights "
-            f"of its model (merge_and_unload of peft)"
+            f"These can be changed: {', '.join(known)}. {left_out if self._left_out else ''}"
+            f"Merge the adapter into the weights of its model (merge_and_unload of peft)"
         )
 
     def _projections(

@@ -155,12 +155,22 @@ class RaggedRows(Adapters):
         return any(each is not None and each.changes_head for each in found)
 
 
-def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:
-    """The layers of a loaded model that adapters can change; they accept adapters from here on."""
+def adapter_layers(
+    config: VllmConfig, model: CausalLM, *, has_experts: bool = True
+) -> AdapterLayers:
+    """The layers of a loaded model that adapters can change; they accept adapters from here on.
+
+    Args:
+        has_experts: adapters may change experts where `lora_target_modules` is not set.
+
+    Raises:
+        ConfigError: the model has no module of a name in `lora_target_modules`.
+    """
     known = (config.model.model, config.model.path, *(config.model.served_model_name or ()))
     names = [name for name in known if name]
     rank, dtype = config.lora.max_lora_rank, adapter_dtype(config)
-    return AdapterLayers(model, rank, dtype, names)
+    modules = config.lora.lora_target_modules
+    return AdapterLayers(model, rank, dtype, names, modules, has_experts=has_experts)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:

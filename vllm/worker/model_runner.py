@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -164,6 +164,9 @@ class ModelRunner:
         grammars: of the worker, which begin to load before the model; None makes new ones.
     """
 
+    adapts_experts: ClassVar[bool] = True
+    """Adapters may change experts unless `lora_target_modules` says otherwise."""
+
     def __init__(
         self,
         config: VllmConfig,
@@ -190,7 +193,7 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """LoRA adapters of requests; None: the engine accepts none."""
         if config.lora.enable_lora:
-            layers = adapter_layers(config, model)
+            layers = adapter_layers(config, model, has_experts=self.adapts_experts)
             self.adapters = self._make_adapters(config, layers)
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None

@@ -68,6 +68,7 @@ class HPUModelRunner(ModelRunner):
     """
 
     drafter: PaddedDrafter | None
+    adapts_experts = False  # every launch would pay for it, also without an adapter
 
     def __init__(
         self,
