@@ -1,5 +1,6 @@
 """Stages of a pipeline: consecutive layers, whose hidden states go from one rank to the next."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,7 +94,7 @@ class Stage:
         return hidden_states
 
 
-class _StageLink:
+class _StageLink(ABC):
     """What links have in common: one tensor of a kind under way, and errors that name the rank.
 
     Args:
@@ -148,11 +149,13 @@ class _StageLink:
         except RuntimeError as error:
             raise CollectiveError(f"receive from rank {rank}", self._rank, str(error)) from error
 
+    @abstractmethod
     def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
-        raise NotImplementedError
+        """Begin to send a tensor; what is returned has to be kept until it has left."""
 
+    @abstractmethod
     def _receive(self, x: Tensor, rank: int) -> None:
-        raise NotImplementedError
+        """Fill a tensor with what a rank sends."""
 
 
 class GlooLink(_StageLink):

@@ -5,6 +5,7 @@ dtype of its inputs before it, in each launch: what stays in memory is narrow, a
 time is wide. Shapes depend on the arguments alone.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -141,7 +142,7 @@ def _stack(
     return _NibbleStack(found, kernels, dtype) if fits else None
 
 
-class _NarrowStack(nn.Module):
+class _NarrowStack(nn.Module, ABC):
     """One product of E experts, with inputs in rows. Inputs that a group has from everywhere are
     neighbours in memory, and come back to their places when they are widened."""
 
@@ -188,9 +189,9 @@ class _NarrowStack(nn.Module):
     def _part(self, expert: int, kept: Tensor) -> Tensor:
         return kept.unflatten(0, (self.num_experts, -1))[expert]
 
+    @abstractmethod
     def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
         """[E * in, out], inputs sorted by group; `part` takes those of one expert, or all."""
-        raise NotImplementedError
 
 
 class _NibbleStack(_NarrowStack):
