@@ -265,7 +265,10 @@ def test_only_modules_that_are_named_can_be_changed(adapters):
     outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=asked)
     base, refused, found = (output.outputs[0] for output in outputs)
     assert base.token_ids != found.token_ids and found.finish_reason == "length"
-    assert "These can be changed: down_proj. With lora_target_modules also: " in refused.stop_reason
+    assert (
+        "These can be changed: down_proj. These as well if lora_target_modules names them: "
+        in refused.stop_reason
+    )
     with pytest.raises(ConfigError, match="'k_prj' is not the name of a module that adapters can"):
         LLM(**settings, lora_target_modules=["q_proj", "k_prj"])
 

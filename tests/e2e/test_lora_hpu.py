@@ -171,7 +171,10 @@ def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
     with simulated_hpu(**FEW_BUCKETS, has_profiling_run=False):
         llm = LLM(model, device="hpu", **ENGINE)
         (found,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
-        assert "With lora_target_modules also: experts. Merge" in found.outputs[0].stop_reason
+        assert (
+            "These as well if lora_target_modules names them: experts. Merge"
+            in found.outputs[0].stop_reason
+        )
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

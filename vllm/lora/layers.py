@@ -462,11 +462,14 @@ class AdapterLayers:
     def _misfit(self, path: Path, name: str) -> RequestError:
         names = [*self._targets, *([] if self._table is None else [self._table[0]])]
         known = sorted({target.rpartition(".")[2] for target in names})
-        left_out = f"With lora_target_modules also: {', '.join(sorted(self._left_out))}. "
+        more = ""
+        if self._left_out:
+            others = ", ".join(sorted(self._left_out))
+            more = f"These as well if lora_target_modules names them: {others}. "
         return RequestError(
             f"{path}: {name} does not belong to a layer that adapters can change here. "
-            f"These can be changed: {', '.join(known)}. {left_out if self._left_out else ''}"
-            f"Merge the adapter into the weights of its model (merge_and_unload of peft)"
+            f"These can be changed: {', '.join(known)}. {more}Merge the adapter into the weights "
+            f"of its model (merge_and_unload of peft)"
         )
 
     def _projections(
