@@ -28,17 +28,38 @@ class StepClock:
         return time.monotonic() - self._began < _STILL_BUSY_S
 
 
+class _ShortTurns:
+    """While at least one thread has entered it, turns of the interpreter are short."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._usual_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_s, _SHORT_TURN_S))
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                sys.setswitchinterval(self._usual_s)
+
+
+_short_turns = _ShortTurns()
+
+
 def run_in_background(work: Callable[[], None]) -> None:
     """Run work in a thread that takes one core and no long turns of the interpreter: a step asks
     for the interpreter several times, and waits for up to a turn each time."""
 
     def run() -> None:
         compute_alone()
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SHORT_TURN_S))
-        try:
+        with _short_turns:
             work()
-        finally:
-            sys.setswitchinterval(before)
 
     threading.Thread(target=run, name="adapter", daemon=True).start()
