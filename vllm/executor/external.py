@@ -53,7 +53,7 @@ class ExternalExecutor(UniProcExecutor):
             raise ConfigError(
                 f"distributed_executor_backend='external_launcher': process RANK={self._rank} of "
                 f"WORLD_SIZE={world_size} was started, and tensor_parallel_size * "
-                f"pipeline_parallel_size is {parallel.world_size}. Start as many processes"
+                f"pipeline_parallel_size is {parallel.world_size}. Start that many processes"
             )
         drafts = config.speculative.drafts
         if drafts is not None and drafts.adaptive:
