@@ -47,6 +47,12 @@ def cluster() -> Iterator[Any]:
     nodes.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def _has_free_nodes(cluster: Any) -> None:
+    """Actors of the test before end some time after their engine: stages would share a node."""
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
