@@ -198,4 +198,7 @@ def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, wa
             engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
             while engine.has_unfinished_requests():
                 engine.step()
+    ray.shutdown()  # the program leaves the cluster first
     engine.engine_core.shutdown()
+    assert not ray.is_initialized()
+    ray.init(address=cluster.address, logging_level="ERROR")

@@ -268,10 +268,12 @@ class RayExecutor(Executor):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        for actor in self._actors:
+        # A program that has left Ray has ended its actors; a call would start a cluster of its own.
+        is_there = ray.is_initialized()
+        for actor in self._actors if is_there else ():
             ray.kill(actor)
         self._actors, self._placement, self._unread = [], None, {}
-        if placement is not None:
+        if placement is not None and is_there:
             ray.util.remove_placement_group(placement.group)
         if self._has_joined:
             self._has_joined = False
