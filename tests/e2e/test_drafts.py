@@ -85,5 +85,5 @@ def test_users_get_the_same_with_drafts_as_without(is_ahead):  # noqa: F811
         assert got[index] == want[index], (prompts[index], params[index])
     scheduler = core.scheduler
     assert source.num_right > 100
-    assert scheduler.num_preemptions and scheduler.num_prefix_hits
+    assert scheduler.num_preemptions and scheduler.stats().num_prefix_hits
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks

@@ -66,7 +66,7 @@ def test_tokens_equal_transformers_and_windows_that_have_passed_hold_no_blocks(
             for index, reference in enumerate(want):
                 assert_same_tokens(tokens[str(index)], reference)
             assert fewest < 0.5
-        assert core.scheduler.num_prefix_hits
+        assert core.scheduler.stats().num_prefix_hits
         assert (core.scheduler.num_preemptions > 0) == (settings is few_blocks)
 
 

@@ -43,6 +43,6 @@ def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatc
             assert bridge.counters().compilations == before
             assert bool(moved) == has_prefixes
             if has_prefixes:
-                assert core.scheduler.num_prefix_hits > 100
+                assert core.scheduler.stats().num_prefix_hits > 100
                 assert len(np.concatenate([m for m in moved if len(m)])) > 20
     assert found[True] == found[False]

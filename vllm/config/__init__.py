@@ -11,7 +11,8 @@ from vllm.config.inc import IncConfig
 from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
-from vllm.config.model import ModelArch, ModelConfig, RopeConfig
+from vllm.config.model import ModelConfig
+from vllm.config.model_arch import ModelArch, RopeConfig
 from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import PoolerConfig

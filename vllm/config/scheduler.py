@@ -98,6 +98,8 @@ class SchedulerConfig:
     @property
     def prefill_chunk_limit(self) -> int:
         """Maximum number of prompt tokens of one request in one step."""
+        if not self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
         if self.long_prefill_token_threshold:
             return self.long_prefill_token_threshold
         if self.max_num_partial_prefills > 1:

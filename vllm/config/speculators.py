@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.config.model import ModelArch
+from vllm.config.model_arch import ModelArch
 from vllm.errors import ConfigError
 
 MAX_DRAFTS = 64

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm.config import SchedulerConfig
+from vllm.core.admission import Admission
 from vllm.core.dense_blocks import bring_down
 from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
@@ -41,7 +42,6 @@ from vllm.messages import (
     FinishReason,
     IntArray,
     ModelRunnerOutput,
-    NewRequest,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -51,8 +51,6 @@ logger = init_logger(__name__)
 
 _PREEMPTIONS_PER_WARNING = 50
 _NO_ROWS: IntArray = np.empty(0, np.int32)
-_MAX_PASSED_OVER = 16
-"""How many long prompts of the queue a step may skip to find a shorter one."""
 
 
 class Scheduler:
@@ -84,16 +82,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running = RunningBatch(config.max_num_seqs)
         self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self._chunk_limit = (
-            config.prefill_chunk_limit
-            if config.enable_chunked_prefill
-            else config.max_num_batched_tokens
-        )
         self._num_stages = num_stages
-        self._max_pooled = -(-config.max_num_seqs // num_stages)
-        """Requests of a pooling model that a step admits: each stage has its share of the rows."""
         self._max_decodes = config.num_scheduler_steps
         if draft_source is not None or num_stages > 1:
             self._max_decodes = 1
@@ -111,9 +100,9 @@ class Scheduler:
         self._preemption = PreemptionPolicy(
             config.scheduling_policy == "priority", self.running, cache
         )
-        self._lacks_room: Request | None = None
-        """The waiting request that could not be admitted for lack of a row or blocks; it may
-        preempt others."""
+        self._admission = Admission(
+            config, self.waiting, self.running, cache, self._preemption, num_stages
+        )
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -192,10 +181,8 @@ class Scheduler:
         `rows` is empty when nothing can run: there are no requests, or the running ones wait for a
         step in flight. Such a step is empty, and is neither executed nor updated.
         """
-        if self._lacks_room is not None:
-            for victim in self._preemption.victims(self._lacks_room):
-                self._preempt(victim)
-            self._lacks_room = None
+        for victim in self._admission.take_victims():
+            self._preempt(victim)
         plan = self._plan_running()
         self.cache.begin_step()
         self._remember_prefills(plan)
@@ -204,8 +191,8 @@ class Scheduler:
             plan.passed_blocks = free_passed_blocks(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
-        if self._may_admit:
-            self._admit(plan)
+        if self._admission.may_admit:
+            self._admission.admit(plan)
         rows, num_scheduled, num_drafts = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
         step_id = next(self._step_ids)
@@ -291,8 +278,8 @@ class Scheduler:
             num_waiting=len(self._requests) - num_running,
             kv_cache_usage=1 - pool.num_free / pool.num_usable_blocks,
             num_kv_blocks=pool.num_usable_blocks,
-            num_prefix_queries=self.num_prefix_queries,
-            num_prefix_hits=self.num_prefix_hits,
+            num_prefix_queries=self._admission.num_prefix_queries,
+            num_prefix_hits=self._admission.num_prefix_hits,
             num_preemptions=self.num_preemptions,
             drafts=DraftStats() if self._drafts is None else self._drafts.control.stats(),
         )
@@ -304,7 +291,7 @@ class Scheduler:
         them for further decodes."""
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
-        most_decodes = 1 if self._may_admit else self._max_decodes
+        most_decodes = 1 if self._admission.may_admit else self._max_decodes
         waits = False
         while True:
             rows = running.order
@@ -321,7 +308,7 @@ class Scheduler:
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
             num_tokens = want
             if not only_decodes:
-                num_tokens = share_budget(np.minimum(want, self._chunk_limit), budget)
+                num_tokens = share_budget(np.minimum(want, self.config.prefill_chunk_limit), budget)
             num_decodes = running.num_decodes(rows, most_decodes) if only_decodes else 1
             lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
@@ -352,11 +339,6 @@ class Scheduler:
             num_decodes=num_decodes,
         )
 
-    @property
-    def _may_admit(self) -> bool:
-        """Whether a request waits, and there is a row for it."""
-        return bool(self.waiting) and self._preemption.has_row_for(self.waiting.peek())
-
     def _remember_prefills(self, plan: Plan) -> None:
         """Add the blocks that running prompts fill in this step to the prefix cache."""
         if plan.only_decodes or not (several := plan.num_tokens > 1).any():
@@ -365,89 +347,6 @@ class Scheduler:
         after = self.running.num_computed[rows] + plan.num_tokens[several]
         for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
             self.cache.remember(request, num_tokens)
-
-    # ---- planning: waiting requests ---------------------------------------------------------
-
-    def _admit(self, plan: Plan) -> None:
-        """Admit waiting requests while rows, blocks and tokens are available."""
-        config, preemption = self.config, self._preemption
-        num_partial, num_long = self._count_partial(plan)
-        counts: list[int] = []
-        passed_over: list[Request] = []
-        while self.waiting and plan.budget:
-            request = self.waiting.peek()
-            if not preemption.has_row_for(request):
-                break
-            if request.spec.pooling_params is not None and len(counts) == self._max_pooled:
-                break
-            if passed_over and preemption.outranks(passed_over[0], request):
-                break
-            if not self.running.has_adapter_slot(request, passed_over, config.max_loras):
-                if len(passed_over) == _MAX_PASSED_OVER:
-                    break
-                passed_over.append(self.waiting.pop())
-                continue
-            shared = self.cache.find_prefix(request)
-            start = self.cache.num_tokens_in(shared)
-            want = len(request.token_ids) - start
-            num_tokens = min(want, plan.budget, self._chunk_limit)
-            is_partial = num_tokens < want
-            is_long = is_partial and len(request.token_ids) > self._chunk_limit
-            if is_partial and not (
-                config.enable_chunked_prefill and num_partial < config.max_num_partial_prefills
-            ):
-                break
-            if is_long and num_long >= config.max_long_partial_prefills:
-                if len(passed_over) == _MAX_PASSED_OVER:
-                    break
-                passed_over.append(self.waiting.pop())  # shorter prompts may go ahead of it
-                continue
-            if num_tokens == 1 and not self.cache.are_computed(shared):
-                # a single token runs with the decodes, before the blocks that it shares are
-                # computed
-                break
-            if self.running.is_full or preemption.num_lacking(request, shared) > 0:
-                self._lacks_room = request if preemption.by_priority else None
-                break  # first come, first served: never skip the head of the queue
-            num_partial += is_partial
-            num_long += is_long
-            plan.budget -= num_tokens
-            counts.append(num_tokens)
-            self._enter(self.waiting.pop(), shared, num_tokens, plan)
-        for request in passed_over:
-            self.waiting.push(request)
-        if counts:
-            plan.add_rows([new.row for new in plan.new_requests], counts)
-
-    def _enter(self, request: Request, shared: list[int], num_tokens: int, plan: Plan) -> None:
-        """Give an admitted request its row and its blocks."""
-        start = self.cache.num_tokens_in(shared)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = start
-            plan.first_admitted.append(request)
-            self.num_prefix_queries += len(request.token_ids)
-            self.num_prefix_hits += start
-        self.cache.admit(request, shared)
-        self.running.add(request, start, len(request.block_ids) * self.cache.block_size)
-        # Findable at once: the launch that computes these tokens writes all keys and values
-        # before it reads any, so the next request in the queue can share them already.
-        self.cache.remember(request, start + num_tokens)
-        plan.new_requests.append(
-            NewRequest(
-                row=request.row,
-                request=request.spec,
-                output_token_ids=request.output_token_ids,
-                block_ids=self.cache.tables(request),
-            )
-        )
-
-    def _count_partial(self, plan: Plan) -> tuple[int, int]:
-        """The number of running prompts that this step does not complete, and how many of them are
-        long."""
-        num_tokens = self.running.num_tokens[plan.rows]
-        rest = num_tokens - self.running.num_computed[plan.rows]
-        is_partial = (rest > 1) & (rest > plan.num_tokens)
-        return int(is_partial.sum()), int((is_partial & (num_tokens > self._chunk_limit)).sum())
 
     # ---- booking --------------------------------------------------------------------------
 

@@ -1,0 +1,152 @@
+"""Admission: which waiting requests begin in a step that is being planned."""
+
+from vllm.config import SchedulerConfig
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.plan import Plan
+from vllm.core.preemption import PreemptionPolicy
+from vllm.core.request_queue import RequestQueue
+from vllm.core.running_batch import RunningBatch
+from vllm.messages import NewRequest
+from vllm.request import Request
+
+_MAX_PASSED_OVER = 16
+"""How many waiting requests a step may skip to find one that can begin: long prompts, and requests
+whose adapter has no slot."""
+
+
+class Admission:
+    """Moves requests from the queue to the running batch.
+
+    First come, first served: a request for which rows, blocks or tokens are lacking holds up those
+    behind it.
+
+    Args:
+        config: limits of a step.
+        waiting: the queue.
+        running: the running requests.
+        cache: the KV cache.
+        preemption: which request fits, and which ones give it their place.
+        num_stages: of a pipeline.
+
+    Attributes:
+        num_prefix_queries: tokens of all admitted requests, each counted once.
+        num_prefix_hits: how many of them were in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: RequestQueue,
+        running: RunningBatch,
+        cache: KVCacheManager,
+        preemption: PreemptionPolicy,
+        num_stages: int,
+    ) -> None:
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self._config = config
+        self._waiting = waiting
+        self._running = running
+        self._cache = cache
+        self._preemption = preemption
+        self._max_pooled = -(-config.max_num_seqs // num_stages)
+        """Requests of a pooling model that a step admits: each stage has its share of the rows."""
+        self._lacks_room: Request | None = None
+        """The request that could not be admitted for lack of a row or blocks; it may preempt
+        others."""
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request waits, and there is a row for it."""
+        return bool(self._waiting) and self._preemption.has_row_for(self._waiting.peek())
+
+    def take_victims(self) -> list[Request]:
+        """The running requests to preempt for the one that had no room in the last step."""
+        request, self._lacks_room = self._lacks_room, None
+        return [] if request is None else self._preemption.victims(request)
+
+    def admit(self, plan: Plan) -> None:
+        """Admit waiting requests while rows, blocks and tokens are available."""
+        config, preemption, running, waiting = (
+            self._config,
+            self._preemption,
+            self._running,
+            self._waiting,
+        )
+        chunk_limit = config.prefill_chunk_limit
+        num_partial, num_long = self._count_partial(plan, chunk_limit)
+        counts: list[int] = []
+        passed_over: list[Request] = []
+        while waiting and plan.budget:
+            request = waiting.peek()
+            if not preemption.has_row_for(request):
+                break
+            if request.spec.pooling_params is not None and len(counts) == self._max_pooled:
+                break
+            if passed_over and preemption.outranks(passed_over[0], request):
+                break
+            if not running.has_adapter_slot(request, passed_over, config.max_loras):
+                if len(passed_over) == _MAX_PASSED_OVER:
+                    break
+                passed_over.append(waiting.pop())
+                continue
+            shared = self._cache.find_prefix(request)
+            want = len(request.token_ids) - self._cache.num_tokens_in(shared)
+            num_tokens = min(want, plan.budget, chunk_limit)
+            is_partial = num_tokens < want
+            is_long = is_partial and len(request.token_ids) > chunk_limit
+            if is_partial and not (
+                config.enable_chunked_prefill and num_partial < config.max_num_partial_prefills
+            ):
+                break
+            if is_long and num_long >= config.max_long_partial_prefills:
+                if len(passed_over) == _MAX_PASSED_OVER:
+                    break
+                passed_over.append(waiting.pop())  # shorter prompts may go ahead of it
+                continue
+            if num_tokens == 1 and not self._cache.are_computed(shared):
+                # a single token runs with the decodes, before the blocks that it shares are
+                # computed
+                break
+            if running.is_full or preemption.num_lacking(request, shared) > 0:
+                self._lacks_room = request if preemption.by_priority else None
+                break
+            num_partial += is_partial
+            num_long += is_long
+            plan.budget -= num_tokens
+            counts.append(num_tokens)
+            self._enter(waiting.pop(), shared, num_tokens, plan)
+        for request in passed_over:
+            waiting.push(request)
+        if counts:
+            plan.add_rows([new.row for new in plan.new_requests], counts)
+
+    def _enter(self, request: Request, shared: list[int], num_tokens: int, plan: Plan) -> None:
+        """Give an admitted request its row and its blocks."""
+        start = self._cache.num_tokens_in(shared)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = start
+            plan.first_admitted.append(request)
+            self.num_prefix_queries += len(request.token_ids)
+            self.num_prefix_hits += start
+        self._cache.admit(request, shared)
+        self._running.add(request, start, len(request.block_ids) * self._cache.block_size)
+        # Findable at once: the launch that computes these tokens writes all keys and values
+        # before it reads any, so the next request in the queue can share them already.
+        self._cache.remember(request, start + num_tokens)
+        plan.new_requests.append(
+            NewRequest(
+                row=request.row,
+                request=request.spec,
+                output_token_ids=request.output_token_ids,
+                block_ids=self._cache.tables(request),
+            )
+        )
+
+    def _count_partial(self, plan: Plan, chunk_limit: int) -> tuple[int, int]:
+        """The number of running prompts that this step does not complete, and how many of them are
+        long."""
+        num_tokens = self._running.num_tokens[plan.rows]
+        rest = num_tokens - self._running.num_computed[plan.rows]
+        is_partial = (rest > 1) & (rest > plan.num_tokens)
+        return int(is_partial.sum()), int((is_partial & (num_tokens > chunk_limit)).sum())
