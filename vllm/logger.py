@@ -92,6 +92,33 @@ def init_logger(name: str) -> logging.Logger:
 @cache
 def _configure() -> None:
     """Set up the `vllm` logger and report variables without effect; once per process."""
+    _set_handlers()
+    root = logging.getLogger("vllm")
+    for variable in envs.without_effect():
+        root.warning("environment variable %s has no effect: %s", variable.name, variable.reason)
+    for name, nearest in envs.unknown().items():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        root.warning("environment variable %s is not known and has no effect%s", name, hint)
+
+
+def configure_again(log_format: str) -> None:
+    """Set up the `vllm` logger in a copy of a process as a new process does: handlers of the
+    parent, and the files that they have open, are not those of the copy.
+
+    Args:
+        log_format: see `use_format`.
+    """
+    named = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict]
+    enabled = [each for each in named if not each.disabled]
+    for each in (logging.getLogger(), *named):
+        each.handlers.clear()
+    _set_handlers()
+    use_format(log_format)
+    for each in enabled:  # the configuration of a file disables those that are there before it
+        each.disabled = False
+
+
+def _set_handlers() -> None:
     settings = envs.get()  # first of all, because a bad value raises
     root = logging.getLogger("vllm")
     if settings.VLLM_LOGGING_CONFIG_PATH is not None:
@@ -102,11 +129,6 @@ def _configure() -> None:
         root.addHandler(handler)
         root.setLevel(settings.VLLM_LOGGING_LEVEL)
         root.propagate = False
-    for variable in envs.without_effect():
-        root.warning("environment variable %s has no effect: %s", variable.name, variable.reason)
-    for name, nearest in envs.unknown().items():
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        root.warning("environment variable %s is not known and has no effect%s", name, hint)
 
 
 def _configure_from_file(path: str, is_wanted: bool) -> None:

@@ -15,7 +15,7 @@ LOAD = [{**LONG, "stream": index % 2 == 1} for index in range(8)]
 
 def ranks(server: Server) -> list[psutil.Process]:
     """The ranks that have a process of their own."""
-    return [each for each in server.children() if "vllm.executor.rank_process" in each.cmdline()]
+    return [each for each in server.children() if each.name().startswith("vllm-rank-")]
 
 
 def kill_a_rank(server: Server) -> tuple[list[tuple[int, str]], list[psutil.Process]]:

@@ -51,6 +51,12 @@ class Executor(ABC):
             raise
         return num_blocks
 
+    def begin(self) -> None:
+        """Start the processes of the workers, which then load what they need while the caller does
+        other things. `start` does it otherwise. It takes much longer in a process of several
+        threads, so a program calls it before it makes any."""
+        return None
+
     @abstractmethod
     def start_workers(self) -> None:
         """Make the workers, and let each of them `load` its part of the model."""

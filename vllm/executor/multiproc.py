@@ -26,7 +26,10 @@ from vllm.executor.uniproc import UniProcExecutor
 from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
 from vllm.message_codec import decode_value
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.platforms import resolve_platform
+from vllm.utils.forked_process import can_fork
 from vllm.utils.futures import when_all
+from vllm.utils.imports import load_class
 from vllm.worker.interface import StepHandleLike
 
 
@@ -41,6 +44,7 @@ class MultiprocExecutor(UniProcExecutor):
         super().__init__(config)
         self._meeting: Meeting | None = None
         self._ranks: RankGroup | None = None
+        self._loading: list[Future[bytes]] = []
 
     @property
     def failure_fd(self) -> int | None:
@@ -54,14 +58,32 @@ class MultiprocExecutor(UniProcExecutor):
 
     # ---- the start ------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Start the processes, and let them load the model."""
+        if self._ranks is not None:
+            return
+        are_copies = self._can_be_copied()
+        self._meeting = Meeting.create(self._config.parallel)
+        self._ranks = RankGroup(
+            self._config, self._meeting, self._meeting.abort, are_copies=are_copies
+        )
+        self._loading = self._ranks.call("load", [])
+
+    def _can_be_copied(self) -> bool:
+        """Whether workers may be copies of this process. Imports their class then, as a copy has
+        what was imported before."""
+        platform = resolve_platform(self._config.device.device)
+        if not (platform.can_copy_process and can_fork()):
+            return False
+        load_class(platform.worker_class)
+        return can_fork()  # an import may have started threads
+
     def start_workers(self) -> None:
         """Start the processes, load the model on all ranks at once, and let them meet."""
-        self._meeting = Meeting.create(self._config.parallel)
-        self._ranks = RankGroup(self._config, self._meeting, self._meeting.abort)
-        loading = self._ranks.call("load", [])
+        self.begin()
         with self._explained():
             self._load_worker()
-        self._results("load", loading)
+        self._results("load", self._loading)
         self.call_workers("join")
 
     def _has_core_to_spare(self) -> bool:

@@ -1,8 +1,9 @@
 """The processes of the ranks beside the engine's own: started, called, watched and ended.
 
-One thread starts the processes and watches them as long as they live. It has to be the same one,
-as the kernel kills a process with the *thread* that has started it. A rank that ends is noticed at
-once, and ends all others: the engine cannot go on without it.
+One thread watches the processes as long as they live. It starts them, too, as the kernel kills a
+process with the *thread* that has started it; those that are copies of this process are started
+by its main thread, before there is another one. A rank that ends is noticed at once, and ends all
+others: the engine cannot go on without it.
 """
 
 import contextlib
@@ -11,24 +12,20 @@ import logging
 import os
 import select
 import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, ranks_text
 from vllm.errors import ConfigError
+from vllm.executor.child_rank import END_TIMEOUT_S, ChildRank
 from vllm.executor.rank_wire import (
     CallRank,
-    FrameReader,
     PrepareRequest,
-    RankFailed,
     RankResult,
     StartRank,
     StepResult,
@@ -36,19 +33,15 @@ from vllm.executor.rank_wire import (
     decode_from_rank,
     frame,
 )
-from vllm.logger import current_format, init_logger
+from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 
 logger = init_logger(__name__)
 
-_SEND_BUFFER_BYTES = 4 * 2**20
-_END_TIMEOUT_S = 5.0
-"""For a process that was told to end, or killed."""
 _NOTICE_TIMEOUT_S = 0.5
 """From the end of a connection between two ranks to the end of the process that has closed it."""
-_TIMEVAL = struct.Struct("ll")
 
 
 class RankError(RuntimeError):
@@ -61,54 +54,6 @@ def warn_of_wait(
     """Log which ranks a call waits for."""
     text = "%s has not answered %s for another %.0f s; still waiting"
     logger.warning(text, ranks_text(ranks), method, waited_s)
-
-
-class _Rank:
-    """One process, as the thread that has started it sees it."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank = rank
-        self.connection, theirs = socket.socketpair()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        timeout = _TIMEVAL.pack(int(meeting.timeout_s) + 1, 0)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self.reader = FrameReader(self.connection)
-        self.last_words: RankFailed | None = None
-        assert meeting.arena_fd is not None, "the ranks are on one machine"
-        descriptors = (theirs.fileno(), meeting.arena_fd)
-        numbers = (*descriptors, meeting.address[1], os.getpid())
-        arguments = [str(number) for number in numbers]
-        variables = envs.rank_variables(rank, meeting.layout.world_size)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.executor.rank_process", *arguments],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            env=envs.child_environment(
-                {"KINETO_LOG_LEVEL": "99"}, {"VLLM_LOGGING_FORMAT": current_format(), **variables}
-            ),
-        )
-        theirs.close()
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid})"
-
-    def end(self) -> str:
-        """Wait for the end of the process. Returns how it has ended."""
-        try:
-            code = self.process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "has closed its connection"
-        return f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process (SIGSTOP, a debugger)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
 
 
 def _decoded(answer: "Future[bytes]") -> "Future[str | None]":
@@ -131,18 +76,24 @@ class RankGroup:
         config: of the engine.
         meeting: of rank 0; its memory is handed to the processes.
         on_failure: called once, in another thread, when a rank has failed.
+        are_copies: the processes are copies of this one, as `can_fork` allows.
 
     Attributes:
         failure_fd: readable once a rank has failed.
     """
 
     def __init__(
-        self, config: VllmConfig, meeting: Meeting, on_failure: Callable[[], None]
+        self,
+        config: VllmConfig,
+        meeting: Meeting,
+        on_failure: Callable[[], None],
+        *,
+        are_copies: bool = False,
     ) -> None:
         self._config = config
         self._meeting = meeting
         self._on_failure = on_failure
-        self._ranks: list[_Rank] = []
+        self._ranks: list[ChildRank] = []
         self._futures: dict[tuple[int, int], Future[bytes]] = {}
         self._steps: dict[int, Future[ModelRunnerOutput]] = {}
         self._call_ids = itertools.count()
@@ -152,6 +103,11 @@ class RankGroup:
         self._is_closing = False
         self.failure_fd, self._failure_end = os.pipe()
         self._wake_fd, self._wake_end = os.pipe()
+        if are_copies:
+            try:
+                self._start(are_copies=True)
+            except OSError as error:  # no memory, where the system counts all that a copy could use
+                logger.warning("this process cannot be copied (%s); the start takes longer", error)
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._watch, args=(started,), name="ranks", daemon=True
@@ -323,12 +279,20 @@ class RankGroup:
 
     # ---- the thread -----------------------------------------------------------------------
 
-    def _watch(self, started: "Future[None]") -> None:
+    def _start(self, *, are_copies: bool) -> None:
         try:
             for rank in range(1, self._meeting.layout.world_size):
-                self._ranks.append(_Rank(rank, self._meeting))
-        except BaseException as error:
+                self._ranks.append(ChildRank(rank, self._meeting, is_copy=are_copies))
+        except BaseException:
             self._end_processes(0)
+            self._ranks.clear()
+            raise
+
+    def _watch(self, started: "Future[None]") -> None:
+        try:
+            if not self._ranks:
+                self._start(are_copies=False)
+        except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(None)
@@ -336,13 +300,13 @@ class RankGroup:
         while True:
             readable, _, _ = select.select([self._wake_fd, *connections], [], [])
             if self._is_closing:
-                self._end_processes(0 if self._failure else _END_TIMEOUT_S)
+                self._end_processes(0 if self._failure else END_TIMEOUT_S)
                 return
             for descriptor in readable:
                 if descriptor in connections and not self._read(connections[descriptor]):
                     del connections[descriptor]
 
-    def _read(self, each: _Rank) -> bool:
+    def _read(self, each: ChildRank) -> bool:
         """Take the messages of a rank. Returns False at the end of its connection."""
         try:
             is_open = each.reader.receive()
@@ -373,7 +337,7 @@ class RankGroup:
         else:
             future.set_result(message.value)
 
-    def _fail(self, each: _Rank) -> None:
+    def _fail(self, each: ChildRank) -> None:
         """A rank has ended: end the others, and everything that waits for one."""
         if self._failure is not None:
             return
@@ -390,7 +354,7 @@ class RankGroup:
             logger.error("%s; the engine stops", failure)
         self.end(failure)
 
-    def _first_to_fail(self, each: _Rank) -> _Rank:
+    def _first_to_fail(self, each: ChildRank) -> ChildRank:
         """The rank that has ended without a word, if one has and this one only waited for it."""
         if each.last_words is None or not each.last_words.is_of_another:
             return each
@@ -414,13 +378,13 @@ class RankGroup:
             each.process.kill()
         for each in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(_END_TIMEOUT_S)
+                each.process.wait(END_TIMEOUT_S)
             each.connection.close()
 
-    def _send(self, each: _Rank, message: ToRank) -> None:
+    def _send(self, each: ChildRank, message: ToRank) -> None:
         self._send_bytes(each, frame(encode(message)))
 
-    def _send_bytes(self, each: _Rank, data: bytes) -> None:
+    def _send_bytes(self, each: ChildRank, data: bytes) -> None:
         try:
             each.connection.sendall(data)
         except BlockingIOError as error:

@@ -1,13 +1,12 @@
-"""The process of one rank: `python -m vllm.executor.rank_process SOCKET ARENA PORT PARENT`.
+"""The process of one rank: `python -m vllm.executor.rank_process SOCKET ARENA PORT PARENT`, or a
+copy of the engine's process.
 
 Does what its parent says, in order, and ends with it: the kernel kills it when the thread that
 started it ends, and it ends by itself when the socket is closed.
 """
 
-import ctypes
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -26,13 +25,12 @@ from vllm.executor.rank_wire import (
 )
 from vllm.logger import init_logger
 from vllm.message_codec import encode
+from vllm.utils.forked_process import name_process, obey_parent
 
 if TYPE_CHECKING:
     from vllm.executor.rank_server import RankServer
 
 logger = init_logger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 EXIT_CONFIG_ERROR = 2
 
@@ -78,6 +76,8 @@ class RankLoop:
         from vllm.distributed import Meeting
         from vllm.executor.rank_server import RankServer, is_result_rank
 
+        name_process(f"vllm-rank-{start.rank}")
+
         def meet() -> Meeting:
             return Meeting.of(start.config.parallel, start.rank, self._arena_fd, self._port)
 
@@ -97,12 +97,8 @@ class RankLoop:
             logger.debug("the engine has ended before rank could report: %s", failure.message)
 
 
-def main(socket_fd: int, arena_fd: int, port: int, parent: int) -> int:
+def main(socket_fd: int, arena_fd: int, port: int) -> int:
     """Run a rank until its engine ends. Returns the exit code."""
-    # The engine decides when to end, also at a Ctrl-C, which a terminal sends to all processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent(parent)
     loop = RankLoop(socket.socket(fileno=socket_fd), arena_fd, port)
     import_module("torch")  # while the engine reads its model
     try:
@@ -118,20 +114,10 @@ def main(socket_fd: int, arena_fd: int, port: int, parent: int) -> int:
     return 0
 
 
-def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, also while it is stopped.
-
-    Args:
-        parent: process id of the parent. If it is another one by now, this process ends.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 if __name__ == "__main__":
-    code = main(*(int(argument) for argument in sys.argv[1:]))
+    *numbers, parent_id = map(int, sys.argv[1:])
+    obey_parent(parent_id)
+    code = main(*numbers)
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of libraries may still wait for ranks that have ended, and nothing is left to save.

@@ -29,6 +29,7 @@ class CPUPlatform(Platform):
     needs_static_shapes = False
     kv_cache_dtypes = get_args(CacheDType)
     has_own_memory = False
+    can_copy_process = True
 
     @property
     def ops_class(self) -> str:

@@ -36,6 +36,9 @@ class Platform(ABC):
     """Tensors of the KV cache are [num_blocks * block_size, ...], and written as they are; False:
     [num_blocks, block_size, ...]."""
 
+    can_copy_process: ClassVar[bool] = False
+    """A worker may run in a copy of a process that has imported it (`utils/forked_process`)."""
+
     def check_present(self) -> None:
         """Refuse a device that this machine does not have. Opens nothing.
 

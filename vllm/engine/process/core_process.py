@@ -13,12 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 from typing import NoReturn
 
 import msgspec
 import zmq
 
+from vllm.config import VllmConfig
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, sample_id
 from vllm.engine.process import socket_folder
@@ -41,6 +43,7 @@ from vllm.engine.process.wire import (
     ids_of_requests,
 )
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.executor import make_executor
 from vllm.logger import init_logger
 from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
@@ -178,7 +181,6 @@ def main(address: str) -> int:
     import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
     start = decode_to_core(_read_first())
     assert isinstance(start, StartCore)
-    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     connection = _Connection(address)
     try:
         return _run(start, connection)
@@ -187,19 +189,24 @@ def main(address: str) -> int:
 
 
 class _Connection:
-    """The socket to the parent.
+    """The socket to the parent. Opened by the first message, as it has threads.
 
     Args:
-        address: that it has bound.
+        address: that the parent has bound.
     """
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = _LINGER_MS
-        self._socket.connect(address)
         self._poller: zmq.Poller | None = None
+
+    @cached_property
+    def _socket(self) -> "zmq.Socket[bytes]":
+        made = self._context.socket(zmq.PAIR)
+        made.set_hwm(0)
+        made.linger = _LINGER_MS
+        made.connect(self.address)
+        return made
 
     def wake_for(self, descriptor: int | None) -> None:
         """End a wait for messages, too, when this file descriptor is readable."""
@@ -231,10 +238,16 @@ class _Connection:
 
 def _run(start: StartCore, connection: _Connection) -> int:
     send = connection.send
-    startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
-    core = None
+    executor = core = None
     try:
-        core = _start_core(start)
+        config = _config_of(start)
+        executor = make_executor(config)
+        executor.begin()  # while this process has one thread
+        threading.Thread(target=_end_with_parent, args=(connection.address,), daemon=True).start()
+        startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
+        startup_progress.report("starting the worker")
+        load_general_plugins()
+        core = EngineCore(config, executor)
         startup_progress.listen(None)
         keep_for_good()
         connection.wake_for(core.failure_fd)
@@ -253,15 +266,16 @@ def _run(start: StartCore, connection: _Connection) -> int:
     finally:
         if core is not None:
             core.shutdown()
+        elif executor is not None:
+            executor.shutdown()
 
 
-def _start_core(start: StartCore) -> EngineCore:
+def _config_of(start: StartCore) -> VllmConfig:
+    """The config of the engine in this process, with the models and devices that it names."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    load_general_plugins()
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
-    startup_progress.report("starting the worker")
     config = start.config
     # Progress bars do not belong in the log of a server.
     load = replace(
@@ -273,7 +287,7 @@ def _start_core(start: StartCore) -> EngineCore:
         resolve_platform(config.device.device).set_replica(
             parallel.local_replica, parallel.num_local_replicas, parallel.world_size
         )
-    return EngineCore(replace(config, load=load, device=device))
+    return replace(config, load=load, device=device)
 
 
 def _progress(phase: str, done: int, total: int) -> CoreProgress:
