@@ -40,6 +40,7 @@ from vllm.logger import current_format, init_logger
 from vllm.message_codec import decode_value, encode, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.child_process import is_stopped
 
 logger = init_logger(__name__)
 
@@ -104,11 +105,7 @@ class _Rank:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process (SIGSTOP, a debugger)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
+        return is_stopped(self.process.pid)
 
 
 def _decoded(answer: "Future[bytes]") -> "Future[str | None]":

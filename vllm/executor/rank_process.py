@@ -4,7 +4,6 @@ Does what its parent says, in order, and ends with it: the kernel kills it when 
 started it ends, and it ends by itself when the socket is closed.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -26,13 +25,12 @@ from vllm.executor.rank_wire import (
 )
 from vllm.logger import init_logger
 from vllm.message_codec import encode
+from vllm.utils.child_process import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.executor.rank_server import RankServer
 
 logger = init_logger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 EXIT_CONFIG_ERROR = 2
 
@@ -116,18 +114,6 @@ def main(socket_fd: int, arena_fd: int, port: int, parent: int) -> int:
         loop.fail(failure)
         return EXIT_CONFIG_ERROR if failure.is_config_error else 1
     return 0
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, also while it is stopped.
-
-    Args:
-        parent: process id of the parent. If it is another one by now, this process ends.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

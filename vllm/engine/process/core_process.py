@@ -1,9 +1,9 @@
-"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS`.
+"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS PARENT`.
 
 Reads its first message, the configuration, from standard input, and all others from a ZMQ
 socket that its parent has bound. Between two steps it handles the messages that have arrived; a
-step never waits for a client. Standard input stays open as long as the parent lives: when it ends,
-this process ends too, however the parent died.
+step never waits for a client. It ends with its parent, however that died: the kernel kills it, also
+while it is stopped. Elsewhere than on Linux the end of its standard input tells.
 """
 
 import os
@@ -46,6 +46,7 @@ from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
+from vllm.utils.child_process import end_with_parent
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 
@@ -55,6 +56,8 @@ CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "
 """The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
+
+_CONNECT_TIMEOUT_MS = 10_000
 
 _LINGER_MS = 2000
 """Time for the parent to read the last messages."""
@@ -169,17 +172,25 @@ class CoreLoop:
             return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 
-def main(address: str) -> int:
-    """Run a core until it fails or is killed. Returns the exit code."""
+def main(address: str, parent: int) -> int:
+    """Run a core until it fails or is killed. Returns the exit code.
+
+    Args:
+        address: of the socket of the parent.
+        parent: its process id.
+    """
     # Ignore signals that a terminal or service manager sends to all processes: the parent decides
     # when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = _Connection(address)
+    # No file is needed any more, whoever is killed from here on.
+    socket_folder.remove(address)
+    end_with_parent(parent)
     import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
     start = decode_to_core(_read_first())
     assert isinstance(start, StartCore)
-    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
-    connection = _Connection(address)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         return _run(start, connection)
     finally:
@@ -187,7 +198,7 @@ def main(address: str) -> int:
 
 
 class _Connection:
-    """The socket to the parent.
+    """The socket to the parent, connected.
 
     Args:
         address: that it has bound.
@@ -198,7 +209,10 @@ class _Connection:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = _LINGER_MS
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(address)
+        monitor.poll(_CONNECT_TIMEOUT_MS)  # it has ended if this takes longer
+        self._socket.disable_monitor()
         self._poller: zmq.Poller | None = None
 
     def wake_for(self, descriptor: int | None) -> None:
@@ -295,12 +309,11 @@ def _read_exactly(size: int) -> bytes:
     return data
 
 
-def _end_with_parent(address: str) -> None:
+def _end_with_parent() -> None:
     # Not through sys.stdin: the interpreter cannot exit while a thread waits in it.
     os.read(_STDIN, 1)  # returns when all copies of the other end are closed
-    socket_folder.remove(address)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
