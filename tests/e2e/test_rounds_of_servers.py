@@ -1,12 +1,19 @@
 """A server of two ranks is started and ended many times, each time in another way, and nothing of
-it is left: no process, no file, no shared memory, no semaphore."""
+it is left: no process, port, file, shared memory, semaphore or block.
+
+`python -m tests.e2e.test_rounds_of_servers 200` runs as many rounds.
+"""
 
 import asyncio
+import contextlib
+import itertools
 import os
 import random
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,16 +22,23 @@ import pytest
 
 from tests.e2e.server import Server, start_server, wait_until
 from tests.e2e.test_restart_parallel import ranks
-from tests.e2e.test_server_faults import LONG, SHORT, answers_around, send_all
+from tests.e2e.test_server_faults import LONG, answers_around, send_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 FLAGS = ("-tp", "2", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
-TIMEOUT_S = 5
 BODY = {**LONG, "max_tokens": 400}
 LOAD = [{**BODY, "stream": index % 2 == 1} for index in range(6)]
+CAUSES = {
+    "kill_a_rank": "was ended by signal 9",
+    "kill_the_engine": "signal 9",
+    "stop_a_rank": "is stopped (SIGSTOP)",
+    "stop_the_engine": "was stopped by a signal (SIGSTOP)",
+}
+"""What every request is told, as an error or as the last event of its stream."""
 MARK = "TEST_OF_ROUNDS"
 """A variable that all processes of a round inherit."""
+_ROUNDS = itertools.count()
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
@@ -46,34 +60,37 @@ def named_memory() -> set[str]:
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm" in line}
+            used |= {
+                line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm" in line
+            }
         except OSError:
             continue
     files = {str(path) for path in Path("/dev/shm").rglob("*")} - used
     for kind in ("shm", "sem", "msg"):
-        files |= {f"{kind} {line}" for line in Path(f"/proc/sysvipc/{kind}").read_text().split("\n")}
+        files |= {
+            f"{kind} {line}" for line in Path(f"/proc/sysvipc/{kind}").read_text().split("\n")
+        }
     return files
 
 
-def under_load(act: Callable[[Server], None]) -> Callable[[Server], str]:
+def under_load(act: Callable[[Server], None]) -> Callable[[Server], None]:
     """A way to end: `act` in the middle of a load. Every request is answered."""
 
-    def end(server: Server) -> str:
+    def end(server: Server) -> None:
         answers = asyncio.run(answers_around(server, LOAD, lambda: act(server)))
-        assert len(answers) == len(LOAD)
-        return " ".join(text for _, text in answers)
+        cause = CAUSES.get(act.__name__, "")
+        assert all(cause in text for _, text in answers), answers
 
     end.__name__ = act.__name__
     return end
 
 
-def stop_cleanly(server: Server) -> str:
+def stop_cleanly(server: Server) -> None:
     """After clients that have left, whose blocks are free again."""
     asyncio.run(send_all(server, [{**BODY, "stream": True}] * 4, num_events=2))
     server.wait_until_idle()
     server.send_signal(random.choice([signal.SIGTERM, signal.SIGINT]))
     assert server.wait_for_exit() == 0
-    return ""
 
 
 @under_load
@@ -92,11 +109,16 @@ def kill_the_engine(server: Server) -> None:
 
 
 @under_load
+def stop_the_engine(server: Server) -> None:
+    server.engine_process().suspend()
+
+
+@under_load
 def stop_a_rank(server: Server) -> None:
     ranks(server)[0].suspend()
 
 
-def kill_the_front_end(server: Server) -> str:
+def kill_the_front_end(server: Server) -> None:
     async def kill() -> None:
         begun = asyncio.Event()
         kept = asyncio.ensure_future(
@@ -107,70 +129,87 @@ def kill_the_front_end(server: Server) -> str:
         await kept
 
     asyncio.run(kill())
-    return ""
 
 
-def kill_a_front_end_whose_engine_is_stopped(server: Server) -> str:
+def kill_a_front_end_whose_engine_is_stopped(server: Server) -> None:
     server.children()
     server.engine_process().suspend()
     server.send_signal(signal.SIGKILL)
-    return ""
 
 
-def kill_a_front_end_whose_rank_is_stopped(server: Server) -> str:
+def kill_a_front_end_whose_rank_is_stopped(server: Server) -> None:
     ranks(server)[0].suspend()
     server.send_signal(signal.SIGKILL)
-    return ""
 
 
-def kill_all_in_any_order(server: Server) -> str:
+def kill_all_in_any_order(server: Server) -> None:
     found = [psutil.Process(server.process.pid), *server.children()]
     random.shuffle(found)
     for process in found:
         process.kill()
-    return ""
 
 
-def restart_after_a_killed_rank(server: Server) -> str:
-    """The group comes back, serves, and has no block in use."""
-    return ""
+def restart_after_a_killed_rank(server: Server) -> None:
+    """The group comes back and serves, without a block of the requests that were lost."""
+    asyncio.run(answers_around(server, LOAD, ranks(server)[0].kill))
+    assert server.request("POST", "/v1/completions", SHORT)[0] == 200
+    stop_cleanly(server)
 
 
-AWAITED = [
+def end_in_the_start(server: Server) -> None:
+    time.sleep(random.uniform(0.1, 7))
+    server.send_signal(random.choice([signal.SIGKILL, signal.SIGTERM]))
+
+
+WAYS = [
     stop_cleanly,
     kill_a_rank,
     kill_the_engine,
     kill_the_front_end,
     stop_a_rank,
     stop_under_load,
+    stop_the_engine,
     kill_a_front_end_whose_engine_is_stopped,
     kill_a_front_end_whose_rank_is_stopped,
     kill_all_in_any_order,
-]
-STARTING = [
-    ("killed in its start", signal.SIGKILL),
-    ("stopped in its start", signal.SIGTERM),
+    restart_after_a_killed_rank,
+    end_in_the_start,
 ]
 
 
-def one_round(number: int) -> None:
-    mark = f"{os.getpid()}-{number}"
-    variables = {MARK: mark}
-    flags = (*FLAGS, "--distributed-timeout-s", str(TIMEOUT_S))
-    before = named_memory()
-    way = number % (len(AWAITED) + 1)
-    with start_server(*flags, variables=variables, is_awaited=way < len(AWAITED)) as server:
-        if way < len(AWAITED):
-            AWAITED[way](server)
-        else:
-            time.sleep(random.uniform(0.2, 7))
-            server.send_signal(random.choice([signal.SIGKILL, signal.SIGTERM]))
-        code = server.wait_for_exit()
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_nothing_is_left_of_a_server(way):
+    before, mark = named_memory(), f"{os.getpid()}-{next(_ROUNDS)}"
+    flags = [*FLAGS, "--distributed-timeout-s", "5"]
+    if way is restart_after_a_killed_rank:
+        flags += ["--restart-engine", "1"]
+    is_awaited = way is not end_in_the_start
+    with start_server(*flags, variables={MARK: mark}, is_awaited=is_awaited) as server:
+        way(server)
+        server.wait_for_exit()
         wait_until(lambda: not processes_of(mark))
-        left = [str(path) for path in server._scratch.rglob("*")]
-        assert not left, left
+        assert not list(server.scratch.iterdir())
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", server.port))
-    assert named_memory() <= before, named_memory() - before
-    return code
+    assert named_memory() <= before
+
+
+def main(num_rounds: int) -> None:
+    """Run rounds, and go on after one that fails."""
+    num_failed = 0
+    for number in range(num_rounds):
+        way, started = WAYS[number % len(WAYS)], time.monotonic()
+        random.seed(number)
+        try:
+            test_nothing_is_left_of_a_server(way)
+            result = "nothing is left"
+        except Exception:
+            num_failed += 1
+            result = traceback.format_exc()
+        print(f"{number} {way.__name__} {time.monotonic() - started:.1f} s: {result}", flush=True)
+    sys.exit(f"{num_failed} of {num_rounds} rounds have failed" if num_failed else 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
