@@ -22,7 +22,7 @@ import pytest
 
 from tests.e2e.server import Server, start_server, wait_until
 from tests.e2e.test_restart_parallel import ranks
-from tests.e2e.test_server_faults import LONG, answers_around, send_all
+from tests.e2e.test_server_faults import LONG, SHORT, answers_around, send_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
@@ -59,18 +59,14 @@ def named_memory() -> set[str]:
     all."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            used |= {
-                line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm" in line
-            }
-        except OSError:
-            continue
-    files = {str(path) for path in Path("/dev/shm").rglob("*")} - used
+        with contextlib.suppress(OSError):  # the process has ended
+            lines = maps.read_text().splitlines()
+            used |= {line.split()[-1] for line in lines if "/dev/shm" in line}
+    found = {str(path) for path in Path("/dev/shm").rglob("*")} - used
     for kind in ("shm", "sem", "msg"):
-        files |= {
-            f"{kind} {line}" for line in Path(f"/proc/sysvipc/{kind}").read_text().split("\n")
-        }
-    return files
+        table = Path(f"/proc/sysvipc/{kind}").read_text()
+        found |= {f"{kind} {line}" for line in table.splitlines()}
+    return found
 
 
 def under_load(act: Callable[[Server], None]) -> Callable[[Server], None]:
