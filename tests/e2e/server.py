@@ -45,6 +45,7 @@ class Server:
         process: the API process.
         port: it listens on.
         log: file with what it writes to stdout and stderr.
+        scratch: its folder for temporary files.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Server:
         self.process = process
         self.port = port
         self.log = log
-        self._scratch = scratch
+        self.scratch = scratch
         self._seen: dict[int, psutil.Process] = {}
 
     @property
@@ -164,12 +165,12 @@ class Server:
 
     def remove_scratch(self) -> None:
         """The folder of the sockets, which only a server that is not killed removes."""
-        for folder in self._scratch.glob("vllm-*"):
+        for folder in self.scratch.glob("vllm-*"):
             shutil.rmtree(folder)
 
     def assert_nothing_is_left(self) -> None:
         """No process of it runs any more, and its sockets are gone."""
-        assert not list(self._scratch.glob("vllm-*")), "the folder of the sockets is left behind"
+        assert not list(self.scratch.glob("vllm-*")), "the folder of the sockets is left behind"
         _, alive = psutil.wait_procs(self._seen.values(), timeout=60)
         assert not alive, f"left behind: {alive}\n{self.log_text()}"
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from tests.e2e import ranks
 from tests.e2e.namespaces import Machine, two_machines
 from tests.e2e.server import ROOT, free_port, start_server, wait_until
 from tests.e2e.test_far_replicas import FLAGS, complete, machine
+from tests.e2e.test_kv_transfer import SMALL, generate
 from vllm import LLM
+from vllm.distributed.kv_transfer import block_peers
 from vllm.errors import EngineDeadError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
@@ -55,15 +58,16 @@ def test_a_replica_whose_link_is_cut_loses_its_requests_and_returns(tmp_path):
                 far.__exit__(None, None, None)
 
 
-def main() -> None:
+def run_ranks(tensor: str, pipeline: str) -> None:
     """A rank of another machine: prints its tokens, then how its load has ended, as JSON."""
     llm = LLM(
         **ranks.ENGINE,
-        tensor_parallel_size=2,
+        tensor_parallel_size=int(tensor),
+        pipeline_parallel_size=int(pipeline),
         distributed_executor_backend="external_launcher",
         distributed_timeout_s=15.0,
     )
-    print(json.dumps([output.outputs[0].token_ids for output in ranks.generate(llm)]), flush=True)
+    print(json.dumps(tokens_of(llm)), flush=True)
     try:
         while True:
             ranks.generate(llm)
@@ -71,33 +75,53 @@ def main() -> None:
         print(json.dumps(str(error)), flush=True)
 
 
-def start_rank(rank: int, place: Machine, host: Machine, port: int) -> "subprocess.Popen[str]":
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": host.address, "MASTER_PORT": str(port)}
-    variables |= {"GLOO_SOCKET_IFNAME": place.interface}
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in ranks.generate(llm)]
+
+
+def start(place: Machine, *arguments: object, **variables: object) -> "subprocess.Popen[str]":
+    """This module as a program on a machine."""
     with place.here():
         return subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *map(str, arguments)],
             cwd=ROOT,
-            env=os.environ | variables,
+            env=os.environ | {name: str(value) for name, value in variables.items()},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
 
-def test_ranks_of_two_machines_give_the_tokens_of_one_and_end_when_a_link_is_cut():
-    want = [output.outputs[0].token_ids for output in ranks.generate(LLM(**ranks.ENGINE))]
-    port = free_port()
+def result_of(process: "subprocess.Popen[str]") -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_of_two_machines_give_the_tokens_of_one_and_end_when_a_link_is_cut(tensor, pipeline):
+    """Of four ranks, each machine has a stage."""
+    want, port, count = tokens_of(LLM(**ranks.ENGINE)), free_port(), tensor * pipeline
     with two_machines() as places:
-        processes = [start_rank(n, place, places[0], port) for n, place in enumerate(places)]
+        processes = [
+            start(
+                places[rank * 2 // count],
+                *("run_ranks", tensor, pipeline),
+                RANK=rank,
+                WORLD_SIZE=count,
+                LOCAL_RANK=rank % (count // 2),
+                LOCAL_WORLD_SIZE=count // 2,
+                MASTER_ADDR=places[0].address,
+                MASTER_PORT=port,
+                GLOO_SOCKET_IFNAME=places[rank * 2 // count].interface,
+            )
+            for rank in range(count)
+        ]
         try:
-            outputs = [process.stdout for process in processes]
-            for output in outputs:
-                assert output is not None and json.loads(output.readline()) == want
+            for process in processes:
+                assert result_of(process) == want
             places[1].set_link("down")
-            for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-                assert output is not None
-                assert f"on rank {rank} failed" in json.loads(output.readline())
+            for rank, process in enumerate(processes):
+                assert f"on rank {rank} failed" in result_of(process)
                 assert process.wait(120) == 0
         finally:
             for process in processes:
@@ -105,5 +129,61 @@ def test_ranks_of_two_machines_give_the_tokens_of_one_and_end_when_a_link_is_cut
                 process.communicate()
 
 
+def connector(role: str, address: str, port: int) -> dict[str, Any]:
+    return {
+        "kv_connector": "TCPConnector",
+        "kv_role": role,
+        "kv_ip": address,
+        "kv_port": port,
+        "kv_connector_extra_config": {"timeout_s": 2},
+    }
+
+
+def run_producer(address: str, port: str) -> None:
+    """An engine whose blocks others may take: prints its tokens, and waits."""
+    llm = LLM(**SMALL, kv_transfer_config=connector("kv_producer", address, int(port)))
+    print(json.dumps(generate(llm)[0]), flush=True)
+    sys.stdin.read()
+
+
+def test_blocks_of_another_machine_are_computed_here_while_its_link_is_cut(monkeypatch):
+    """It is cut between two parts of the blocks of a prompt."""
+    want, port = generate(LLM(**SMALL))[0], free_port()
+    receive, num_parts = block_peers._receive, 0
+
+    def receive_and_cut(*args: Any) -> bytes:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 20:
+            first.set_link("down")
+        return receive(*args)
+
+    with two_machines() as (first, second):
+        producer = start(second, "run_producer", second.address, port)
+        try:
+            assert result_of(producer) == want
+            with first.here():
+                config = connector("kv_consumer", second.address, port)
+                llm = LLM(**SMALL, kv_transfer_config=config)
+
+                def cached_again() -> list[int]:
+                    core = llm.llm_engine.engine_core
+                    core._transfer._connector._host.clear()
+                    assert llm.reset_prefix_cache()
+                    tokens, cached = generate(llm)
+                    assert tokens == want
+                    return cached
+
+                assert all(cached_again())
+                monkeypatch.setattr(block_peers, "_receive", receive_and_cut)
+                assert not all(cached_again()) and num_parts >= 20
+                first.set_link("up")
+                wait_until(lambda: all(cached_again()))
+                llm.llm_engine.shutdown()
+        finally:
+            producer.kill()
+            producer.communicate()
+
+
 if __name__ == "__main__":
-    main()
+    globals()[sys.argv[1]](*sys.argv[2:])

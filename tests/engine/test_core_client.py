@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.engine.process import core_client, core_process, socket_folder
+from vllm.engine.process import core_client, socket_folder
 
 
 class KeptProcess:
@@ -32,6 +32,7 @@ class KeptProcess:
         is_main = threading.current_thread() is threading.main_thread()
         assert self.released.is_set() or not is_main, "the event loop waits without limit"
         self.released.wait()
+        return -9
 
 
 def test_a_core_that_does_not_end_does_not_hold_up_the_event_loop(monkeypatch, caplog):
@@ -46,35 +47,25 @@ def test_a_core_that_does_not_end_does_not_hold_up_the_event_loop(monkeypatch, c
     assert client.process.stdin.closed
 
 
-@pytest.fixture
-def ends(monkeypatch):
-    """What the process does at the end of its standard input, without ending."""
-    monkeypatch.setattr(core_process.os, "read", lambda fd, size: b"")
-    monkeypatch.setattr(core_process.os, "_exit", lambda code: None)
-    return core_process._end_with_parent
-
-
-def test_a_core_whose_parent_has_died_removes_the_folder_of_the_socket(ends):
+def test_a_folder_of_a_socket_is_removed_with_the_socket():
     address = socket_folder.make_address()
     path = Path(address.removeprefix("ipc://"))
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
     assert path.is_socket()
-    ends(address)
+    socket_folder.remove(address)
     assert not path.parent.exists()
 
 
 @pytest.mark.parametrize("folder", ["mine", "vllm-core-mine"])
 @pytest.mark.parametrize("scheme", ["ipc://", ""])
-def test_a_core_whose_parent_has_died_removes_nothing_that_is_not_of_the_socket(
-    ends, tmp_path, folder, scheme
-):
+def test_nothing_is_removed_that_is_not_of_a_socket(tmp_path, folder, scheme):
     work = tmp_path / folder
     work.mkdir()
     (work / "core").write_text("the work of a year")
-    ends(f"{scheme}{work / 'core'}")
+    socket_folder.remove(f"{scheme}{work / 'core'}")
     assert (work / "core").read_text() == "the work of a year"
     empty = tmp_path / "empty"
     empty.mkdir()
-    ends(f"{scheme}{empty / 'core'}")
+    socket_folder.remove(f"{scheme}{empty / 'core'}")
     assert empty.is_dir()

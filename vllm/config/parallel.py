@@ -56,7 +56,8 @@ class ParallelConfig:
 
     distributed_timeout_s: float = 300.0
     """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
-    of them hangs, and the engine stops."""
+    of them hangs, and the engine stops. Also how long a signal may stop the engine's process
+    (SIGSTOP) before the server ends it."""
 
     worker_cls: str = "auto"
     """Class of the workers, as package.module.Class. auto: the one of the device."""

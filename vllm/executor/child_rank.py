@@ -11,6 +11,7 @@ from vllm.distributed import Meeting
 from vllm.executor import rank_process
 from vllm.executor.rank_wire import FrameReader, RankFailed
 from vllm.logger import configure_again, current_format
+from vllm.utils.child_process import is_stopped
 from vllm.utils.forked_process import ForkedProcess
 
 END_TIMEOUT_S = 5.0
@@ -86,8 +87,4 @@ class ChildRank:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process (SIGSTOP, a debugger)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
+        return is_stopped(self.process.pid)

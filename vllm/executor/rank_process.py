@@ -25,7 +25,7 @@ from vllm.executor.rank_wire import (
 )
 from vllm.logger import init_logger
 from vllm.message_codec import encode
-from vllm.utils.forked_process import name_process, obey_parent
+from vllm.utils.child_process import name_process, obey_parent
 
 if TYPE_CHECKING:
     from vllm.executor.rank_server import RankServer

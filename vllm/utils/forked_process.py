@@ -7,7 +7,6 @@ parent frees later stays allocated; hence the limit on it.
 """
 
 import contextlib
-import ctypes
 import gc
 import io
 import os
@@ -20,10 +19,11 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
+from vllm.utils.child_process import obey_parent
+
 MAX_SHARED_BYTES = 2**30
 """More memory than this is not copied: libraries take 0.2 GB of it."""
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
 _NUM_LOOKS = 10
 
@@ -48,32 +48,10 @@ def can_fork() -> bool:
     return _num_threads() == 1
 
 
-def obey_parent(parent: int) -> None:
-    """Let the parent of this process alone decide when it ends. Signals that a terminal or a
-    service manager sends to all processes are ignored, and the kernel kills the process when the
-    thread ends that has started it, also while it is stopped.
-
-    Args:
-        parent: process id of the parent. If it is another one by now, this process ends.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def name_process(name: str) -> None:
-    """Set the name that `ps` and `top` show for this process, at most 15 characters."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
 class ForkedProcess:
     """A copy, with the methods of `subprocess.Popen`. `can_fork` has allowed it just before.
 
-    The copy ends with its parent (see `obey_parent`). It has standard output and error, and the
+    The copy ends with its parent (`obey_parent`). It has standard output and error, and the
     descriptors it is given; all others are the null device there. `sys.stdout` and `sys.stderr` are
     new, signals have their default action, and no object of the parent is ever finalised.
 

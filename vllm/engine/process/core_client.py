@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from vllm.engine.process.wire import (
     encode,
 )
 from vllm.logger import current_format, init_logger
+from vllm.utils.child_process import ChildProcess
 
 logger = init_logger(__name__)
 
@@ -48,11 +50,12 @@ class CoreClient:
         self._socket.bind(self._address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.engine.process.core_process", self._address],
-            stdin=subprocess.PIPE,
-            env=envs.child_environment(_CHILD_DEFAULTS, {"VLLM_LOGGING_FORMAT": current_format()}),
+        module = "vllm.engine.process.core_process"
+        self._child = ChildProcess(
+            [sys.executable, "-m", module, self._address, str(os.getpid())],
+            envs.child_environment(_CHILD_DEFAULTS, {"VLLM_LOGGING_FORMAT": current_format()}),
         )
+        self.process = self._child.process
 
     @property
     def pid(self) -> int:
@@ -67,6 +70,7 @@ class CoreClient:
             config: of the engine.
             models: architectures that plug-ins have registered.
         """
+        self._child.stop_limit_s = config.parallel.distributed_timeout_s
         data = encode(StartCore(config=config, models=models))
         assert self.process.stdin is not None
         # The process has ended, and may have been closed since: `on_death` reports it.
@@ -90,14 +94,17 @@ class CoreClient:
             on_death: called once when the process has ended, after its last message, with the cause
                 as far as it is known; not after `close`.
         """
-        self._loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_death = on_death
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.call_soon(self._read)
-        threading.Thread(
-            target=self._wait_for_end, args=(self._loop,), name="core-watch", daemon=True
-        ).start()
+        loop.add_reader(self._socket.fileno(), self._read)
+        loop.call_soon(self._read)
+
+        def tell(cause: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this
+                loop.call_soon_threadsafe(self._tell_end, cause)
+
+        self._child.on_end(tell)
 
     def send(self, message: ToCore) -> None:
         """Send a message; one to a core that has ended is dropped.
@@ -163,14 +170,8 @@ class CoreClient:
                 return
             self._on_message(data)
 
-    def _wait_for_end(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this
-            loop.call_soon_threadsafe(self._tell_end)
-
-    def _tell_end(self) -> None:
+    def _tell_end(self, cause: str) -> None:
         if self._is_closed:
             return
         self._read()
-        code = self.process.returncode
-        self._on_death(f"signal {-code}" if code < 0 else f"exit code {code}")
+        self._on_death(cause)

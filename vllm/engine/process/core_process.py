@@ -1,13 +1,12 @@
-"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS`.
+"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS PARENT`.
 
 Reads its first message, the configuration, from standard input, and all others from a ZMQ
 socket that its parent has bound. Between two steps it handles the messages that have arrived; a
-step never waits for a client. Standard input stays open as long as the parent lives: when it ends,
-this process ends too, however the parent died.
+step never waits for a client. It ends with its parent, however that died: the kernel kills it, also
+while it is stopped. Elsewhere than on Linux the end of its standard input tells.
 """
 
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -49,6 +48,7 @@ from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
+from vllm.utils.child_process import end_with_parent, leave_signals_to_parent
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 
@@ -58,6 +58,8 @@ CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "
 """The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
+
+_CONNECT_TIMEOUT_MS = 10_000
 
 _LINGER_MS = 2000
 """Time for the parent to read the last messages."""
@@ -172,40 +174,56 @@ class CoreLoop:
             return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 
-def main(address: str) -> int:
-    """Run a core until it fails or is killed. Returns the exit code."""
-    # Ignore signals that a terminal or service manager sends to all processes: the parent decides
-    # when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def main(address: str, parent: int) -> int:
+    """Run a core until it fails or is killed. Returns the exit code.
+
+    Args:
+        address: of the socket of the parent.
+        parent: its process id.
+    """
+    leave_signals_to_parent()
+    connection = _Connection(address, parent)
     import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
-    start = decode_to_core(_read_first())
-    assert isinstance(start, StartCore)
-    connection = _Connection(address)
     try:
+        start = decode_to_core(_read_first())
+        assert isinstance(start, StartCore)
         return _run(start, connection)
     finally:
         connection.close()
 
 
 class _Connection:
-    """The socket to the parent. Opened by the first message, as it has threads.
+    """The socket to the parent. Opened by `open` or the first message, as it has threads.
 
     Args:
         address: that the parent has bound.
+        parent: its process id.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, parent: int) -> None:
+        self._address = address
+        self._parent = parent
         self._context = zmq.Context(io_threads=1)
         self._poller: zmq.Poller | None = None
+
+    def open(self) -> None:
+        """Connect, if it is not open, and remove the file of the socket: nothing is left then,
+        whoever is killed. From here on the kernel kills this process with its parent, which before
+        would leave the file."""
+        _ = self._socket
 
     @cached_property
     def _socket(self) -> "zmq.Socket[bytes]":
         made = self._context.socket(zmq.PAIR)
         made.set_hwm(0)
         made.linger = _LINGER_MS
-        made.connect(self.address)
+        if os.getppid() == self._parent:
+            monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            made.connect(self._address)
+            monitor.poll(_CONNECT_TIMEOUT_MS)  # it has ended if this takes longer
+            made.disable_monitor()
+        socket_folder.remove(self._address)
+        end_with_parent(self._parent)
         return made
 
     def wake_for(self, descriptor: int | None) -> None:
@@ -243,7 +261,8 @@ def _run(start: StartCore, connection: _Connection) -> int:
         config = _config_of(start)
         executor = make_executor(config)
         executor.begin()  # while this process has one thread
-        threading.Thread(target=_end_with_parent, args=(connection.address,), daemon=True).start()
+        connection.open()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
         startup_progress.report("starting the worker")
         load_general_plugins()
@@ -309,12 +328,11 @@ def _read_exactly(size: int) -> bytes:
     return data
 
 
-def _end_with_parent(address: str) -> None:
+def _end_with_parent() -> None:
     # Not through sys.stdin: the interpreter cannot exit while a thread waits in it.
     os.read(_STDIN, 1)  # returns when all copies of the other end are closed
-    socket_folder.remove(address)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

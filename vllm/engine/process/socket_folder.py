@@ -1,6 +1,7 @@
 """The folder of the socket between a client and its core.
 
-The client makes it. The process that ends last removes it.
+The client makes it. The core removes it as soon as it has connected, so that nothing is left
+whoever is killed; the client removes it if there was no core.
 """
 
 import contextlib

@@ -1,0 +1,131 @@
+"""A process that ends with the one that has started it, whose end and whose stop are noticed."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_LOOK_S = 0.5
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore the signals that a terminal or a service manager sends to all processes: the parent
+    decides when this process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the *thread* that has started it ends, also while this
+    process is stopped.
+
+    Args:
+        parent: process id of the parent. If it is another one by now, this process ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def obey_parent(parent: int) -> None:
+    """Let the parent of this process alone decide when it ends: `leave_signals_to_parent` and
+    `end_with_parent`."""
+    leave_signals_to_parent()
+    end_with_parent(parent)
+
+
+def name_process(name: str) -> None:
+    """Set the name that `ps` and `top` show for this process, at most 15 characters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process (SIGSTOP)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+class ChildProcess:
+    """A process, and a thread that starts it, waits for its end and lives as long.
+
+    Args:
+        command: of the process.
+        environment: of the process.
+
+    Attributes:
+        process: its standard input is a pipe.
+        stop_limit_s: how long a signal may stop it before it is killed; None: without limit.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.stop_limit_s: float | None = None
+        self._end: Future[str] = Future()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._run, args=(command, environment, started), name="child", daemon=True
+        ).start()
+        self.process = started.result()
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        """Call this, in another thread, once the process has ended, with the cause."""
+        self._end.add_done_callback(lambda end: callback(end.result()))
+
+    def _run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        started: "Future[subprocess.Popen[bytes]]",
+    ) -> None:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        cause = None
+        # Another thread, or `close` of the owner, may have waited for the process already.
+        with contextlib.suppress(ChildProcessError):
+            while cause is None and _next_stop(process.pid):
+                cause = self._watch_stopped(process)
+        code = process.wait()
+        self._end.set_result(cause or (f"signal {-code}" if code < 0 else f"exit code {code}"))
+
+    def _watch_stopped(self, process: "subprocess.Popen[bytes]") -> str | None:
+        """Wait until a stopped process goes on, or kill it after the limit. Returns why."""
+        # Looks are counted, and no clock is read: this process may have been stopped as well, as
+        # by Ctrl-Z in a terminal.
+        num_looks = 0
+        while is_stopped(process.pid):
+            limit_s = self.stop_limit_s
+            if limit_s is not None and num_looks * _LOOK_S >= limit_s:
+                process.kill()
+                return f"it was stopped by a signal (SIGSTOP) for {limit_s:g} s, and killed"
+            time.sleep(_LOOK_S)
+            num_looks += 1
+        return None
+
+
+def _next_stop(pid: int) -> bool:
+    """Wait until a signal stops a process (True), or it ends (False), and leave its exit code to
+    others.
+
+    Raises:
+        ChildProcessError: another thread has taken its exit code.
+    """
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    if found is None or found.si_code != os.CLD_STOPPED:
+        return False
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # take the report of the stop
+    return True
