@@ -70,7 +70,7 @@ def test_ranks_and_stages_have_the_tokens_of_one_process(
 
 def test_adapters_change_a_head_of_int8(tmp_path):
     folders = [write_adapter(tmp_path / m, BUNDLED_MODEL, 3, 8, (m,), size=0.2) for m in NAMES]
-    adapters = [LoRARequest(m, i, str(f)) for i, (m, f) in enumerate(zip(NAMES, folders), 1)]
+    adapters = [LoRARequest(f.name, i, str(f)) for i, f in enumerate(folders, 1)]
     plain = greedy(LLM(**SMALL, **HEAD))
     assert plain != greedy(LLM(**SMALL))
     llm = LLM(enable_lora=True, max_loras=2, **SMALL, **HEAD)

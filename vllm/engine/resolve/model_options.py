@@ -104,8 +104,9 @@ def _check_head(model: ModelConfig, platform: Platform) -> None:
         )
     if asked not in platform.quantizations:
         raise ConfigError(
-            f"lm_head_quantization={asked!r} needs the C++ kernels of the device 'cpu', which are "
-            f"not in use on the device {platform.name!r}; leave it out"
+            f"lm_head_quantization={asked!r} needs the C++ kernels of the CPU, which are not in "
+            f"use here (device {platform.name!r}, "
+            f"VLLM_CPU_KERNELS={int(envs.get().VLLM_CPU_KERNELS)}); leave it out"
         )
     _check_dtype(model, f"lm_head_quantization={asked!r}")
 
