@@ -106,6 +106,8 @@ CHECKPOINTS: dict[str, Maker] = {
     "GGUF Q8_0": as_gguf("Q8_0"),
     "GGUF Q4_0": as_gguf("Q4_0"),
 }
+INT8_HEAD = {"lm_head_quantization": "int8"}
+WITH_INT8_HEAD = ("fp8 checkpoint, per output feature", "GPTQ", "AWQ")
 WITH_FP8_CACHE = ("GPTQ, act-order", "AWQ", "compressed-tensors W8A8")
 
 
@@ -190,6 +192,7 @@ def formats(folder: Path) -> dict[str, dict[str, Any]]:
         "bf16": {},
         "bf16, fp8 cache": FP8_CACHE,
         "bf16, fp8 cache with calculated scales": {**FP8_CACHE, "calculate_kv_scales": True},
+        "bf16, int8 head": INT8_HEAD,
         "int8": {"quantization": "int8"},
         "int4": {"quantization": "int4"},
         "int4, fp8 cache": {"quantization": "int4", **FP8_CACHE},
@@ -199,6 +202,8 @@ def formats(folder: Path) -> dict[str, dict[str, Any]]:
     for title, make in CHECKPOINTS.items():
         path = once(folder / title.replace(" ", "_").replace(",", ""), make)
         found[title] = {"model": str(path), "tokenizer": str(MODEL)}
+        if title in WITH_INT8_HEAD:
+            found[f"{title}, int8 head"] = {**found[title], **INT8_HEAD}
         if title in WITH_FP8_CACHE:
             found[f"{title}, fp8 cache"] = {**found[title], **FP8_CACHE}
     for title, config in calibrate(folder).items():

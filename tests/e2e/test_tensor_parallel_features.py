@@ -13,8 +13,8 @@ from tests.quantized_checkpoints import write
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
-from vllm.errors import VllmError
 from vllm.model_executor import fusion
+from vllm.model_executor.quantization import fp8
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.sampling_params import GuidedDecodingParams
@@ -193,10 +193,26 @@ def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path,
 
 
 @needs_kernels
-def test_blocks_that_straddle_ranks_are_one_line(tmp_path, monkeypatch):
-    folder, _ = write("fp8-block", tmp_path)
-    message = "o_proj cannot be split over ranks: 32 input features per rank are no"
+@pytest.mark.parametrize(
+    ("name", "family", "size"),
+    [("fp8-block", "llama", 2), ("ct-fp8-block", "llama", 4), ("fp8-block", "qwen3_moe", 2)],
+)
+def test_blocks_of_fp8_may_be_on_several_ranks(name, family, size, tmp_path, monkeypatch):
+    """Ranks have 96 or 48 inputs of down_proj, of blocks of 128."""
+    sizes = {"intermediate_size": 192}
+    if family == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 192
+    folder, _ = write(name, tmp_path, make_tiny_model(family, tmp_path, **sizes))
+    want = generate_on(folder)
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
-    with pytest.raises(VllmError, match=message) as failure:
-        LLM(str(folder), tensor_parallel_size=2, **ENGINE)
-    assert "\n" not in str(failure.value)
+    found = set()
+    read = fp8.Fp8Linear.stored_weight
+
+    def noted(self: fp8.Fp8Linear, layer: Any) -> Any:
+        weight = read(self, layer)
+        found.add((self.name.rpartition(".")[2], weight.block_inputs))
+        return weight
+
+    monkeypatch.setattr(fp8.Fp8Linear, "stored_weight", noted)
+    assert_same(generate_on(folder, tensor_parallel_size=size), want)
+    assert ("down_proj", 64 // size) in found

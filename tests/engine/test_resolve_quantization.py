@@ -35,6 +35,12 @@ def test_the_flag_has_a_short_form(flags):
         ({"quant_config": "nowhere.json"}, "nowhere.json: cannot read the JSON config"),
         ({"quantization": "INT8"}, "'INT8' is not available"),
         ({"quantization": "int8", "dtype": "half"}, "needs dtype bfloat16 or float32, got float16"),
+        ({"lm_head_quantization": "int4"}, "'int4' is not valid|must be"),
+        (
+            {"lm_head_quantization": "int8", "dtype": "half"},
+            "lm_head_quantization='int8' needs dtype bfloat16 or float32, got float16",
+        ),
+        ({"lm_head_quantization": "int8", "task": "embed"}, "a pooling model has no output head"),
     ],
 )
 def test_what_the_cpu_cannot_do_is_refused(settings, message):
@@ -48,6 +54,8 @@ def test_without_the_kernels_there_is_none(monkeypatch):
     try:
         with pytest.raises(ConfigError, match="available: inc"):
             resolve(quantization="int8")
+        with pytest.raises(ConfigError, match=r"needs the C\+\+ kernels of the CPU, .*KERNELS=0"):
+            resolve(lm_head_quantization="int8")
     finally:
         monkeypatch.undo()
         envs.get.cache_clear()
@@ -57,6 +65,7 @@ def test_without_the_kernels_there_is_none(monkeypatch):
     ("settings", "message"),
     [
         ({"quantization": "int8"}, "on the device 'hpu'; available: fp8"),
+        ({"lm_head_quantization": "int8"}, "are not in use here .device 'hpu'"),
         (
             {"enable_prompt_embeds": True},
             "enable_prompt_embeds=True is not available on the device",

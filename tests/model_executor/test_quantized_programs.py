@@ -29,9 +29,6 @@ from vllm.ops.native import NativeOps
 
 needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 MIXED_LAYERS = ("layers.0.mlp", "layers.1.self_attn")
-NOT_SPLIT = ("fp8-block", "ct-fp8-block")
-"""Blocks have inputs on both of two ranks: `test_quantized_checkpoints`."""
-SPLIT = [name for name in FORMATS if name not in NOT_SPLIT]
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +79,14 @@ def assert_same_weights(folders, tp):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", [name for name in SPLIT if name != "gptq-3"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "gptq-3"])
 def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank):
     monkeypatch.setattr("vllm.ops._ops", NativeOps())
     assert_same_weights(checkpoint(name), TPGroup(rank, 2))
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["split", "whole"])
-@pytest.mark.parametrize("name", [name for name in SPLIT if name != "fp8-channel-ignored"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-channel-ignored"])
 def test_a_rank_has_its_part_of_quantized_experts(
     tiny_experts, tmp_path, monkeypatch, name, is_whole
 ):

@@ -14,6 +14,7 @@ from vllm.errors import ConfigError
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow", "mistral"]
 ModelImpl = Literal["auto", "vllm", "transformers"]
+HeadQuantization = Literal["auto", "int8"]
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -71,6 +72,12 @@ class ModelConfig:
     """Quantize the weights of an unquantized checkpoint: int8, int4 (both on the CPU), fp8, or inc
     with the file of `quant_config`. A quantized checkpoint may be named by its own format: fp8,
     gptq, awq, compressed-tensors. Not set: as in the checkpoint."""
+
+    lm_head_quantization: HeadQuantization = "auto"
+    """Weights of the output head, and of the token embeddings where they have the same weights.
+    auto: as the checkpoint stores them, or as `quantization` makes them; int8: rounded to int8
+    while they are loaded, on the CPU, where they would be dense otherwise. Also those of a draft
+    model."""
 
     quant_config: str | None = None
     """JSON file of Intel Neural Compressor, which `vllm calibrate` writes: what to measure, or the
@@ -134,6 +141,7 @@ class ModelConfig:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
         check_one_of(self, "tokenizer_mode", get_args(TokenizerMode))
         check_one_of(self, "model_impl", get_args(ModelImpl))
+        check_one_of(self, "lm_head_quantization", get_args(HeadQuantization))
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")

@@ -60,6 +60,7 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
         "model": repr(replace(model.resolved_arch, hf_config={})),
         "dtype": model.dtype_name,
         "quantization": str(model.quantization),
+        "lm_head_quantization": model.lm_head_quantization,
         "max_model_len": str(config.scheduler.max_model_len),
         "max_num_seqs": str(config.scheduler.max_num_seqs),
         "enable_lora": str(config.lora.enable_lora),

@@ -51,6 +51,7 @@ def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
             )
         model = replace(model, quantization="inc", quant_config=path, inc=read_inc_config(path))
     _check_quantization(model, platform)
+    _check_head(model, platform)
     return model
 
 
@@ -85,10 +86,34 @@ def _check_quantization(model: ModelConfig, platform: Platform) -> None:
             f"quantization={asked!r} is not available for an unquantized checkpoint on the device "
             f"{platform.name!r}; available: {known}"
         )
-    if model.dtype_name not in _DTYPES:
+    _check_dtype(model, f"quantization={asked!r}")
+
+
+def _check_head(model: ModelConfig, platform: Platform) -> None:
+    """Refuse to round the output head where there is none, or no kernel for it.
+
+    Raises:
+        ConfigError: says which.
+    """
+    asked = model.lm_head_quantization
+    if asked == "auto":
+        return
+    if model.pooler is not None:
         raise ConfigError(
-            f"quantization={asked!r} needs dtype {' or '.join(_DTYPES)}, got {model.dtype_name}"
+            f"lm_head_quantization={asked!r}: a pooling model has no output head; leave it out"
         )
+    if asked not in platform.quantizations:
+        raise ConfigError(
+            f"lm_head_quantization={asked!r} needs the C++ kernels of the CPU, which are not in "
+            f"use here (device {platform.name!r}, "
+            f"VLLM_CPU_KERNELS={int(envs.get().VLLM_CPU_KERNELS)}); leave it out"
+        )
+    _check_dtype(model, f"lm_head_quantization={asked!r}")
+
+
+def _check_dtype(model: ModelConfig, what: str) -> None:
+    if model.dtype_name not in _DTYPES:
+        raise ConfigError(f"{what} needs dtype {' or '.join(_DTYPES)}, got {model.dtype_name}")
 
 
 def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:

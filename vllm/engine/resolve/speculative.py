@@ -28,6 +28,7 @@ def asked_draft_model(
         model=options.model or "",
         revision=options.revision,
         quantization=options.quantization,
+        lm_head_quantization=model.lm_head_quantization,
         max_model_len=options.max_model_len or None,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,

@@ -71,6 +71,7 @@ def resolve_speculator(
         model=name,
         revision=revision,
         quantization=options.quantization if row.has_files else model.quantization,
+        lm_head_quantization=model.lm_head_quantization,
         max_model_len=min(length for length in lengths if length),
         dtype=model.dtype,
         seed=model.seed,

@@ -60,6 +60,8 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
 
     weight: nn.Parameter
     method: EmbeddingMethod
+    is_head_elsewhere: bool = False
+    """Another stage of the pipeline has an output head with the same parameters."""
     adapted: AdaptedLayer | None = None
     """What adapters may add to its rows; None: nothing."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vllm.config import ModelArch, VllmConfig
+from vllm.config import ModelArch, ModelConfig, VllmConfig
 from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
@@ -28,7 +28,12 @@ from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.model_executor.quantization import CheckpointNames, Quantization, quantization_of
+from vllm.model_executor.quantization import (
+    CheckpointNames,
+    Quantization,
+    head_quantization_of,
+    quantization_of,
+)
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.transformers_utils.weight_files import find_files
@@ -78,8 +83,7 @@ def load_model(
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
     if config.load.load_format == "sharded_state":
         files = [shard_of(files, tp, stage or Stage(0, arch.num_layers))]
-    asked = (quantization_of(config.model), stored_format(files), dense_format)
-    formats = [f for f in asked if f is not None]
+    formats = _formats(config.model, files, dense_format)
     for quantization in formats:
         quantization.start(tp, stage)
     dtype = getattr(torch, config.model.dtype_name)
@@ -125,7 +129,7 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
-    formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
+    formats = _formats(config.model, [], dense_format)
     for quantization in formats:
         quantization.start(target.tp)
     _check_split(config.model.resolved_arch, target.tp)
@@ -139,6 +143,14 @@ def load_speculator(
         where = files[0].parent if files else config.model.model
         raise WeightLoadError(f"the speculator '{where}': {error}") from None
     return model
+
+
+def _formats(
+    model: ModelConfig, files: list[Path], dense_format: Quantization | None
+) -> list[Quantization]:
+    """What is asked for the method of each layer, in this order."""
+    found = (quantization_of(model), stored_format(files), head_quantization_of(model))
+    return [each for each in (*found, dense_format) if each is not None]
 
 
 def _read(

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from vllm.distributed import Stage
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interface import LayeredModel, LoadableModel
 
 
@@ -40,6 +41,10 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
         dropped += [module for module in first if shared.isdisjoint(_parameter_ids([module]))]
     if not stage.is_last:
         dropped += last
+        of_head = _parameter_ids(last)
+        for module in first:
+            if isinstance(module, VocabParallelEmbedding):
+                module.is_head_elsewhere = not of_head.isdisjoint(_parameter_ids([module]))
     ids = {id(module) for module in dropped}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -14,7 +14,10 @@ Output heads, and the embeddings that share their table, are stored in int8 by b
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch import nn
+
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.model_executor.layers.cpu_methods import (
     CPUExperts,
     CPULinear,
@@ -31,6 +34,8 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.cpu.library import load_cpu_kernels
 
+logger = init_logger(__name__)
+
 
 class CPUPacked(Quantization):
     """Every linear layer and output head packed in the model's dtype."""
@@ -45,7 +50,30 @@ class CPUPacked(Quantization):
         return CPUExperts(self.stored_as)
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        return PackedTable(self.head_stored_as) if isinstance(layer, ParallelLMHead) else None
+        return _head_method(layer, self.head_stored_as)
+
+
+def _head_method(layer: VocabParallelEmbedding, stored_as: StoredAs) -> EmbeddingMethod | None:
+    """A method for an output head and the embedding that shares its table; None: it is neither."""
+    # A tied head gives its method to the embedding; one on another stage cannot.
+    is_of_head = isinstance(layer, ParallelLMHead) or layer.is_head_elsewhere
+    return PackedTable(stored_as) if is_of_head else None
+
+
+class CPUInt8Head(Quantization):
+    """`--lm-head-quantization int8`: output heads that are dense otherwise."""
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        return _head_method(layer, "int8")
+
+    def finish_model(self, model: nn.Module) -> None:
+        for name, layer in model.named_modules():
+            if isinstance(layer, ParallelLMHead) and not isinstance(layer.method, PackedTable):
+                logger.info(
+                    "lm_head_quantization=int8 has no effect on %s: the checkpoint, or another "
+                    "option, quantizes it already",
+                    name,
+                )
 
 
 class CPUInt8(CPUPacked):

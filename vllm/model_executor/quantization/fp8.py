@@ -7,6 +7,7 @@ that of static activations; a device that keeps inputs as they are does not need
 is in fp8 where the checkpoint has scales of it.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class Fp8Linear(StoredLinear):
     """A weight [output_size, input_size] of fp8 numbers.
 
     Scales are kept per output feature, [output_size, blocks of inputs], so that parts of a packed
-    layer and slices of ranks may begin anywhere in a block of outputs.
+    layer and slices of ranks may begin anywhere in a block of outputs. Where ranks have parts of
+    blocks of inputs, those are divided into smaller ones of the same scale, which no rank divides.
 
     Args:
         name: of the module.
@@ -153,10 +155,17 @@ class Fp8Linear(StoredLinear):
         self.block = block
         self.has_input_scale = has_input_scale
         self.scale_name = scale_name
+        self.block_inputs = 0
+        """Inputs of this rank that share a scale."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
-        num_blocks = -(-num_in // self.block[1]) if self.block else 1
+        self.block_inputs = num_in
+        if self.block:
+            parts = layer.feature_slices.values()
+            starts = [part.size for part in parts if part.dim == 1 and part.size != part.total]
+            self.block_inputs = gcd(self.block[1], *starts)
+        num_blocks = -(-num_in // self.block_inputs)
         add_parameter(layer, "weight", torch.empty(num_out, num_in, dtype=torch.float8_e4m3fn))
         scales = torch.empty(num_out, num_blocks, dtype=torch.float32)
         add_parameter(layer, self.scale_name, scales)
@@ -175,13 +184,7 @@ class Fp8Linear(StoredLinear):
             return slice_
         if self.block is None:
             return whole(0, 0, num_out, tp)
-        if slice_.size != slice_.total and slice_.size % self.block[1]:
-            raise WeightLoadError(
-                f"{self.name} cannot be split over ranks: {slice_.size} input features per rank "
-                f"are no multiple of the {self.block[1]} that share a scale "
-                f"(quantization_config.weight_block_size). Lower tensor_parallel_size"
-            )
-        return Slice(1, 0, num_blocks, -(-slice_.total // self.block[1]))
+        return Slice(1, 0, num_blocks, -(-slice_.total // self.block_inputs))
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         return {
@@ -201,9 +204,10 @@ class Fp8Linear(StoredLinear):
         num_out, num_blocks = place.slice.checkpoint_shape(place.param)
         if source.features is not None:
             num_out = source.features.total
-        per_tensor, per_output = [(), (1,), (1, 1)], [(num_out,), (num_out, 1)]
-        block = self.block[0] if self.block else 1
-        accepted = [(-(-num_out // block), num_blocks)] if self.block else per_tensor + per_output
+        accepted = [(), (1,), (1, 1), (num_out,), (num_out, 1)]
+        if self.block:
+            num_in = num_blocks * self.block_inputs
+            accepted = [(-(-num_out // self.block[0]), -(-num_in // self.block[1]))]
         if tuple(source.shape) not in accepted:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
@@ -212,7 +216,9 @@ class Fp8Linear(StoredLinear):
 
         def expand(scales: Tensor) -> Tensor:
             if self.block:
-                return scales.repeat_interleave(block, dim=0)[:num_out]
+                repeats = self.block[1] // self.block_inputs
+                scales = scales.repeat_interleave(repeats, dim=1)[:, :num_blocks]
+                return scales.repeat_interleave(self.block[0], dim=0)[:num_out]
             return scales.reshape(-1, 1).expand(num_out, num_blocks)
 
         return checked_scales(name, source, zero_is_fine=True).mapped(expand)
@@ -225,7 +231,7 @@ class Fp8Linear(StoredLinear):
         weight = Fp8Weight(
             numbers=numbers,
             scales=on_host(layer, self.scale_name),
-            block_inputs=self.block[1] if self.block else layer.input_size,
+            block_inputs=self.block_inputs,
             input_scale=None if input_scale is None else float(input_scale.max()),
         )
         return without_zero_scales(self.name, weight)

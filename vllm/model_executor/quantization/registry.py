@@ -85,6 +85,14 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
     return _create(name, settings or model.inc)
 
 
+def head_quantization_of(model: ModelConfig) -> Quantization | None:
+    """The format of output heads that no other format takes; None: they are dense."""
+    if model.lm_head_quantization == "auto":
+        return None
+    create: Callable[[], Quantization] = load_class(f"{_PACKAGE}.cpu_packed:CPUInt8Head")
+    return create()
+
+
 def _create(name: str, settings: Any) -> Quantization:
     create = _formats[name].create
     if isinstance(create, str):
