@@ -9,7 +9,7 @@ from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts, HPUUint4Weight
+from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import GroupedWeight, round_to_fp8
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -167,7 +167,7 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
             groups=groups,
         )
         prepared = HPUOps(bridge).prepare_weight(weight, torch.bfloat16)
-        assert isinstance(prepared, HPUUint4Weight)
+        assert isinstance(prepared, HPUNarrowWeight)
         x = torch.randn(17, num_in).bfloat16()
         call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
         comparison.add(name, call(), x.float() @ weight.dequantize().T)

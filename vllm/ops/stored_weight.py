@@ -259,11 +259,15 @@ class Mxfp4Weight(StoredWeight):
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
+    def codes(self) -> Tensor:
+        """[..., B * 32] uint8: the four bits of each element."""
+        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
+
     def dequantize(self) -> Tensor:
         table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
-        nibbles = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-2)
+        elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
-        return torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1)).flatten(-2)
+        return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
