@@ -237,22 +237,23 @@ _E8M0_BIAS = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Weight(StoredWeight):
-    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs.
+    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs, or for parts of
+    these, where ranks share them.
 
     OCP Microscaling Formats (MX) Specification 1.0, 2023: an element has a sign, two bits of
     exponent and one of mantissa.
     """
 
     blocks: Tensor
-    """[..., B, 16] uint8: two elements each, the first in the lower four bits; a weight has one
-    dimension more before them, [out_features, B, 16]."""
+    """[..., B, 16 or less] uint8: two elements each, the first in the lower four bits; a weight has
+    one dimension more before them, [out_features, B, 16]."""
     scales: Tensor
     """[..., B] uint8: exponents, 127 is 1."""
 
     @property
     def shape(self) -> torch.Size:
-        *outputs, num_blocks = self.scales.shape
-        return torch.Size((*outputs, num_blocks * 32))
+        *outputs, num_blocks, num_bytes = self.blocks.shape
+        return torch.Size((*outputs, num_blocks * num_bytes * 2))
 
     def powers(self) -> Tensor:
         """[..., B] float32, what an element is multiplied with."""
@@ -260,7 +261,7 @@ class Mxfp4Weight(StoredWeight):
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
     def codes(self) -> Tensor:
-        """[..., B * 32] uint8: the four bits of each element."""
+        """[..., in_features] uint8: the four bits of each element."""
         return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
 
     def dequantize(self) -> Tensor:
