@@ -78,22 +78,26 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
         return Outcome("skip", "this bridge has no mixture_of_experts.bias_fused_weights")
     comparison = Comparison()
     x, ids, weights = _routed()
-    biases = torch.randn(4, 128).bfloat16(), torch.randn(4, 64).bfloat16()
+    first, second = torch.randn(4, 128).bfloat16(), torch.randn(4, 64).bfloat16()
     options = ExpertOptions(limit=1.0)
     stored = [[_mxfp4_weight() for _ in range(4)] for _ in range(3)]
     gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
     both = torch.cat([gate, up], dim=1)
     want = NativeOps().moe(
-        x.float(), ids, weights, both, down, *(b.float() for b in biases), options
+        x.float(), ids, weights, both, down, first.float(), second.float(), options
     )
-    near = [t.to(bridge.device) for t in (x, ids, weights)]
-    added = [bias.to(bridge.device) for bias in biases]
-    dense = [each.bfloat16().to(bridge.device) for each in (both, down)]
-    prepared = HPUOps(bridge).prepare_experts(*stored, torch.bfloat16, None, *biases, options)
+    prepared = HPUOps(bridge).prepare_experts(
+        stored[0], stored[1], stored[2], torch.bfloat16, None, first, second, options
+    )
     assert isinstance(prepared, HPUNarrowExperts)
+    given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]
+    dense: list[Any] = [
+        t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
+    ]
+    moe: Any = HPUOps(bridge).moe
     calls: dict[str, Callable[[], Tensor]] = {
-        "dense": partial(HPUOps(bridge).moe, *near, *dense, *added, options),
-        "MXFP4": partial(prepared.to(bridge.device).forward, *near),
+        "dense": partial(moe, *given, *dense, options),
+        "MXFP4": partial(prepared.to(bridge.device).forward, *given),
     }
     for name, call in calls.items():
         comparison.add(name, call(), want)
@@ -109,7 +113,7 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
     x, ids, weights = _routed()
     for name, make in _NARROW.items():
         stored = [[make() for _ in range(4)] for _ in range(3)]
-        prepared = HPUOps(bridge).prepare_experts(*stored, torch.bfloat16)
+        prepared = HPUOps(bridge).prepare_experts(stored[0], stored[1], stored[2], torch.bfloat16)
         assert isinstance(prepared, HPUNarrowExperts)
         near = [t.to(bridge.device) for t in (x, ids, weights)]
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])

@@ -68,21 +68,6 @@ class Int8Weight(StoredWeight):
         return self.numbers.float() * self.scales[:, None]
 
 
-def round_to_fp8(weight: Tensor) -> Fp8Weight:
-    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
-
-    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
-    make the scale NaN, so that they reach the results.
-    """
-    largest = weight.abs().amax(dim=1, keepdim=True).float()
-    scales = torch.where(largest == 0, 1.0, largest / torch.finfo(torch.float8_e4m3fn).max)
-    scales = scales.where(scales.isfinite(), float("nan"))
-    numbers = (weight / scales.nan_to_num(1.0)).nan_to_num(0.0).clamp(-448, 448)
-    return Fp8Weight(
-        numbers=numbers.to(torch.float8_e4m3fn), scales=scales, block_inputs=weight.shape[1]
-    )
-
-
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
 
@@ -125,6 +110,59 @@ class GroupedWeight(StoredWeight):
             groups = torch.arange(num_in) // (num_in // len(self.scales))
         zeros, scales = (x.T[:, groups.long()] for x in (self.zeros, self.scales))
         return (self.numbers().to(torch.int16) - zeros).float() * scales
+
+
+def round_to_fp8(weight: Tensor) -> Fp8Weight:
+    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
+
+    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
+    make the scale NaN, so that they reach the results.
+    """
+    scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 448, weight)
+    return Fp8Weight(
+        numbers=numbers.to(torch.float8_e4m3fn), scales=scales, block_inputs=weight.shape[1]
+    )
+
+
+def round_to_int8(weight: Tensor) -> Int8Weight:
+    """A dense weight as int8, with a scale per output feature, as `round_to_fp8`."""
+    scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 127, weight)
+    return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
+
+
+def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales with which the largest sizes become a number, and a weight divided by them."""
+    largest = largest.float()
+    scales = torch.where(largest == 0, 1.0, largest / becomes)
+    scales = scales.where(scales.isfinite(), float("nan"))
+    numbers = (weight / scales.nan_to_num(1.0)).nan_to_num(0.0)
+    return scales, numbers.clamp(-becomes, becomes)
+
+
+_INT4_GROUP = 32
+"""Inputs that share a scale."""
+_INT4_MIDDLE = 8
+"""The code of the number 0."""
+
+
+def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
+    """A dense weight with a scale for each 32 inputs and numbers from -8 to 7: the largest of a
+    group becomes -8. In int8 where groups have no 32 inputs."""
+    if weight.shape[1] % _INT4_GROUP:
+        return round_to_int8(weight)
+    groups = weight.float().unflatten(1, (-1, _INT4_GROUP))
+    places = groups.abs().argmax(dim=-1, keepdim=True)
+    largest = -groups.gather(-1, places)
+    scales = torch.where(largest == 0, 1.0, largest / _INT4_MIDDLE)
+    scales = scales.where(scales.isfinite(), float("nan"))
+    numbers = (groups / scales.nan_to_num(1.0)).nan_to_num(0.0).round()
+    codes = numbers.clamp(-_INT4_MIDDLE, _INT4_MIDDLE - 1) + _INT4_MIDDLE
+    return GroupedWeight(
+        words=pack_nibbles(codes.to(torch.uint8).flatten(1)).T.contiguous(),
+        bits=4,
+        scales=scales[..., 0].T.contiguous(),
+        zeros=torch.full((groups.shape[1], len(weight)), _INT4_MIDDLE, dtype=torch.int16),
+    )
 
 
 def has_equal_groups(weight: GroupedWeight) -> bool:

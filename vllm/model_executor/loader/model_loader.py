@@ -78,7 +78,7 @@ def load_model(
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
     if config.load.load_format == "sharded_state":
         files = [shard_of(files, tp, stage or Stage(0, arch.num_layers))]
-    asked = (quantization_of(config.model), stored_format(files), dense_format)
+    asked = (quantization_of(config.model, device.type), stored_format(files), dense_format)
     formats = [f for f in asked if f is not None]
     for quantization in formats:
         quantization.start(tp, stage)
@@ -125,7 +125,9 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
-    formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
+    formats = [
+        f for f in (quantization_of(config.model, device.type), dense_format) if f is not None
+    ]
     for quantization in formats:
         quantization.start(target.tp)
     _check_split(config.model.resolved_arch, target.tp)
