@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e.ranks import assert_same, generate
+from tests.gpt_oss_checkpoint import write_gpt_oss
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
@@ -13,8 +14,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> None:
-    is_family = name in ALL_FAMILIES
-    folder, dense = (make_tiny_model(name, tmp_path),) * 2 if is_family else write(name, tmp_path)
+    if name == "gpt-oss-mxfp4":
+        dense, folder = write_gpt_oss(tmp_path)
+    elif name in ALL_FAMILIES:
+        folder = dense = make_tiny_model(name, tmp_path)
+    else:
+        folder, dense = write(name, tmp_path)
     engine = SMALL_ENGINE | {
         "skip_tokenizer_init": True,
         "sampling_warmup": "all",
@@ -48,6 +53,10 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
     ("name", "settings"),
     [
         ("qwen3_moe", {"enable_expert_parallel": True}),
+        ("gpt-oss-mxfp4", {}),
+        pytest.param(
+            "gpt-oss-mxfp4", {"enable_expert_parallel": True}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
         pytest.param("llama", {}, marks=pytest.mark.exhaustive),
         pytest.param("gptq-4-order", {}, marks=pytest.mark.exhaustive),

@@ -12,8 +12,9 @@ from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts
+from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.platforms.habana import sim_fp8, sim_spec, sim_uint4
+from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_clock import Clock
 from vllm.platforms.habana.sim_graphs import CapturedGraph
@@ -254,6 +255,8 @@ def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
         "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
         "fp8 moe": (HPUFp8Experts, "forward", lambda self, x, *args: x),
         "moe of few bits": (HPUNarrowExperts, "forward", lambda self, x, *args: x),
+        "moe with biases": (FusedExperts, "bias_moe", lambda self, x, *args: x),
+        "matmul of few bits": (HPUNarrowWeight, "linear", lambda self, x: x),
         "uint4 matmul": (sim_uint4, "_nibbles", nibbles_from_the_highest),
     }
     for row, fault in faults.items():

@@ -1,14 +1,11 @@
 """GPT-OSS checkpoints as they are published: experts in MXFP4."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from tests.gpt_oss_checkpoint import mxfp4_by_definition, write_gpt_oss
 from tests.model_executor.helpers import load, logits_of, prompt_of
-from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.experts import Experts
@@ -21,58 +18,19 @@ from vllm.ops.stored_weight import Mxfp4Weight
 pytest.importorskip("transformers.models.gpt_oss")
 
 
-def by_definition(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[rows, B, 16] and [rows, B] -> [rows, B * 32], a number at a time."""
-    rows = []
-    for row_blocks, row_scales in zip(blocks.tolist(), scales.tolist(), strict=True):
-        row = []
-        for block, scale in zip(row_blocks, row_scales, strict=True):
-            for byte in block:
-                for bits in (byte & 0xF, byte >> 4):
-                    exponent, mantissa = bits >> 1 & 3, bits & 1
-                    # Without a leading one below the smallest exponent.
-                    size = (
-                        mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
-                    )
-                    row.append((-size if bits & 8 else size) * 2.0 ** (scale - 127))
-        rows.append(row)
-    return torch.tensor(rows)
-
-
 def test_blocks_are_dequantized_by_the_definition_of_the_format():
     torch.manual_seed(0)
     blocks = torch.randint(256, (3, 2, 16), dtype=torch.uint8)
     blocks[0, 0] = torch.arange(16) * 17
     scales = torch.tensor([[127, 0], [120, 130], [1, 254]], dtype=torch.uint8)
     weight = Mxfp4Weight(blocks=blocks, scales=scales)
-    assert torch.equal(weight.dequantize(), by_definition(blocks, scales))
+    assert torch.equal(weight.dequantize(), mxfp4_by_definition(blocks, scales))
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """The same model dense, and with its experts in MXFP4."""
-    dense, packed = (tmp_path_factory.mktemp(name) for name in ("dense", "mxfp4"))
-    make_tiny_model("gpt_oss", dense, intermediate_size=192, num_hidden_layers=2)
-    config = json.loads((dense / "config.json").read_text())
-    tensors = load_file(dense / "model.safetensors")
-    stored = dict(tensors)
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, num_in, num_out = tensor.shape  # stored as [experts, in, out]
-            shape = (experts, num_out, -(-num_in // 32), 16)
-            blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-            scales = torch.randint(121, 125, shape[:3], generator=generator, dtype=torch.uint8)
-            numbers = by_definition(blocks.flatten(0, 1), scales.flatten(0, 1))
-            tensors[name] = numbers.view(experts, num_out, -1).transpose(1, 2).contiguous()
-            del stored[name]
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, dense / "model.safetensors")
-    save_file(stored, packed / "model.safetensors")
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config |= {"quantization_config": settings}
-    (packed / "config.json").write_text(json.dumps(config))
-    return dense, packed
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture
@@ -106,8 +64,9 @@ def test_experts_stay_in_four_bits(checkpoints, use_ops):
     assert error.norm() / want.norm() < 0.02  # inputs are rounded to int8
 
 
-def test_groups_that_straddle_ranks_are_dequantized(checkpoints, use_ops):
-    """192 features on 4 ranks: 48 inputs of `down_proj` are one and a half groups."""
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_groups_that_straddle_ranks_stay_in_four_bits(checkpoints, use_ops):
+    """192 features on 4 ranks: 48 inputs of `down_proj` are three halves of groups."""
     use_ops(NativeOps())
     dense, packed = (
         next(m for m in load(folder, TPGroup(3, 4)).modules() if isinstance(m, Experts))
@@ -115,6 +74,12 @@ def test_groups_that_straddle_ranks_are_dequantized(checkpoints, use_ops):
     )
     assert torch.equal(packed.gate_up, dense.gate_up)
     assert torch.equal(packed.down, dense.down)
+    use_ops(CPUOps())
+    kept = next(m for m in load(checkpoints[1], TPGroup(3, 4)).modules() if isinstance(m, Experts))
+    x, ids = torch.randn(5, kept.hidden_size), torch.tensor([[0, 1, 4]] * 5)
+    want = dense.method.apply(dense, x, ids, torch.ones(5, 3))
+    error = kept.method.packed.forward(x, ids, torch.ones(5, 3)) - want
+    assert error.norm() / want.norm() < 0.02  # inputs are rounded to int8
 
 
 @pytest.mark.parametrize("rank", [0, 1])

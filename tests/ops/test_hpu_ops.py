@@ -28,9 +28,15 @@ from vllm.ops.hpu_quantized import HPUFp8Experts
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 from vllm.ops.prepared import ExpertProducts
-from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupedWeight,
+    GroupScales,
+    Int8Weight,
+    MinimumWeight,
+    Mxfp4Weight,
+)
 from vllm.platforms.habana.bridge import FusedKernels
-from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim import SimBridge
 
 NATIVE = NativeOps()
@@ -199,17 +205,9 @@ def test_without_a_bridge_it_is_that_of_the_platform(monkeypatch):
         registry.resolve_platform.cache_clear()
 
 
-class CountsExperts(FusedExperts):
-    calls = 0
-
-    def moe(self, *args: Any) -> Tensor:
-        self.calls += 1
-        return super().moe(*args)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, monkeypatch):
-    ops, kernels = HPUOps(bridge), CountsExperts()
+    ops, kernels = HPUOps(bridge), CountsOfExperts(bridge.kernels)
     monkeypatch.setattr(ops, "_kernels", kernels)
     x, gate_up, down = torch.randn(9, 32), torch.randn(5, 48, 32) / 6, torch.randn(5, 32, 24) / 5
     given = [t.to(dtype) for t in (x, gate_up, down)]
@@ -222,9 +220,9 @@ def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, 
             tensors = [t.to("hpu") for t in (given[0], *routed, *given[1:], *more)]
             got = ops.moe(*tensors, *([] if more else (None, None)), options)
             torch.testing.assert_close(got.cpu(), want, rtol=0, atol=TOLERANCES[dtype]["atol"] * 8)
-            is_plain = options == ExpertOptions() and not more
-            assert kernels.calls - before == (is_plain and bridge.is_lazy)
-    monkeypatch.setattr(ops, "_has_moe", False)
+            has_one = options.limit or (options == ExpertOptions() and not more)
+            assert kernels.calls - before == bool(has_one and bridge.is_lazy)
+    monkeypatch.setattr(kernels, "has_moe", False, raising=False)
     before = kernels.calls
     ops.moe(*(t.to("hpu") for t in (given[0], *routed, *given[1:])))
     assert kernels.calls == before
@@ -237,7 +235,7 @@ class CountsOfExperts:
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
-        self.calls += name in ("moe", "fp8_moe")
+        self.calls += name in ("moe", "bias_moe", "fp8_moe")
         return getattr(self._kernels, name)
 
 
@@ -262,6 +260,7 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
         fp8_experts(*shape, block_inputs or shape[1])
         for shape in ((size, hidden), (size, hidden), (hidden, size))
     ]
+    ops._kernels = counted = CountsOfExperts(bridge.kernels)
     experts = ops.prepare_experts(*stored, torch.bfloat16, 2)
     assert isinstance(experts, HPUFp8Experts)
     numbers = [p for name, p in experts.named_parameters() if "scale" not in name]
@@ -269,7 +268,6 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
     x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
     gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
     want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, first_expert=2)
-    experts._kernels = counted = CountsOfExperts(bridge.kernels)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
     assert got.dtype == x.dtype
     # Inputs, what is between the products and numbers of Gaudi 2 are rounded to 3 bits.
@@ -314,6 +312,37 @@ def int8_experts(num_out: int, num_in: int) -> list[Int8Weight]:
     return [Int8Weight(numbers=n, scales=(torch.rand(num_out) + 1) / 2**9) for n in numbers]
 
 
+def mxfp4_experts(num_out: int, num_in: int) -> list[Mxfp4Weight]:
+    """Every element with every scale."""
+    return [
+        Mxfp4Weight(
+            blocks=torch.randint(256, (num_out, num_in // 32, 16), dtype=torch.uint8),
+            scales=torch.randint(120, 126, (num_out, num_in // 32), dtype=torch.uint8),
+        )
+        for _ in range(3)
+    ]
+
+
+def minimum_experts(num_out: int, num_in: int, bits: int) -> list[MinimumWeight]:
+    """As Q4_K and Q5_K, of groups of 8 inputs in place of 32."""
+
+    def numbers() -> GroupScales:
+        return GroupScales(
+            factors=(torch.rand(num_out, num_in // 32) / 2**10).half().float(),
+            multipliers=torch.randint(64, (num_out, num_in // 8), dtype=torch.int8),
+        )
+
+    return [
+        MinimumWeight(
+            codes=torch.randint(2**bits, (num_out, num_in), dtype=torch.uint8),
+            bits=bits,
+            scales=numbers(),
+            minimums=numbers(),
+        )
+        for _ in range(3)
+    ]
+
+
 NARROW = {
     "int8": (int8_experts, torch.int8),
     "8 bits": (partial(grouped_experts, bits=8), torch.int8),
@@ -321,7 +350,12 @@ NARROW = {
     "4 bits": (partial(grouped_experts, bits=4), torch.int32),
     "2 bits": (partial(grouped_experts, bits=2), torch.int32),
     "4 bits, act-order": (partial(grouped_experts, bits=4, has_order=True), torch.int32),
+    "MXFP4": (mxfp4_experts, torch.int32),
+    "Q4_K": (partial(minimum_experts, bits=4), torch.int32),
+    "Q5_K": (partial(minimum_experts, bits=5), torch.int8),
 }
+CLAMPED = ExpertOptions(limit=1.0)
+SCALED = ExpertOptions(scales_inputs=True)
 
 
 @pytest.mark.parametrize("kind", NARROW)
@@ -335,22 +369,49 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     gates, ups, downs = (make(*s) for s in ((size, hidden), (size, hidden), (hidden, size)))
     if "order" in kind:  # the same inputs, so the same order
         ups = [replace(up, groups=gate.groups) for gate, up in zip(gates, ups, strict=True)]
-    experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, 2)
-    assert isinstance(experts, HPUNarrowExperts)
-    parameters = experts.named_parameters()
-    numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
-    assert [p.dtype for p in numbers] == [dtype] * 2
-    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    ops._kernels = counted = CountsOfExperts(bridge.kernels)
     gate, up, down = (
         torch.stack([w.dequantize() for w in weights]).bfloat16() for weights in (gates, ups, downs)
     )
-    want = NATIVE.moe(x, *routed, torch.cat([gate, up], dim=1), down, first_expert=2).float()
-    experts._kernels = counted = CountsOfExperts(bridge.kernels)
-    got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
-    assert got.dtype == x.dtype
-    assert (got.float() - want).norm() < 0.01 * want.norm()
-    assert counted.calls == is_lazy
-    assert_products(experts, gate, up, down, 0.01)
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    added = torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16()
+    for options, biases in (
+        *((ExpertOptions(), (None, None)), (CLAMPED, added)),
+        *((CLAMPED, (added[0], None)), (SCALED, (None, None)), (ExpertOptions(), added)),
+    ):
+        experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, 2, *biases, options)
+        assert isinstance(experts, HPUNarrowExperts)
+        parameters = experts.named_parameters()
+        numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
+        assert [p.dtype for p in numbers] == [dtype] * 2
+        both = torch.cat([gate, up], dim=1)
+        want = NATIVE.moe(x, *routed, both, down, *biases, options, first_expert=2).float()
+        before = counted.calls
+        got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
+        assert got.dtype == x.dtype
+        assert (got.float() - want).norm() < 0.01 * want.norm()
+        has_one = options == CLAMPED or (options == ExpertOptions() and biases == (None, None))
+        assert counted.calls - before == (has_one and is_lazy)
+        assert_products(experts, gate, up, down, 0.01)
+
+
+@pytest.mark.parametrize("options", [CLAMPED, ExpertOptions()])
+@torch.inference_mode()
+def test_experts_in_fp8_with_biases_are_products_of_fp8(options):
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
+    ops, size, hidden = HPUOps(bridge), 24, 32
+    shapes = ((size, hidden), (size, hidden), (hidden, size))
+    stored = [fp8_experts(*shape, shape[1]) for shape in shapes]
+    biases = torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16()
+    experts = ops.prepare_experts(*stored, torch.bfloat16, 2, *biases, options)
+    assert isinstance(experts, HPUFp8Experts)
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
+    both = torch.cat([gate, up], dim=1)
+    given = x.float(), *routed, both, down, *(bias.float() for bias in biases)
+    want = NATIVE.moe(*given, options, first_expert=2)
+    got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu().float()
+    assert (got - want).norm() < 0.1 * want.norm()
 
 
 def test_experts_that_differ_too_much_are_left_to_torch():
@@ -359,9 +420,10 @@ def test_experts_that_differ_too_much_are_left_to_torch():
     mixed = [narrow[0], int8[1], narrow[2]]
     uneven = [replace(w, groups=(torch.arange(32) ** 2 // 200).int()) for w in narrow]
     other = [replace(w, groups=(torch.randperm(32) // 8).int()) for w in narrow]
-    beyond = [replace(w, zeros=w.zeros + 10) for w in narrow]
+    mxfp4, blocks = mxfp4_experts(32, 32), minimum_experts(32, 32, 4)
+    short = [replace(w, scales=replace(w.scales, factors=w.scales.factors[:, :0])) for w in blocks]
     for gate, up, down in (
         *((mixed, mixed, int8), (narrow, int8, narrow), (narrow, narrow, uneven)),
-        *((narrow, other, narrow), (beyond, narrow, narrow)),
+        *((narrow, other, narrow), (mxfp4, narrow, narrow), (blocks, short, blocks)),
     ):
         assert ops.prepare_experts(gate, up, down, torch.bfloat16) is None

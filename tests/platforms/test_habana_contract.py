@@ -123,6 +123,8 @@ KERNEL_CALLS = {
     # An operator of torch, which no stand-in records; tests/ops/test_hpu_ops calls it.
     "has_moe": (lambda k: k.has_moe, []),
     "moe": (lambda k: k.moe, []),
+    "has_bias_moe": (lambda k: k.has_bias_moe, []),
+    "bias_moe": (lambda k: k.bias_moe, []),
     "has_fp8_moe": (lambda k: k.has_fp8_moe, []),
     "fp8_moe": (lambda k: k.fp8_moe, []),
 }

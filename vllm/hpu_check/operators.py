@@ -1,17 +1,27 @@
 """Checks of FP8, of numbers of four bits, and of experts as one operator, against the host."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
+from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu import HPUOps
 from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts, HPUUint4Weight
+from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.ops.native import NativeOps
-from vllm.ops.stored_weight import GroupedWeight, round_to_fp8
+from vllm.ops.stored_weight import (
+    GroupedWeight,
+    GroupScales,
+    MinimumWeight,
+    Mxfp4Weight,
+    StoredWeight,
+    round_to_fp8,
+)
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _FP8 = torch.float8_e4m3fn
@@ -59,39 +69,76 @@ def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
     return Outcome("pass" if error <= _FP8_MOE_ERROR else "fail", detail)
 
 
+def check_bias_moe(bridge: HabanaBridge) -> Outcome:
+    """Experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gates come before
+    ups in what the operator takes."""
+    if (skipped := _without_conversion(bridge)) is not None:
+        return skipped
+    if not bridge.kernels.has_bias_moe:
+        return Outcome("skip", "this bridge has no mixture_of_experts.bias_fused_weights")
+    comparison = Comparison()
+    x, ids, weights = _routed()
+    first, second = torch.randn(4, 128).bfloat16(), torch.randn(4, 64).bfloat16()
+    options = ExpertOptions(limit=1.0)
+    stored = [[_mxfp4_weight() for _ in range(4)] for _ in range(3)]
+    gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
+    both = torch.cat([gate, up], dim=1)
+    want = NativeOps().moe(
+        x.float(), ids, weights, both, down, first.float(), second.float(), options
+    )
+    prepared = HPUOps(bridge).prepare_experts(
+        stored[0], stored[1], stored[2], torch.bfloat16, None, first, second, options
+    )
+    assert isinstance(prepared, HPUNarrowExperts)
+    given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]
+    dense: list[Any] = [
+        t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
+    ]
+    moe: Any = HPUOps(bridge).moe
+    calls: dict[str, Callable[[], Tensor]] = {
+        "dense": partial(moe, *given, *dense, options),
+        "MXFP4": partial(prepared.to(bridge.device).forward, *given),
+    }
+    for name, call in calls.items():
+        comparison.add(name, call(), want)
+        comparison.add_time(name, shortest_s(bridge, call))
+    return comparison.outcome()
+
+
 def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
     """The same with weights of 8 and 4 bits, which are widened before the operator."""
-    if not bridge.is_lazy:
-        return Outcome("skip", "convert_from_uint4 is documented for lazy mode and compiled graphs")
-    if (missing := _missing("convert_from_uint4", "mixture_of_experts")) is not None:
-        return missing
+    if (skipped := _without_conversion(bridge)) is not None:
+        return skipped
     comparison = Comparison()
-    x, ids = torch.randn(17, 64).bfloat16(), torch.randint(0, 4, (17, 2))
-    weights = torch.rand(17, 2)
-    for bits in (8, 4):
-        words = torch.randint(-(2**31), 2**31 - 1, (3, 4, 64 * bits // 32, 64)).int()
-        gates, ups, downs = (
-            [
-                GroupedWeight(
-                    words=each,
-                    bits=bits,
-                    scales=torch.full((4, 64), 2.0 ** -(bits + 2)),
-                    zeros=torch.full((4, 64), 2 ** (bits - 1), dtype=torch.int16),
-                )
-                for each in part
-            ]
-            for part in words
-        )
-        prepared = HPUOps(bridge).prepare_experts(gates, ups, downs, torch.bfloat16)
+    x, ids, weights = _routed()
+    for name, make in _NARROW.items():
+        stored = [[make() for _ in range(4)] for _ in range(3)]
+        prepared = HPUOps(bridge).prepare_experts(stored[0], stored[1], stored[2], torch.bfloat16)
         assert isinstance(prepared, HPUNarrowExperts)
         near = [t.to(bridge.device) for t in (x, ids, weights)]
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
-        gate, up, down = (
-            torch.stack([w.dequantize() for w in part]) for part in (gates, ups, downs)
-        )
+        gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
         want = NativeOps().moe(x.float(), ids, weights, torch.cat([gate, up], dim=1), down)
-        comparison.add(f"{bits} bits", call(), want)
-        comparison.add_time(f"{bits} bits", shortest_s(bridge, call))
+        comparison.add(name, call(), want)
+        comparison.add_time(name, shortest_s(bridge, call))
+    return comparison.outcome()
+
+
+def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
+    """Of weights of 8 bits, and of 4 and 5 bits with minimums, which are widened before a product,
+    against the product of the same numbers in float32."""
+    if (skipped := _without_conversion(bridge)) is not None:
+        return skipped
+    comparison = Comparison()
+    x = torch.randn(17, 64).bfloat16()
+    for name, make in _NARROW.items():
+        weight = make()
+        want = x.float() @ weight.dequantize().T
+        prepared = HPUOps(bridge).prepare_weight(weight, torch.bfloat16)
+        assert isinstance(prepared, HPUNarrowWeight)
+        call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
+        comparison.add(name, call(), want)
+        comparison.add_time(name, shortest_s(bridge, call))
     return comparison.outcome()
 
 
@@ -148,10 +195,8 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
 def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
     """Of a weight of 4 bits in groups with zero points: with and without the order of its inputs,
     and with parts of groups; against the product of the same numbers in float32."""
-    if (missing := _missing("convert_from_uint4")) is not None:
-        return missing
-    if not bridge.is_lazy:
-        return Outcome("skip", "convert_from_uint4 is documented for lazy mode and compiled graphs")
+    if (skipped := _without_conversion(bridge)) is not None:
+        return skipped
     comparison = Comparison()
     num_out, num_in, num_groups = 48, 128, 4
     words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out)).int()
@@ -167,12 +212,62 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
             groups=groups,
         )
         prepared = HPUOps(bridge).prepare_weight(weight, torch.bfloat16)
-        assert isinstance(prepared, HPUUint4Weight)
+        assert isinstance(prepared, HPUNarrowWeight)
         x = torch.randn(17, num_in).bfloat16()
         call = partial(prepared.to(bridge.device).linear, x.to(bridge.device))
         comparison.add(name, call(), x.float() @ weight.dequantize().T)
         comparison.add_time(name, shortest_s(bridge, call))
     return comparison.outcome()
+
+
+def _routed() -> tuple[Tensor, Tensor, Tensor]:
+    """17 tokens of 64 features, two of four experts for each, and their weights."""
+    return torch.randn(17, 64).bfloat16(), torch.randint(0, 4, (17, 2)), torch.rand(17, 2)
+
+
+def _grouped_weight(bits: int) -> GroupedWeight:
+    """[64, 64], four groups."""
+    return GroupedWeight(
+        words=torch.randint(-(2**31), 2**31 - 1, (64 * bits // 32, 64)).int(),
+        bits=bits,
+        scales=torch.full((4, 64), 2.0 ** -(bits + 2)),
+        zeros=torch.full((4, 64), 2 ** (bits - 1), dtype=torch.int16),
+    )
+
+
+def _mxfp4_weight() -> Mxfp4Weight:
+    """[64, 64]"""
+    blocks = torch.randint(256, (64, 2, 16), dtype=torch.uint8)
+    return Mxfp4Weight(blocks=blocks, scales=torch.randint(121, 125, (64, 2), dtype=torch.uint8))
+
+
+def _weight_with_minimums(bits: int) -> MinimumWeight:
+    """[64, 64], two groups of 32 inputs, as GGUF files have them."""
+    scales, minimums = (
+        GroupScales(
+            factors=torch.full((64, 1), 2.0**-exponent),
+            multipliers=torch.randint(64, (64, 2), dtype=torch.int8),
+        )
+        for exponent in (bits + 8, 8)
+    )
+    codes = torch.randint(2**bits, (64, 64), dtype=torch.uint8)
+    return MinimumWeight(codes=codes, bits=bits, scales=scales, minimums=minimums)
+
+
+_NARROW: dict[str, Callable[[], StoredWeight]] = {
+    "8 bits": partial(_grouped_weight, 8),
+    "4 bits": partial(_grouped_weight, 4),
+    "MXFP4": _mxfp4_weight,
+    "4 bits with minimums": partial(_weight_with_minimums, 4),
+    "5 bits with minimums": partial(_weight_with_minimums, 5),
+}
+"""What is widened in different ways."""
+
+
+def _without_conversion(bridge: HabanaBridge) -> Outcome | None:
+    if not bridge.is_lazy:
+        return Outcome("skip", "convert_from_uint4 is documented for lazy mode and compiled graphs")
+    return _missing("convert_from_uint4")
 
 
 def _missing(*names: str) -> Outcome | None:

@@ -82,6 +82,8 @@ CHECKS: dict[str, Check] = {
     "fp8 matmul": _of_card(operators.check_fp8_matmul, _OF_KERNEL),
     "fp8 moe": _of_card(operators.check_fp8_moe, _OF_KERNEL),
     "moe of few bits": _of_card(operators.check_narrow_moe, _OF_KERNEL),
+    "moe with biases": _of_card(operators.check_bias_moe, _OF_KERNEL),
+    "matmul of few bits": _of_card(operators.check_narrow_matmul, _OF_KERNEL),
     "uint4 matmul": _of_card(operators.check_uint4_matmul, _OF_KERNEL),
     "decode attention": _of_card(attention.check_decode, f"{_OF_HOST}, {_IN_TIME}"),
     "prefill attention": _of_card(attention.check_prefill, f"{_OF_HOST}, {_IN_TIME}"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.hpu_experts import CardExperts
 from vllm.ops.hpu_narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native import NativeOps
@@ -40,7 +41,7 @@ class HPUOps(NativeOps):
             assert isinstance(platform, HPUPlatform)
             bridge = platform.bridge
         self._kernels = bridge.kernels
-        self._is_lazy, self._has_moe = bridge.is_lazy, bridge.kernels.has_moe
+        self._is_lazy = bridge.is_lazy
         self._fp8_max = bridge.fp8_max
 
     @property
@@ -72,14 +73,13 @@ class HPUOps(NativeOps):
             [weight for weight in weights if isinstance(weight, Fp8Weight)]
             for weights in (gate, up, down)
         )
-        if options != SILU_EXPERTS or gate_up_bias is not None or down_bias is not None:
-            return None
+        biases, card = (gate_up_bias, down_bias), self._card(options, first_expert)
         if not len(gates) == len(ups) == len(downs) == len(gate):
-            return prepare_narrow_experts(
-                *(gate, up, down, dtype, self._kernels, self._is_lazy, first_expert)
-            )
-        card = (self._kernels, self._fp8_max, self._is_lazy)
-        return HPUFp8Experts(gates, ups, downs, *card, first_expert)
+            return prepare_narrow_experts(gate, up, down, dtype, *biases, card)
+        return HPUFp8Experts(gates, ups, downs, *biases, self._fp8_max, card)
+
+    def _card(self, options: ExpertOptions, first_expert: int | None) -> CardExperts:
+        return CardExperts(self._kernels, self._is_lazy, options, first_expert)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
@@ -100,17 +100,8 @@ class HPUOps(NativeOps):
         options: ExpertOptions = SILU_EXPERTS,
         first_expert: int | None = None,
     ) -> Tensor:
-        # The operator is not for plain eager mode.
-        can_run = self._is_lazy or torch.compiler.is_compiling()
-        is_plain = options == SILU_EXPERTS and gate_up_bias is None and down_bias is None
-        if not (can_run and is_plain and self._has_moe):
-            return super().moe(
-                *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias),
-                *(options, first_expert),
-            )
-        weights = topk_weights.to(x.dtype)
-        return self._kernels.moe(
-            *(x, topk_ids, weights, gate_up.unbind(0), down.unbind(0)), first_expert or 0
+        return self._card(options, first_expert).moe(
+            *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias)
         )
 
     def rotary_angles(

@@ -5,63 +5,57 @@ dtype of its inputs before it, in each launch: what stays in memory is narrow, a
 time is wide. Shapes depend on the arguments alone.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu_experts import CardExperts, kept_bias
+from vllm.ops.hpu_narrow_rows import NarrowRows, as_grouped, narrow_rows
 from vllm.ops.stored_weight import (
     GroupedWeight,
-    Int8Weight,
+    GroupScales,
+    MinimumWeight,
+    Mxfp4Weight,
     StoredWeight,
     has_equal_groups,
     in_equal_groups,
-    pack_nibbles,
 )
-from vllm.platforms.habana.bridge import FusedKernels
-
-_BYTE_MIDDLE = 128
-"""Bytes less so much are int8, which the card converts."""
 
 
 class HPUNarrowExperts(nn.Module):
-    """Gated experts of whole numbers of 4 or 8 bits.
+    """Gated experts of numbers of 4 or 8 bits.
 
     Args:
         gate_up: of all experts, gate then up.
         down: of all experts.
-        kernels: of the card.
-        is_lazy: the operator of the card is not for plain eager mode.
-        first_expert: see `Ops.moe`.
+        gate_up_bias, down_bias: see `Ops.moe`.
+        card: how it computes them.
     """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         gate_up: "_NarrowStack",
         down: "_NarrowStack",
-        kernels: FusedKernels,
-        is_lazy: bool,
-        first_expert: int | None,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        card: CardExperts,
     ) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
-        self._kernels, self._is_lazy, self._first_expert = kernels, is_lazy, first_expert
+        self.gate_up, self.down, self._card = gate_up, down, card
+        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
+        self.register_parameter("down_bias", kept_bias(down_bias))
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See `PreparedExperts`."""
         gate_up, down = (each.dense(x.dtype) for each in (self.gate_up, self.down))
-        can_run = self._is_lazy or torch.compiler.is_compiling()
-        if not (can_run and self._kernels.has_moe):
-            return NativeOps().moe(
-                *(x, topk_ids, topk_weights, gate_up.mT, down.mT), first_expert=self._first_expert
-            )
-        return self._kernels.moe(
-            *(x, topk_ids, topk_weights.to(x.dtype), gate_up.unbind(0), down.unbind(0)),
-            self._first_expert or 0,
+        return self._card.moe(
+            *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
             has_inputs_first=True,
         )
 
@@ -79,40 +73,37 @@ def prepare_narrow_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     dtype: torch.dtype,
-    kernels: FusedKernels,
-    is_lazy: bool,
-    first_expert: int | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    card: CardExperts,
 ) -> HPUNarrowExperts | None:
     """The experts as the card has them; None: it has them in the dtype of the inputs only.
 
     Args:
         gate, up, down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        kernels, is_lazy, first_expert: see `HPUNarrowExperts`.
+        gate_up_bias, down_bias, card: see `HPUNarrowExperts`.
     """
-    gates, ups, downs = ([_grouped(weight) for weight in each] for each in (gate, up, down))
-    both = [_side_by_side(*pair) for pair in zip(gates, ups, strict=True)]
-    stacks = [_stack(weights, kernels, dtype) for weights in (both, downs)]
+    both = [_side_by_side(*pair) for pair in zip(gate, up, strict=True)]
+    stacks = [_stack(weights, card, dtype) for weights in (both, down)]
     if stacks[0] is None or stacks[1] is None:
         return None
-    return HPUNarrowExperts(stacks[0], stacks[1], kernels, is_lazy, first_expert)
+    return HPUNarrowExperts(stacks[0], stacks[1], gate_up_bias, down_bias, card)
 
 
-def _grouped(weight: StoredWeight) -> GroupedWeight | None:
-    """int8 with a scale per output feature is one group without a zero point."""
-    if isinstance(weight, Int8Weight) and weight.shape[1] % 4 == 0:
-        codes = weight.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
-        return GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=weight.scales[None],
-            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
-        )
-    return weight if isinstance(weight, GroupedWeight) and has_equal_groups(weight) else None
+def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
+    """Gate and up as one weight; None: they are stored in other ways, or have other groups."""
+    if isinstance(gate, Mxfp4Weight) and isinstance(up, Mxfp4Weight):
+        blocks, scales = _joined(gate.blocks, up.blocks), _joined(gate.scales, up.scales)
+        return Mxfp4Weight(blocks=blocks, scales=scales)
+    if isinstance(gate, MinimumWeight) and isinstance(up, MinimumWeight):
+        return _minimums_side_by_side(gate, up)
+    return _groups_side_by_side(as_grouped(gate), as_grouped(up))
 
 
-def _side_by_side(gate: GroupedWeight | None, up: GroupedWeight | None) -> GroupedWeight | None:
-    """Gate and up as one weight; None: they have other groups."""
+def _groups_side_by_side(
+    gate: GroupedWeight | None, up: GroupedWeight | None
+) -> GroupedWeight | None:
     if gate is None or up is None or gate.scales.shape != up.scales.shape:
         return None
     orders = (gate.groups, up.groups)
@@ -128,109 +119,86 @@ def _side_by_side(gate: GroupedWeight | None, up: GroupedWeight | None) -> Group
     return replace(gate, words=words, scales=scales, zeros=zeros)
 
 
-def _stack(
-    weights: Sequence[GroupedWeight | None], kernels: FusedKernels, dtype: torch.dtype
-) -> "_NarrowStack | None":
-    found = [weight for weight in weights if weight is not None]
-    kinds = {(weight.bits > 4, weight.shape, weight.scales.shape) for weight in found}
-    if len(found) < len(weights) or len(kinds) > 1:
+def _minimums_side_by_side(gate: MinimumWeight, up: MinimumWeight) -> MinimumWeight | None:
+    pairs = ((gate.scales, up.scales), (gate.minimums, up.minimums))
+    shapes = [
+        {(each.factors.shape[1:], each.multipliers.shape[1:]) for each in pair} for pair in pairs
+    ]
+    if any(len(each) > 1 for each in shapes):
         return None
-    is_wide = found[0].bits > 4
-    if is_wide:
-        return _ByteStack(found)
-    fits = found[0].shape[0] % 8 == 0 and all(bool((w.zeros < 16).all()) for w in found)
-    return _NibbleStack(found, kernels, dtype) if fits else None
+    scales, minimums = (
+        GroupScales(
+            factors=_joined(first.factors, second.factors),
+            multipliers=_joined(first.multipliers, second.multipliers),
+        )
+        for first, second in pairs
+    )
+    return MinimumWeight(
+        codes=_joined(gate.codes, up.codes),
+        bits=max(gate.bits, up.bits),
+        scales=scales,
+        minimums=minimums,
+    )
 
 
-class _NarrowStack(nn.Module, ABC):
-    """One product of E experts, with inputs in rows. Inputs that a group has from everywhere are
-    neighbours in memory, and come back to their places when they are widened."""
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second))
 
-    def __init__(self, weights: Sequence[GroupedWeight]) -> None:
+
+def _stack(
+    weights: Sequence[StoredWeight | None], card: CardExperts, dtype: torch.dtype
+) -> "_NarrowStack | None":
+    num_in = weights[0].shape[1] if weights[0] is not None else 0
+    in_groups: list[StoredWeight] = []
+    places = []
+    for number, weight in enumerate(weights):
+        if weight is None:
+            return None
+        given = as_grouped(weight) or weight
+        place = torch.arange(num_in)
+        if isinstance(given, GroupedWeight) and given.groups is not None:
+            if not has_equal_groups(given):
+                return None
+            found = in_equal_groups(given, num_in)
+            assert found is not None, "no columns are added to equal groups"
+            given, order = found
+            place = order.argsort()
+        in_groups.append(given)
+        places.append(place + number * num_in)
+    rows = narrow_rows(in_groups, card.kernels, dtype)
+    return None if rows is None else _NarrowStack(rows, places)
+
+
+class _NarrowStack(nn.Module):
+    """One product of E experts. Inputs that a group has from everywhere are neighbours in memory,
+    and come back to their places when they are widened.
+
+    Args:
+        rows: of the experts after each other.
+        places: of each expert, the row of each of its inputs [in].
+    """
+
+    def __init__(self, rows: NarrowRows, places: Sequence[Tensor]) -> None:
         super().__init__()
-        self.num_experts = len(weights)
-        self._sorted: list[GroupedWeight] = []
-        places = []
-        for number, weight in enumerate(weights):
-            num_in = weight.shape[1]
-            place = torch.arange(num_in)
-            if weight.groups is not None:
-                even = in_equal_groups(weight, num_in)
-                assert even is not None, "no columns are added to equal groups"
-                weight, order = even
-                place = order.argsort()
-            self._sorted.append(weight)
-            places.append(place + number * num_in)
+        self.rows, self.num_experts = rows, len(places)
         self.register_parameter("places", None)
-        all_places = torch.cat(places)
+        all_places = torch.cat(list(places))
         if not torch.equal(all_places, torch.arange(len(all_places))):
             self.places = nn.Parameter(all_places.int(), requires_grad=False)
 
-    def _rows(self) -> Tensor:
-        """The numbers of all experts, [E * in, out] uint8; the weights themselves are let go."""
-        rows = torch.cat([weight.numbers().T for weight in self._sorted])
-        self._sorted = []
-        return rows
-
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[E, in, out]"""
-        rows = self.widened(dtype, lambda kept: kept)
+        rows = self.rows.widened(dtype)
         if self.places is not None:
             rows = rows.index_select(0, self.places)
         return rows.unflatten(0, (self.num_experts, -1))
 
     def of_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
         """[in, out] of the expert of this number."""
-        rows = self.widened(dtype, partial(self._part, expert))
+        rows = self.rows.widened(dtype, partial(self._part, expert))
         if self.places is not None:
             rows = rows.index_select(0, self._part(expert, self.places) - expert * len(rows))
         return rows
 
     def _part(self, expert: int, kept: Tensor) -> Tensor:
         return kept.unflatten(0, (self.num_experts, -1))[expert]
-
-    @abstractmethod
-    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """[E * in, out], inputs sorted by group; `part` takes those of one expert, or all."""
-
-
-class _NibbleStack(_NarrowStack):
-    """Of 4 bits, by `convert_from_uint4`."""
-
-    def __init__(
-        self, weights: Sequence[GroupedWeight], kernels: FusedKernels, dtype: torch.dtype
-    ) -> None:
-        super().__init__(weights)
-        self._kernels = kernels
-        scales = torch.cat([weight.scales for weight in self._sorted]).to(dtype)
-        zeros = torch.cat([weight.zeros for weight in self._sorted]).to(torch.uint8)
-        self.scales = nn.Parameter(scales, requires_grad=False)
-        self.zeros = nn.Parameter(pack_nibbles(zeros), requires_grad=False)
-        self.words = nn.Parameter(pack_nibbles(self._rows().contiguous()), requires_grad=False)
-
-    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
-        words, scales, zeros = (part(each) for each in (self.words, self.scales, self.zeros))
-        return self._kernels.from_uint4(words, scales, zeros, dtype)
-
-
-class _ByteStack(_NarrowStack):
-    """Of 8 bits, by operators of torch in float32."""
-
-    def __init__(self, weights: Sequence[GroupedWeight]) -> None:
-        super().__init__(weights)
-        scales = torch.cat([weight.scales for weight in self._sorted])
-        zeros = torch.cat([weight.zeros for weight in self._sorted]) - _BYTE_MIDDLE
-        self.scales = nn.Parameter(scales[:, None], requires_grad=False)
-        self.register_parameter("zeros", None)
-        if bool(zeros.any()):
-            self.zeros = nn.Parameter(zeros.float()[:, None], requires_grad=False)
-        numbers = (self._rows().contiguous() ^ _BYTE_MIDDLE).view(torch.int8)
-        grouped = numbers.unflatten(0, (len(scales), -1))
-        self.numbers = nn.Parameter(grouped, requires_grad=False)
-        """[E * G, inputs of a group, out]"""
-
-    def widened(self, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
-        numbers = part(self.numbers).float()
-        if self.zeros is not None:
-            numbers = numbers - part(self.zeros)
-        return (numbers * part(self.scales)).flatten(0, 1).to(dtype)

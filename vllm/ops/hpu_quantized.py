@@ -1,4 +1,4 @@
-"""Quantized weights on a Gaudi card: FP8 products, and numbers of four bits.
+"""Quantized weights on a Gaudi card: FP8 products, and numbers that become wide for a product.
 
 Weights are brought into the layout of the card on the host, while they are loaded. Shapes depend on
 the arguments alone, so that every step can be captured in a graph.
@@ -11,44 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.ops.native_experts import choices_of
+from vllm.ops.expert_options import SILU_EXPERTS
+from vllm.ops.hpu_experts import CardExperts, kept_bias
+from vllm.ops.hpu_narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.native_experts import sum_of_experts
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
+    StackedWeight,
     StoredWeight,
     in_equal_groups,
-    pack_nibbles,
     round_to_fp8,
 )
 from vllm.platforms.habana.bridge import FusedKernels
 
 _GROUP = 32
-"""Columns of a group, where groups of a weight of four bits differ in size."""
+"""Columns of a group, where groups of a weight differ in size."""
 _TINY = 1e-8
 """Added to the largest input of a row, so that a row of zeros has a scale."""
-
-
-def prepare_on_host(
-    weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
-) -> "HPUFp8Weight | HPUUint4Weight | None":
-    """The weight as the card multiplies with it, on the host; None: it has no such format.
-
-    Args:
-        weight: on the host.
-        kernels: of the card.
-        fp8_max: the largest number of its e4m3.
-        dtype: of the inputs.
-    """
-    if isinstance(weight, Fp8Weight):
-        return HPUFp8Weight(weight, kernels, fp8_max)
-    if isinstance(weight, GroupedWeight) and weight.bits <= 4 and weight.shape[0] % 8 == 0:
-        if not bool((weight.zeros < 16).all()):
-            return None
-        found: tuple[GroupedWeight, Tensor | None] | None = (weight, None)
-        if weight.groups is not None:
-            found = in_equal_groups(weight, _GROUP)
-        return None if found is None else HPUUint4Weight(*found, kernels, dtype)
-    return None
 
 
 class _Fp8Rows(NamedTuple):
@@ -123,26 +103,29 @@ class HPUFp8Experts(nn.Module):
     for its inputs are not used.
 
     Args:
-        gate, up, down: see `Ops.prepare_experts`.
-        kernels: of the card.
-        fp8_max: the largest number of its e4m3.
-        is_lazy: the operator of the card is not for plain eager mode.
-        first_expert: see `Ops.moe`.
+        gate, up, down, gate_up_bias, down_bias: see `Ops.prepare_experts`.
+        fp8_max: the largest number of the card's e4m3.
+        card: what it computes of them. Its operator in fp8 has silu and no biases; others are one
+            product after the other.
     """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         gate: Sequence[Fp8Weight],
         up: Sequence[Fp8Weight],
         down: Sequence[Fp8Weight],
-        kernels: FusedKernels,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
         fp8_max: float,
-        is_lazy: bool,
-        first_expert: int | None,
+        card: CardExperts,
     ) -> None:
         super().__init__()
-        self._kernels, self._fp8_max, self._is_lazy = kernels, fp8_max, is_lazy
-        self._first_expert = first_expert
+        self._fp8_max, self._card = fp8_max, card
+        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
+        self.register_parameter("down_bias", kept_bias(down_bias))
         gates, ups, downs = (
             [_fp8_rows(weight, fp8_max) for weight in weights] for weights in (gate, up, down)
         )
@@ -163,31 +146,35 @@ class HPUFp8Experts(nn.Module):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See `PreparedExperts`."""
-        kernels = self._kernels
-        numbers, scale = _round_rows(kernels, x, self._fp8_max)
-        can_run = self._is_lazy or torch.compiler.is_compiling()
-        if can_run and kernels.has_fp8_moe:
-            summed = kernels.fp8_moe(
-                numbers,
-                scale,
-                topk_ids,
-                topk_weights.to(torch.bfloat16),
-                self.gate_up.unbind(0),
-                self.gate_up_scale.unbind(0),
-                self.down.unbind(0),
-                self.down_scale.unbind(0),
-                self._first_expert or 0,
+        card = self._card
+        is_plain = card.options == SILU_EXPERTS and self.gate_up_bias is self.down_bias is None
+        if not (is_plain and card.can_fuse and card.kernels.has_fp8_moe):
+            return sum_of_experts(
+                *(x, topk_ids, topk_weights, len(self.down)),
+                lambda expert, given: self._biased(
+                    self.multiply_gate_up(expert, given), self.gate_up_bias, expert
+                ),
+                lambda expert, middle: self._biased(
+                    self.multiply_down(expert, middle), self.down_bias, expert
+                ),
+                *(card.options, card.first_expert),
             )
-            return summed.to(x.dtype)
-        out = torch.zeros_like(x, dtype=torch.float32)
-        choices = choices_of(len(self.down), topk_ids, topk_weights, self._first_expert)
-        for expert, (_, weight) in enumerate(choices):
-            middle = kernels.fp8_gemm(
-                numbers, self.gate_up[expert], scale, self.gate_up_scale[expert], x.dtype
-            )
-            gate, up = middle.chunk(2, dim=-1)
-            out += weight * self.multiply_down(expert, F.silu(gate) * up)
-        return out.to(x.dtype)
+        numbers, scale = _round_rows(card.kernels, x, self._fp8_max)
+        summed = card.kernels.fp8_moe(
+            numbers,
+            scale,
+            topk_ids,
+            topk_weights.to(torch.bfloat16),
+            self.gate_up.unbind(0),
+            self.gate_up_scale.unbind(0),
+            self.down.unbind(0),
+            self.down_scale.unbind(0),
+            card.first_expert or 0,
+        )
+        return summed.to(x.dtype)
+
+    def _biased(self, product: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        return product if bias is None else product + bias[expert]
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
         """See `ExpertProducts`."""
@@ -198,43 +185,76 @@ class HPUFp8Experts(nn.Module):
         return self._multiply(self.down[expert], self.down_scale[expert], x)
 
     def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
-        numbers, scale = _round_rows(self._kernels, x, self._fp8_max)
-        return self._kernels.fp8_gemm(numbers, weight, scale, weight_scale, x.dtype)
+        kernels = self._card.kernels
+        numbers, scale = _round_rows(kernels, x, self._fp8_max)
+        return kernels.fp8_gemm(numbers, weight, scale, weight_scale, x.dtype)
 
 
-class HPUUint4Weight(nn.Module):
-    """Numbers of four bits that are converted to the dtype of the inputs for each product.
+class HPUNarrowWeight(nn.Module):
+    """Numbers of 4 or 8 bits that are converted to the dtype of the inputs for each product.
 
     With an order, columns were permuted at load, and inputs are permuted for each product.
 
     Args:
-        weight: whose groups have neighbours.
+        rows: one for each column of the weight.
         order: the input that each of its columns is for; None: as they come.
-        kernels: of the card.
-        dtype: of the inputs.
     """
 
-    def __init__(
-        self,
-        weight: GroupedWeight,
-        order: Tensor | None,
-        kernels: FusedKernels,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, rows: NarrowRows, order: Tensor | None) -> None:
         super().__init__()
-        self._kernels = kernels
-        numbers = weight.numbers().T  # [in_features, out_features]
+        self.rows = rows
         self.register_parameter("order", None)
         if order is not None:
             self.order = nn.Parameter(order.int(), requires_grad=False)
-        zeros = pack_nibbles(weight.zeros.to(torch.uint8))
-        self.words = nn.Parameter(pack_nibbles(numbers.contiguous()), requires_grad=False)
-        self.zeros = nn.Parameter(zeros, requires_grad=False)
-        self.scales = nn.Parameter(weight.scales.to(dtype), requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""
-        weight = self._kernels.from_uint4(self.words, self.scales, self.zeros, x.dtype)
+        weight = self.rows.widened(x.dtype)
         if self.order is not None:
             x = x.index_select(-1, self.order)
         return F.linear(x, weight.T, bias)
+
+
+class HPUStackedWeight(nn.Module):
+    """The outputs of several weights of the same inputs, one product after the other."""
+
+    def __init__(self, parts: "Sequence[HPUWeight]") -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        products: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
+        out = torch.cat(products, dim=-1)
+        return out if bias is None else out + bias
+
+
+HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
+"""A quantized weight of a linear layer as the card multiplies with it."""
+
+
+def prepare_on_host(
+    weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    """The weight as the card multiplies with it, on the host; None: it has no such format.
+
+    Args:
+        weight: on the host.
+        kernels: of the card.
+        fp8_max: the largest number of its e4m3.
+        dtype: of the inputs.
+    """
+    if isinstance(weight, Fp8Weight):
+        return HPUFp8Weight(weight, kernels, fp8_max)
+    if isinstance(weight, StackedWeight):
+        parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
+        found = [part for part in parts if part is not None]
+        return HPUStackedWeight(found) if len(found) == len(parts) else None
+    order = None
+    if isinstance(weight, GroupedWeight) and weight.groups is not None:
+        even = in_equal_groups(weight, _GROUP)
+        if even is None:
+            return None
+        weight, order = even
+    rows = narrow_rows([weight], kernels, dtype)
+    return None if rows is None else HPUNarrowWeight(rows, order)

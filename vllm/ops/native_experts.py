@@ -1,6 +1,6 @@
 """The choice of experts and their products in torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -78,27 +78,55 @@ class NativeExperts(Ops):
                 f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)} "
                 f"for {len(x)} tokens"
             )
-        # All tokens through all experts: no shape depends on the choices.
-        out = torch.zeros_like(x, dtype=torch.float32)
-        choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
-        for expert, (is_other, weight) in enumerate(choices):
-            middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
-            bias = None if down_bias is None else down_bias[expert]
-            given = (x * weight).to(x.dtype) if options.scales_inputs else x
-            middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
-            result = F.linear(middle, down[expert], bias)
-            if options.scales_inputs:  # also of experts without a bias, which give zero for zero
-                weight = (~is_other).any(-1, keepdim=True).float()
-            out += weight * result
-        return out.to(x.dtype)
+        return sum_of_experts(
+            *(x, topk_ids, topk_weights, num_experts),
+            lambda expert, given: F.linear(given, gate_up[expert], _of(gate_up_bias, expert)),
+            lambda expert, middle: F.linear(middle, down[expert], _of(down_bias, expert)),
+            *(options, first_expert),
+        )
 
-    def _activated(self, gate_up: Tensor, options: ExpertOptions) -> Tensor:
-        """The middle of an expert: [..., 2 * I] -> [..., I]."""
-        if options.limit is None:
-            return self.silu_and_mul(gate_up)
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-        return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+def sum_of_experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    gate_up: Callable[[int, Tensor], Tensor],
+    down: Callable[[int, Tensor], Tensor],
+    options: ExpertOptions,
+    first_expert: int | None,
+) -> Tensor:
+    """As `Ops.moe`: all tokens through all experts, so that no shape depends on the choices.
+
+    Args:
+        x, topk_ids, topk_weights, options, first_expert: as there.
+        num_experts: E.
+        gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I].
+        down: the second one, [T, I] -> [T, hidden].
+    """
+    out = torch.zeros_like(x, dtype=torch.float32)
+    choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
+    for expert, (is_other, weight) in enumerate(choices):
+        given = (x * weight).to(x.dtype) if options.scales_inputs else x
+        result = down(expert, _activated(gate_up(expert, given), options))
+        if options.scales_inputs:  # also of experts without a bias, which give zero for zero
+            weight = (~is_other).any(-1, keepdim=True).float()
+        out += weight * result
+    return out.to(x.dtype)
+
+
+def _activated(gate_up: Tensor, options: ExpertOptions) -> Tensor:
+    """The middle of an expert: [..., 2 * I] -> [..., I]."""
+    if options.limit is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+
+def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
 
 
 def choices_of(

@@ -68,21 +68,6 @@ class Int8Weight(StoredWeight):
         return self.numbers.float() * self.scales[:, None]
 
 
-def round_to_fp8(weight: Tensor) -> Fp8Weight:
-    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
-
-    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
-    make the scale NaN, so that they reach the results.
-    """
-    largest = weight.abs().amax(dim=1, keepdim=True).float()
-    scales = torch.where(largest == 0, 1.0, largest / torch.finfo(torch.float8_e4m3fn).max)
-    scales = scales.where(scales.isfinite(), float("nan"))
-    numbers = (weight / scales.nan_to_num(1.0)).nan_to_num(0.0).clamp(-448, 448)
-    return Fp8Weight(
-        numbers=numbers.to(torch.float8_e4m3fn), scales=scales, block_inputs=weight.shape[1]
-    )
-
-
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
 
@@ -125,6 +110,59 @@ class GroupedWeight(StoredWeight):
             groups = torch.arange(num_in) // (num_in // len(self.scales))
         zeros, scales = (x.T[:, groups.long()] for x in (self.zeros, self.scales))
         return (self.numbers().to(torch.int16) - zeros).float() * scales
+
+
+def round_to_fp8(weight: Tensor) -> Fp8Weight:
+    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
+
+    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
+    make the scale NaN, so that they reach the results.
+    """
+    scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 448, weight)
+    return Fp8Weight(
+        numbers=numbers.to(torch.float8_e4m3fn), scales=scales, block_inputs=weight.shape[1]
+    )
+
+
+def round_to_int8(weight: Tensor) -> Int8Weight:
+    """A dense weight as int8, with a scale per output feature, as `round_to_fp8`."""
+    scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 127, weight)
+    return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
+
+
+def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales with which the largest sizes become a number, and a weight divided by them."""
+    largest = largest.float()
+    scales = torch.where(largest == 0, 1.0, largest / becomes)
+    scales = scales.where(scales.isfinite(), float("nan"))
+    numbers = (weight / scales.nan_to_num(1.0)).nan_to_num(0.0)
+    return scales, numbers.clamp(-becomes, becomes)
+
+
+_INT4_GROUP = 32
+"""Inputs that share a scale."""
+_INT4_MIDDLE = 8
+"""The code of the number 0."""
+
+
+def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
+    """A dense weight with a scale for each 32 inputs and numbers from -8 to 7: the largest of a
+    group becomes -8. In int8 where groups have no 32 inputs."""
+    if weight.shape[1] % _INT4_GROUP:
+        return round_to_int8(weight)
+    groups = weight.float().unflatten(1, (-1, _INT4_GROUP))
+    places = groups.abs().argmax(dim=-1, keepdim=True)
+    largest = -groups.gather(-1, places)
+    scales = torch.where(largest == 0, 1.0, largest / _INT4_MIDDLE)
+    scales = scales.where(scales.isfinite(), float("nan"))
+    numbers = (groups / scales.nan_to_num(1.0)).nan_to_num(0.0).round()
+    codes = numbers.clamp(-_INT4_MIDDLE, _INT4_MIDDLE - 1) + _INT4_MIDDLE
+    return GroupedWeight(
+        words=pack_nibbles(codes.to(torch.uint8).flatten(1)).T.contiguous(),
+        bits=4,
+        scales=scales[..., 0].T.contiguous(),
+        zeros=torch.full((groups.shape[1], len(weight)), _INT4_MIDDLE, dtype=torch.int16),
+    )
 
 
 def has_equal_groups(weight: GroupedWeight) -> bool:
@@ -237,33 +275,38 @@ _E8M0_BIAS = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Weight(StoredWeight):
-    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs.
+    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs, or for parts of
+    these, where ranks share them.
 
     OCP Microscaling Formats (MX) Specification 1.0, 2023: an element has a sign, two bits of
     exponent and one of mantissa.
     """
 
     blocks: Tensor
-    """[..., B, 16] uint8: two elements each, the first in the lower four bits; a weight has one
-    dimension more before them, [out_features, B, 16]."""
+    """[..., B, 16 or less] uint8: two elements each, the first in the lower four bits; a weight has
+    one dimension more before them, [out_features, B, 16]."""
     scales: Tensor
     """[..., B] uint8: exponents, 127 is 1."""
 
     @property
     def shape(self) -> torch.Size:
-        *outputs, num_blocks = self.scales.shape
-        return torch.Size((*outputs, num_blocks * 32))
+        *outputs, num_blocks, num_bytes = self.blocks.shape
+        return torch.Size((*outputs, num_blocks * num_bytes * 2))
 
     def powers(self) -> Tensor:
         """[..., B] float32, what an element is multiplied with."""
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
+    def codes(self) -> Tensor:
+        """[..., in_features] uint8: the four bits of each element."""
+        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
+
     def dequantize(self) -> Tensor:
         table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
-        nibbles = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-2)
+        elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
-        return torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1)).flatten(-2)
+        return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:

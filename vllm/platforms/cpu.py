@@ -46,6 +46,10 @@ class CPUPlatform(Platform):
         return ("int8", "int4", "fp8", "inc") if envs.get().VLLM_CPU_KERNELS else ("inc",)
 
     @property
+    def head_quantizations(self) -> tuple[str, ...]:
+        return ("int8",) if envs.get().VLLM_CPU_KERNELS else ()
+
+    @property
     def can_run_draft_models(self) -> bool:
         return True
 

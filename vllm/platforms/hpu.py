@@ -110,8 +110,8 @@ class HPUPlatform(Platform):
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """What the card multiplies with."""
-        return ("fp8", "inc")
+        """What the card multiplies with, or widens for each product."""
+        return ("fp8", "inc", "int8", "int4")
 
     @property
     def can_run_draft_models(self) -> bool:

@@ -83,6 +83,11 @@ class Platform(ABC):
         return ()
 
     @property
+    def head_quantizations(self) -> tuple[str, ...]:
+        """Formats that a dense output head alone can be rounded to while it is loaded."""
+        return ()
+
+    @property
     def can_replace_embeddings(self) -> bool:
         """Its runner can replace the embeddings of tokens by embeddings of requests."""
         return False

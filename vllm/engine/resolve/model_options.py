@@ -102,7 +102,7 @@ def _check_head(model: ModelConfig, platform: Platform) -> None:
         raise ConfigError(
             f"lm_head_quantization={asked!r}: a pooling model has no output head; leave it out"
         )
-    if asked not in platform.quantizations:
+    if asked not in platform.head_quantizations:
         raise ConfigError(
             f"lm_head_quantization={asked!r} needs the C++ kernels of the CPU, which are not in "
             f"use here (device {platform.name!r}, "

@@ -83,7 +83,7 @@ def load_model(
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
     if config.load.load_format == "sharded_state":
         files = [shard_of(files, tp, stage or Stage(0, arch.num_layers))]
-    formats = _formats(config.model, files, dense_format)
+    formats = _formats(config.model, files, device, dense_format)
     for quantization in formats:
         quantization.start(tp, stage)
     dtype = getattr(torch, config.model.dtype_name)
@@ -129,7 +129,7 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
-    formats = _formats(config.model, [], dense_format)
+    formats = _formats(config.model, [], device, dense_format)
     for quantization in formats:
         quantization.start(target.tp)
     _check_split(config.model.resolved_arch, target.tp)
@@ -146,11 +146,12 @@ def load_speculator(
 
 
 def _formats(
-    model: ModelConfig, files: list[Path], dense_format: Quantization | None
+    model: ModelConfig, files: list[Path], device: torch.device, dense_format: Quantization | None
 ) -> list[Quantization]:
     """What is asked for the method of each layer, in this order."""
-    found = (quantization_of(model), stored_format(files), head_quantization_of(model))
-    return [each for each in (*found, dense_format) if each is not None]
+    asked = quantization_of(model, device.type)
+    found = (asked, stored_format(files), head_quantization_of(model), dense_format)
+    return [each for each in found if each is not None]
 
 
 def _read(

@@ -15,16 +15,10 @@ from torch import Tensor
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_experts import (
-    RoundedExperts,
-    has_stored_kernel,
-)
 from vllm.model_executor.layers.stored_linear import (
     SCALES,
-    RoundedLinear,
     StoredLinear,
     StoredTensor,
     add_parameter,
@@ -44,18 +38,17 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
-from vllm.ops.stored_weight import Fp8Weight, StoredWeight, round_to_fp8
+from vllm.ops.stored_weight import Fp8Weight
 
 
 class Fp8(CheckpointFormat[bool]):
-    """`quant_method: fp8` and `fbgemm_fp8`; without settings, dense weights are rounded to fp8."""
+    """`quant_method: fp8` and `fbgemm_fp8`."""
 
     def __init__(self, settings: Settings | None) -> None:
         """
         Raises:
             ConfigError: a setting is not supported.
         """
-        self.is_stored = settings is not None
         settings = settings or {}
         scheme = choice(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
         choice(settings, "fmt", ("e4m3",), "e4m3")
@@ -71,29 +64,14 @@ class Fp8(CheckpointFormat[bool]):
     def stores_head(self, names: Names) -> bool:
         # The settings of checkpoints with a dense head need not say so.
         scales = (f"{name}.{self._scale_name}" for name in names)
-        return self.is_stored and any(self.names.has_tensor(each) for each in scales)
+        return any(self.names.has_tensor(each) for each in scales)
 
     def method(self, name: str, storage: bool) -> LinearMethod:
-        if not self.is_stored:
-            return RoundedLinear(name, round_to_fp8)
         return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)
 
     @property
     def _scale_name(self) -> str:
         return "weight_scale_inv" if self.block else "weight_scale"
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        if self.is_stored:
-            return super().experts_method(name, layer)
-        return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
-
-
-def _round_expert(
-    number: int, gate_up: Tensor, down: Tensor
-) -> tuple[StoredWeight, StoredWeight, StoredWeight]:
-    del number
-    gate, up = gate_up.chunk(2)
-    return round_to_fp8(gate), round_to_fp8(up), round_to_fp8(down)
 
 
 class ModelOptFp8(Fp8):
@@ -175,9 +153,9 @@ class Fp8Linear(StoredLinear):
             for part, slice_ in layer.feature_slices.items()
         }
         if self.has_input_scale:
-            parts = list(layer.feature_slices)
-            add_parameter(layer, "input_scale", torch.empty(len(parts), dtype=torch.float32))
-            layer.slices["input_scale"] = {p: whole(0, i, 1, layer.tp) for i, p in enumerate(parts)}
+            names = list(layer.feature_slices)
+            add_parameter(layer, "input_scale", torch.empty(len(names), dtype=torch.float32))
+            layer.slices["input_scale"] = {p: whole(0, i, 1, layer.tp) for i, p in enumerate(names)}
 
     def _scale_slice(self, slice_: Slice, num_out: int, num_blocks: int, tp: TPGroup) -> Slice:
         if slice_.dim == 0:

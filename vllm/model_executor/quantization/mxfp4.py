@@ -4,6 +4,7 @@ The model brings blocks and scales of an expert together (`Mxfp4Source`). The ex
 bits where the device multiplies with them; else they are dequantized while they are loaded.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ _NAN = 255
 """As a scale of E8M0."""
 _GROUP = 32
 """Inputs that share a scale."""
+_SMALLEST_PART = 8
+"""Inputs of a part of a group, where ranks share it."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,22 @@ class MXFP4(Quantization):
         del settings  # they name the modules that are dense, which the names of tensors say too
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        """None: a rank would have parts of groups, and the experts are dequantized."""
-        has_groups = layer.intermediate_size % _GROUP == layer.hidden_size % _GROUP == 0
-        return StoredExperts(name) if has_groups else None
+        """None: a rank would have odd parts of groups, and the experts are dequantized."""
+        sizes = layer.intermediate_size, layer.hidden_size
+        return StoredExperts(name) if all(size % _SMALLEST_PART == 0 for size in sizes) else None
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         return Mxfp4Linear(name) if ".experts." in name else None
 
 
 class Mxfp4Linear(StoredLinear):
-    """One product of an expert, whose inputs are a multiple of 32."""
+    """One product of an expert. A group that several ranks have inputs of is made of parts with the
+    same scale."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
-        for name, columns in (("blocks", num_in // 2), ("scales", num_in // _GROUP)):
+        self.part = math.gcd(num_in, _GROUP)
+        for name, columns in (("blocks", num_in // 2), ("scales", num_in // self.part)):
             add_parameter(layer, name, torch.empty(num_out, columns, dtype=torch.uint8))
             layer.slices[name] = {}
         # The first of them stands for the tensor; the loader asks for its shape.
@@ -77,7 +82,7 @@ class Mxfp4Linear(StoredLinear):
         assert slice_ is not None
         scales = place.module.get_parameter("scales")
         expected = list(scales.shape)
-        expected[1] *= _GROUP
+        expected[1] *= self.part
         expected[slice_.dim] = slice_.total
         weight = source.weight if isinstance(source, Mxfp4Source) else None
         if weight is None or list(source.shape) != expected:
@@ -87,14 +92,15 @@ class Mxfp4Linear(StoredLinear):
             )
         for param, stored, group in (
             (place.param, weight.blocks.flatten(1), 2),
-            (scales, weight.scales, _GROUP),
+            (scales, weight.scales.repeat_interleave(_GROUP // self.part, dim=1), self.part),
         ):
             part = Source(stored.shape, stored.__getitem__)
             slice_.in_groups(group).copy(param, part, tp)
 
     def stored_weight(self, layer: ParallelLinear) -> Mxfp4Weight:
         return Mxfp4Weight(
-            blocks=on_host(layer, "blocks").unflatten(1, (-1, 16)), scales=on_host(layer, "scales")
+            blocks=on_host(layer, "blocks").unflatten(1, (-1, self.part // 2)),
+            scales=on_host(layer, "scales"),
         )
 
 

@@ -1,7 +1,7 @@
 """Quantization formats by their names, in `--quantization` and in checkpoints (`quant_method`)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -18,21 +18,35 @@ is not quantized, and the format was asked for with `--quantization`. Of inc: an
 class Format:
     """A row of the table."""
 
-    create: str | CreateQuantization
-    """A string is "module:Class", which is imported when a model needs it."""
-    is_stored: bool = True
-    """Whether checkpoints have it; else it is only made of dense ones. Which formats a device can
+    create: str | CreateQuantization | None = None
+    """Of checkpoints that have it; None: there are none. A string is "module:Class", which is
+    imported when a model needs it."""
+    rounds: str | None = None
+    """Made of dense checkpoints, where a device has no way of its own. Which formats a device can
     make is in `Platform.quantizations`."""
+    rounds_on: Mapping[str, str] = field(default_factory=dict)
+    """Type of a device -> how it makes them of dense checkpoints."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether checkpoints have it."""
+        return self.create is not None
 
 
 _PACKAGE = "vllm.model_executor.quantization"
 
 _formats: dict[str, Format] = {
-    "int8": Format(f"{_PACKAGE}.cpu_packed:CPUInt8", is_stored=False),
-    "int4": Format(f"{_PACKAGE}.cpu_packed:CPUInt4", is_stored=False),
-    "inc": Format(f"{_PACKAGE}.inc:create_inc", is_stored=False),
+    "int8": Format(
+        rounds=f"{_PACKAGE}.rounded:create_int8",
+        rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt8"},
+    ),
+    "int4": Format(
+        rounds=f"{_PACKAGE}.rounded:create_int4",
+        rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
+    ),
+    "inc": Format(rounds=f"{_PACKAGE}.inc:create_inc"),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
-    "fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
+    "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
     "modelopt": Format(f"{_PACKAGE}.fp8:ModelOptFp8"),
     "gptq": Format(f"{_PACKAGE}.gptq:GPTQ"),
@@ -60,8 +74,12 @@ def register_quantization(name: str, create: str | CreateQuantization) -> None:
     _formats[name] = Format(create)
 
 
-def quantization_of(model: ModelConfig) -> Quantization | None:
+def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:
     """The format of a checkpoint, or else the one that was asked for; None: dense weights.
+
+    Args:
+        model: with its settings of quantization.
+        device_type: that the weights are for.
 
     Raises:
         ConfigError: the format is not supported, or not with these settings.
@@ -78,11 +96,18 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
             f"the checkpoint is quantized with {name!r}, which is not supported; "
             f"{_INSTEAD.get(name, supported)}"
         )
-    if settings and model.inc is not None:
-        on_stored = load_class(f"{_PACKAGE}.inc_stored:IncOnStored")
-        combined: Quantization = on_stored(_create("inc", model.inc), _create(name, settings))
-        return combined
-    return _create(name, settings or model.inc)
+    if not settings:
+        rounds = found.rounds_on.get(device_type) or found.rounds or found.create
+        assert rounds is not None
+        return _create(rounds, model.inc)
+    assert found.create is not None
+    stored = _create(found.create, settings)
+    if model.inc is None:
+        return stored
+    inc = _formats["inc"].rounds
+    assert inc is not None
+    on_stored: type[Quantization] = load_class(f"{_PACKAGE}.inc_stored:IncOnStored")
+    return on_stored(_create(inc, model.inc), stored)  # type: ignore[call-arg]
 
 
 def head_quantization_of(model: ModelConfig) -> Quantization | None:
@@ -93,9 +118,6 @@ def head_quantization_of(model: ModelConfig) -> Quantization | None:
     return create()
 
 
-def _create(name: str, settings: Any) -> Quantization:
-    create = _formats[name].create
-    if isinstance(create, str):
-        create = load_class(create)
-    quantization: Quantization = create(settings)
-    return quantization
+def _create(create: str | CreateQuantization, settings: Any) -> Quantization:
+    made: CreateQuantization = load_class(create) if isinstance(create, str) else create
+    return made(settings)

@@ -168,6 +168,34 @@ class FusedKernels(Protocol):
         """
 
     @property
+    def has_bias_moe(self) -> bool:
+        """Whether this build has `bias_moe`."""
+
+    def bias_moe(
+        self,
+        x: "Tensor",
+        ids: "Tensor",
+        weights: "Tensor",
+        gate_up: "Sequence[Tensor]",
+        down: "Sequence[Tensor]",
+        gate_up_bias: "Sequence[Tensor]",
+        down_bias: "Sequence[Tensor]",
+        alpha: float,
+        limit: float,
+        first_expert: int = 0,
+        has_inputs_first: bool = False,
+    ) -> "Tensor":
+        """As `moe`, where it can run, of g = min(gate x + bias, limit) and u = up x + bias between
+        -limit and limit: sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
+
+        Args:
+            x, ids, weights, gate_up, down, first_expert, has_inputs_first: as in `moe`.
+            gate_up_bias: of each expert [2 * I], gate then up, of the type of x.
+            down_bias: of each expert [hidden].
+            alpha, limit: of all experts; constants of a recipe.
+        """
+
+    @property
     def has_fp8_moe(self) -> bool:
         """Whether this build has `fp8_moe`."""
 

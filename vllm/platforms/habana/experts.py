@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _NAME, _DENSE, _FP8 = "mixture_of_experts", "fused_weights", "fp8_fused_weights_dynamic"
+_BIASED = "bias_fused_weights"
 
 
 class FusedExperts:
@@ -17,6 +18,12 @@ class FusedExperts:
     def has_moe(self) -> bool:
         """Whether this bridge has the operator for gates and ups that are one weight."""
         return _DENSE in _overloads()
+
+    @property
+    def has_bias_moe(self) -> bool:
+        """Whether this bridge has the operator for experts with biases and a clamped
+        activation."""
+        return _BIASED in _overloads()
 
     @property
     def has_fp8_moe(self) -> bool:
@@ -42,6 +49,37 @@ class FusedExperts:
             router_weights=weights,
             w12=list(gate_up),
             w3=list(down),
+            activation="silu",
+            **_options(first_expert, len(down), has_inputs_first),
+        )
+        return out
+
+    def bias_moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        gate_up_bias: Sequence[Tensor],
+        down_bias: Sequence[Tensor],
+        alpha: float,
+        limit: float,
+        first_expert: int = 0,
+        has_inputs_first: bool = False,
+    ) -> Tensor:
+        """See `FusedKernels.bias_moe`."""
+        operator: Any = getattr(torch.ops.hpu, _NAME)
+        out: Tensor = operator(
+            hidden_states=x,
+            expert_routing_table=ids,
+            router_weights=weights,
+            w12=list(gate_up),
+            w3=list(down),
+            w12_bias=list(gate_up_bias),
+            w3_bias=list(down_bias),
+            alpha=alpha,
+            limit=limit,
             **_options(first_expert, len(down), has_inputs_first),
         )
         return out
@@ -69,6 +107,7 @@ class FusedExperts:
             d_scale_hidden_states=scale,
             d_scale_w12=list(gate_up_scales),
             d_scale_w3=list(down_scales),
+            activation="silu",
             **_options(first_expert, len(down)),
         )
         return out
@@ -82,7 +121,6 @@ def _overloads() -> list[str]:
 def _options(first_expert: int, num_experts: int, has_inputs_first: bool = False) -> dict[str, Any]:
     return {
         "permuted_weights": not has_inputs_first,
-        "activation": "silu",
         "experts_min": first_expert,
         "experts_max": first_expert + num_experts - 1,
     }

@@ -23,6 +23,12 @@ _SCHEMAS = {
         " Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max)"
         " -> Tensor"
     ),
+    "mixture_of_experts.bias_fused_weights": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, *, bool permuted_weights,"
+        " int experts_min, int experts_max, int chunk_size=0, int total_experts=0,"
+        " float alpha=1.702, float limit=7.0) -> Tensor"
+    ),
     "mixture_of_experts.fp8_fused_weights_dynamic": (
         "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
         " Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3,"
@@ -48,6 +54,7 @@ def register() -> torch.library.Library:
         "rms_norm": _rms_norm,
         "rotary_pos_embedding": _rotary_pos_embedding,
         "mixture_of_experts.fused_weights": _mixture_of_experts,
+        "mixture_of_experts.bias_fused_weights": _bias_mixture_of_experts,
         "mixture_of_experts.fp8_fused_weights_dynamic": _fp8_mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
         **sim_fp8.KERNELS,
@@ -118,6 +125,40 @@ def _mixture_of_experts(
             gate_up, down = gate_up.T, down.T
         gate, up = (x @ gate_up.float()).chunk(2, dim=-1)
         out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float())
+    return out.to(hidden_states.dtype)
+
+
+def _bias_mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    w12_bias: list[Tensor],
+    w3_bias: list[Tensor],
+    *,
+    permuted_weights: bool,
+    experts_min: int,
+    experts_max: int,
+    chunk_size: int = 0,
+    total_experts: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """With biases, and what is between the products limited. Chunks are of no effect here."""
+    x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
+    counts = (len(w12), len(w3), len(w12_bias), len(w3_bias))
+    weights = _weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, *counts
+    )
+    experts = zip(weights, w12, w3, w12_bias, w3_bias, strict=True)
+    for weight, gate_up, down, gate_up_bias, down_bias in experts:
+        if permuted_weights:
+            gate_up, down = gate_up.T, down.T
+        gate, up = (x @ gate_up.float() + gate_up_bias.float()).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        middle = gate * torch.sigmoid(alpha * gate) * (up + 1)
+        out = out + weight * (middle @ down.float() + down_bias.float())
     return out.to(hidden_states.dtype)
 
 

@@ -1,0 +1,56 @@
+"""Dense checkpoints whose linear layers and experts are rounded while they are loaded.
+
+Heads, embeddings and routers stay as they are. What a device has no numbers for, it multiplies as
+dense weights with the same values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_experts import RoundedExperts
+from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.ops.stored_weight import StoredWeight, round_to_fp8, round_to_int4, round_to_int8
+
+
+class Rounded(Quantization):
+    """Weights rounded by one rule.
+
+    Args:
+        round_weight: makes the stored weight of a dense one [out_features, in_features].
+    """
+
+    def __init__(self, round_weight: Callable[[Tensor], StoredWeight]) -> None:
+        self.round_weight = round_weight
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        return None if layer.keeps_precision else RoundedLinear(name, self.round_weight)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return RoundedExperts(name, self._round_expert)
+
+    def _round_expert(
+        self, number: int, gate_up: Tensor, down: Tensor
+    ) -> tuple[StoredWeight, StoredWeight, StoredWeight]:
+        del number
+        gate, up = gate_up.chunk(2)
+        return self.round_weight(gate), self.round_weight(up), self.round_weight(down)
+
+
+def create_fp8(settings: Any) -> Rounded:
+    """`--quantization fp8`: a scale for each output feature. Takes no settings."""
+    return Rounded(round_to_fp8)
+
+
+def create_int8(settings: Any) -> Rounded:
+    """`--quantization int8`: a scale for each output feature. Takes no settings."""
+    return Rounded(round_to_int8)
+
+
+def create_int4(settings: Any) -> Rounded:
+    """`--quantization int4`: a scale for each 32 inputs. Takes no settings."""
+    return Rounded(round_to_int4)

@@ -1,0 +1,84 @@
+"""Gated experts of a Gaudi card whose weights are dense: one operator where there is one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.bridge import FusedKernels
+
+
+@dataclass(frozen=True)
+class CardExperts:
+    """How a card computes experts.
+
+    `mixture_of_experts` has two activations: silu without biases, and the clamped one of GPT-OSS
+    with biases. What it has not, and plain eager mode, for which it is not, is left to torch.
+    """
+
+    kernels: FusedKernels
+    is_lazy: bool
+    """Operators are recorded."""
+    options: ExpertOptions = SILU_EXPERTS
+    first_expert: int | None = None
+    """See `Ops.moe`."""
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether operators for experts can be called here."""
+        return self.is_lazy or torch.compiler.is_compiling()
+
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        has_inputs_first: bool = False,
+    ) -> Tensor:
+        """As `Ops.moe`.
+
+        Args:
+            x, ids, weights, gate_up_bias, down_bias: as there.
+            gate_up: [E, 2 * I, hidden].
+            down: [E, hidden, I].
+            has_inputs_first: gate_up is [E, hidden, 2 * I] and down [E, I, hidden].
+        """
+        is_plain = self.options == SILU_EXPERTS and gate_up_bias is down_bias is None
+        if self.can_fuse and not self.options.scales_inputs:
+            given = (x, ids, weights.to(x.dtype), gate_up.unbind(0), down.unbind(0))
+            first = self.first_expert or 0
+            if is_plain and self.kernels.has_moe:
+                return self.kernels.moe(*given, first, has_inputs_first)
+            if self.options.limit is not None and self.kernels.has_bias_moe:
+                dim = 2 if has_inputs_first else 1
+                added = [  # the operator has no form without them
+                    weight.new_zeros(len(weight), weight.shape[dim]) if bias is None else bias
+                    for bias, weight in ((gate_up_bias, gate_up), (down_bias, down))
+                ]
+                alpha, limit = self.options.alpha, self.options.limit
+                return self.kernels.bias_moe(
+                    *given,
+                    added[0].unbind(0),
+                    added[1].unbind(0),
+                    *(alpha, limit, first, has_inputs_first),
+                )
+        if has_inputs_first:
+            gate_up, down = gate_up.mT, down.mT
+        return NativeOps().moe(
+            *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
+            *(self.options, self.first_expert),
+        )
+
+
+def kept_bias(bias: Tensor | None) -> nn.Parameter | None:
+    """A bias of a layer as a parameter of what computes its experts: the same one, so that the
+    memory of the model has it once."""
+    if bias is None or isinstance(bias, nn.Parameter):
+        return bias
+    return nn.Parameter(bias, requires_grad=False)

@@ -1,0 +1,243 @@
+"""Numbers of few bits in the memory of a Gaudi card, which become wide for each launch.
+
+A card multiplies bf16 or fp8. Numbers of 4 bits are read by `convert_from_uint4`, numbers of 8 bits
+by a cast of int8, and arithmetic of torch makes of them what the format says. A row is an input, so
+that a scale of a group of inputs is a row of scales. Shapes depend on the arguments alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops.stored_weight import (
+    GroupedWeight,
+    GroupScales,
+    Int8Weight,
+    MinimumWeight,
+    Mxfp4Weight,
+    StoredWeight,
+    pack_nibbles,
+)
+from vllm.platforms.habana.bridge import FusedKernels
+
+Part = Callable[[Tensor], Tensor]
+"""Takes of a tensor the rows that are asked for."""
+
+_BYTE_MIDDLE = 128
+"""Bytes less so much are int8, which the card converts."""
+_WORD = 8
+"""Numbers of 4 bits in a word."""
+_UINT4_MIDDLE = 8
+"""What `_Mxfp4Rows` has in place of 0."""
+
+_Weight = TypeVar("_Weight", bound=StoredWeight)
+
+
+def whole(kept: Tensor) -> Tensor:
+    """Every row."""
+    return kept
+
+
+class NarrowRows(nn.Module, ABC):
+    """Weights of the same inputs after each other, [rows, N]: a row for each input of each."""
+
+    @abstractmethod
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        """[rows, N] of `dtype`, or those of the rows that `part` takes."""
+
+
+def narrow_rows(
+    weights: Sequence[StoredWeight], kernels: FusedKernels, dtype: torch.dtype
+) -> NarrowRows | None:
+    """Rows of weights that are stored alike; None: they are not, or a card has no such numbers.
+
+    Args:
+        weights: on the host, neighbours in groups.
+        kernels: of the card.
+        dtype: of the inputs.
+    """
+    shapes = {weight.shape for weight in weights}
+    is_even = all(weight.shape[0] % _WORD == 0 for weight in weights)
+    if len(shapes) > 1:
+        return None
+    if (mxfp4 := _all_of(Mxfp4Weight, weights)) is not None:
+        return _Mxfp4Rows(mxfp4, kernels, dtype) if is_even else None
+    if (blocks := _all_of(MinimumWeight, weights)) is not None:
+        has_nibbles = is_even and all(weight.bits == 4 for weight in blocks)
+        return _MinimumRows(blocks, kernels if has_nibbles else None)
+    grouped = [as_grouped(weight) for weight in weights]
+    found = [weight for weight in grouped if weight is not None]
+    if len(found) < len(weights) or len({weight.scales.shape for weight in found}) > 1:
+        return None
+    if is_even and all(w.bits <= 4 and bool((w.zeros < 16).all()) for w in found):
+        return _Uint4Rows(found, kernels, dtype)
+    return _ByteRows(found)
+
+
+def as_grouped(weight: StoredWeight) -> GroupedWeight | None:
+    """int8 with a scale per output feature is one group; None: neither that nor grouped."""
+    if isinstance(weight, Int8Weight) and weight.shape[1] % 4 == 0:
+        codes = weight.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
+        return GroupedWeight(
+            words=codes.view(torch.int32).T.contiguous(),
+            bits=8,
+            scales=weight.scales[None],
+            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
+        )
+    return weight if isinstance(weight, GroupedWeight) else None
+
+
+def _all_of(kind: type[_Weight], weights: Sequence[StoredWeight]) -> list[_Weight] | None:
+    """The weights, if all of them are of this kind."""
+    found = [weight for weight in weights if isinstance(weight, kind)]
+    return found if len(found) == len(weights) else None
+
+
+class _Uint4Rows(NarrowRows):
+    """Of 4 bits, less a zero point, times a scale: `convert_from_uint4` does all of it."""
+
+    def __init__(
+        self, weights: Sequence[GroupedWeight], kernels: FusedKernels, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        scales = torch.cat([weight.scales for weight in weights]).to(dtype)
+        zeros = torch.cat([weight.zeros for weight in weights]).to(torch.uint8)
+        self.scales = _parameter(scales)
+        self.zeros = _parameter(pack_nibbles(zeros))
+        self.words = _parameter(_packed([weight.numbers() for weight in weights]))
+
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        words, scales, zeros = (part(each) for each in (self.words, self.scales, self.zeros))
+        return self._kernels.from_uint4(words, scales, zeros, dtype)
+
+
+class _ByteRows(NarrowRows):
+    """Of 8 bits, less a zero point, times a scale, in float32."""
+
+    def __init__(self, weights: Sequence[GroupedWeight]) -> None:
+        super().__init__()
+        scales = torch.cat([weight.scales for weight in weights])
+        zeros = torch.cat([weight.zeros for weight in weights]) - _BYTE_MIDDLE
+        self.scales = _parameter(scales[:, None])
+        self.register_parameter("zeros", None)
+        if bool(zeros.any()):
+            self.zeros = _parameter(zeros.float()[:, None])
+        rows = torch.cat([weight.numbers().T for weight in weights])
+        numbers = (rows.contiguous() ^ _BYTE_MIDDLE).view(torch.int8)
+        self.numbers = _parameter(numbers.unflatten(0, (len(scales), -1)))
+        """[G, inputs of a group, N]"""
+
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        numbers = part(self.numbers).float()
+        if self.zeros is not None:
+            numbers = numbers - part(self.zeros)
+        return (numbers * part(self.scales)).flatten(0, 1).to(dtype)
+
+
+class _WholeNumbers(nn.Module):
+    """Rows of 4 bits as whole numbers from -zero to 15 - zero, which every dtype has exactly.
+
+    Args:
+        numbers: [N, inputs] uint8 below 16 of each weight.
+        zero: what is taken off.
+        kernels: of the card.
+    """
+
+    def __init__(self, numbers: Sequence[Tensor], zero: int, kernels: FusedKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.words = _parameter(_packed(numbers))
+        num_columns = len(numbers[0])
+        self.zeros = _parameter(pack_nibbles(torch.full((1, num_columns), zero).to(torch.uint8)))
+        self.ones = _parameter(torch.ones(1, num_columns))
+
+    def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
+        """[rows, N] of `dtype`."""
+        ones = self.ones.to(dtype)
+        return self._kernels.from_uint4(part(self.words), ones, self.zeros, dtype)
+
+
+class _Mxfp4Rows(NarrowRows):
+    """Elements of E2M1 times a power of two.
+
+    The elements are twice 0, 1/2, 1, 3/2, 2, 3, 4, 6: their places -7 to 7 in this order are what
+    is in memory. The steps between them double twice, so an element is
+    2 n - clamp(n, -4, 4) / 2 - clamp(n, -6, 6) of its place n. No dtype rounds any of this.
+    """
+
+    def __init__(
+        self, weights: Sequence[Mxfp4Weight], kernels: FusedKernels, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        places = []
+        for weight in weights:
+            codes = weight.codes()
+            size = codes & 7
+            places.append(torch.where(codes > 7, _UINT4_MIDDLE - size, _UINT4_MIDDLE + size))
+        self.numbers = _WholeNumbers(places, _UINT4_MIDDLE, kernels)
+        powers = torch.cat([weight.powers().T for weight in weights])
+        self.scales = _parameter(powers[:, None].to(dtype))
+        """[G, 1, N]"""
+
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        places = self.numbers.widened(dtype, part)
+        elements = 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
+        scales = part(self.scales)
+        return (elements.unflatten(0, (len(scales), -1)) * scales).flatten(0, 1)
+
+
+class _MinimumRows(NarrowRows):
+    """Whole numbers times a scale, less a minimum, in float32.
+
+    Args:
+        weights: on the host.
+        kernels: of the card, which reads 4 bits; None: the numbers are bytes.
+    """
+
+    def __init__(self, weights: Sequence[MinimumWeight], kernels: FusedKernels | None) -> None:
+        super().__init__()
+        self.scales = _FactorRows([weight.scales for weight in weights])
+        self.minimums = _FactorRows([weight.minimums for weight in weights])
+        codes = [weight.codes for weight in weights]
+        self.words = None if kernels is None else _WholeNumbers(codes, 0, kernels)
+        self.register_parameter("numbers", None)
+        if kernels is None:
+            rows = torch.cat([each.T for each in codes]).contiguous()
+            self.numbers = _parameter(rows.view(torch.int8))  # 5 bits have no sign
+
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        if self.words is not None:
+            numbers = self.words.widened(dtype, part).float()
+        else:
+            numbers = part(self.numbers).float()
+        scales, minimums = self.scales.values(part), self.minimums.values(part)
+        grouped = numbers.unflatten(0, (len(scales), -1))
+        return (grouped * scales - minimums).flatten(0, 1).to(dtype)
+
+
+class _FactorRows(nn.Module):
+    """The `GroupScales` of weights, a row for each group."""
+
+    def __init__(self, scales: Sequence[GroupScales]) -> None:
+        super().__init__()
+        self.factors = _parameter(torch.cat([each.factors.T for each in scales])[:, None])
+        self.multipliers = _parameter(torch.cat([each.multipliers.T for each in scales]))
+
+    def values(self, part: Part) -> Tensor:
+        """[G, 1, N] float32"""
+        factors = part(self.factors)
+        multipliers = part(self.multipliers).float()
+        return (multipliers.unflatten(0, (len(factors), -1)) * factors).flatten(0, 1)[:, None]
+
+
+def _packed(numbers: Sequence[Tensor]) -> Tensor:
+    """[N, inputs] uint8 of each weight -> [all inputs, N / 8] int32 words."""
+    return pack_nibbles(torch.cat([each.T for each in numbers]).contiguous())
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.contiguous(), requires_grad=False)
