@@ -9,13 +9,15 @@ namespace vllm_cpu {
 
 // Of one adapter for one projection: y[offset : offset + size] += (x @ a.T) @ b. W is float or bf16.
 VLLM_STRUCT(LowRank,
-  const void* a;  // W [rank, in_features], dense
-  const void* b;  // W [panels of kPanel outputs, rank, kPanel]; the last panel ends with zeros
+  // W [rank / kRankBlock, in_features / kRankInputs, kRankBlock, kRankInputs]; the last inputs are
+  // followed by zeros.
+  const void* a;
+  const uint32_t* b;  // the panels of a weight [size, rank] of W (linear_format.h)
   int64_t rank;   // a multiple of kRankBlock; 0: the adapter leaves this projection as it is
   int64_t in_features, offset, size;
 );
 
-constexpr int64_t kRankBlock = 8;
+constexpr int64_t kRankBlock = 8, kRankInputs = 32;
 
 // The adapters of a launch of T tokens.
 VLLM_STRUCT(AdaptedRows,
