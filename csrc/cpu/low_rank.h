@@ -126,6 +126,7 @@ struct LowRankPiece {
   int64_t num_rows;
   float* h;  // [num_rows, rank]
   int64_t first_block, first_panel;  // units of the pieces before it
+  int64_t number;                    // of the projection in the call
 };
 
 template <typename T, typename W>
@@ -201,7 +202,7 @@ class LowRankCall {
         for (int64_t p = 0; p < args_.num_parts; ++p) {
           const LowRank& part = part_of(a, p);
           if (part.rank == 0) continue;
-          pieces_[num_pieces_++] = {&part, rows + first, count, h, num_blocks_, num_panels_};
+          pieces_[num_pieces_++] = {&part, rows + first, count, h, num_blocks_, num_panels_, p};
           h += count * part.rank;
           num_blocks_ += part.rank / kRankBlock;
           num_panels_ += ceil_div(part.size, int64_t{kPanel});
@@ -234,12 +235,12 @@ class LowRankCall {
     float* const h = piece.h + block * kRankBlock;
     int64_t i = 0;
     for (; i + 2 <= piece.num_rows; i += 2) {
-      const T* const x[] = {x_at(piece.rows[i]), x_at(piece.rows[i + 1])};
+      const T* const x[] = {x_at(piece, i), x_at(piece, i + 1)};
       float* const to[] = {h + i * part.rank, h + (i + 1) * part.rank};
       project_down<2, false>(x, a, part.in_features, to);
     }
     if (i == piece.num_rows) return;
-    const T* const x = x_at(piece.rows[i]);
+    const T* const x = x_at(piece, i);
     float* const to = h + i * part.rank;
     project_down<1, true>(&x, a, part.in_features, &to);
   }
@@ -254,15 +255,22 @@ class LowRankCall {
     const int64_t begin = panel * kPanel, left = part.size - begin;
     const int64_t width = left < kPanel ? left : int64_t{kPanel};
     for (int64_t r = 0; r < piece.num_rows; ++r) {
-      T* const y = y_at(piece.rows[r]) + part.offset + begin;
+      T* const y = y_at(piece, r) + begin;
       for_each_vector(width, [&](int64_t i, int64_t count) {
         store(y + i, load(y + i, count) + sums[r][i / kLanes], count);
       });
     }
   }
 
-  const T* x_at(int64_t row) const { return static_cast<const T*>(args_.x) + row * args_.x_stride; }
-  T* y_at(int64_t row) const { return static_cast<T*>(args_.y) + row * args_.y_stride; }
+  // Where row i of a piece begins.
+  const T* x_at(const LowRankPiece& piece, int64_t i) const {
+    return static_cast<const T*>(args_.x) + piece.rows[i] * args_.x_stride +
+           piece.number * args_.x_head_stride;
+  }
+  T* y_at(const LowRankPiece& piece, int64_t i) const {
+    return static_cast<T*>(args_.y) + piece.rows[i] * args_.y_stride +
+           piece.number * args_.y_head_stride + piece.part->offset;
+  }
 
   const LowRankArgs& args_;
   int num_threads_;

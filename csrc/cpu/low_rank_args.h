@@ -35,6 +35,9 @@ VLLM_STRUCT(LowRankArgs,
   void* y;        // [num_rows, out_features], rows y_stride elements apart
   int64_t first_row, num_rows, x_stride, y_stride;
   int64_t first_part, num_parts;  // of the projections of an adapter
+  // Elements from what one projection reads of a row, and writes, to what the next one does; 0: all
+  // have the same inputs, and their outputs follow each other by `offset`.
+  int64_t x_head_stride, y_head_stride;
 );
 
 }  // namespace vllm_cpu

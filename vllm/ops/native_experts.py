@@ -85,20 +85,21 @@ class NativeExperts(Ops):
             middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
             bias = None if down_bias is None else down_bias[expert]
             given = (x * weight).to(x.dtype) if options.scales_inputs else x
-            middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
+            middle = activated(self, F.linear(given, gate_up[expert], middle_bias), options)
             result = F.linear(middle, down[expert], bias)
             if options.scales_inputs:  # also of experts without a bias, which give zero for zero
                 weight = (~is_other).any(-1, keepdim=True).float()
             out += weight * result
         return out.to(x.dtype)
 
-    def _activated(self, gate_up: Tensor, options: ExpertOptions) -> Tensor:
-        """The middle of an expert: [..., 2 * I] -> [..., I]."""
-        if options.limit is None:
-            return self.silu_and_mul(gate_up)
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-        return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
+    """The middle of an expert: [..., 2 * I] -> [..., I]."""
+    if options.limit is None:
+        return ops.silu_and_mul(gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
 
 
 def choices_of(

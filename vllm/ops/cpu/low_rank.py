@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
 from vllm.utils.pace import Rest, no_rest
 
 _num_threads = torch.get_num_threads
@@ -80,9 +80,7 @@ class PackedAdapter:
         return self._memory.nbytes
 
 
-def _parts_of(
-    layer: AdaptedLayer, parts: Sequence[LowRank | None]
-) -> list[tuple[int, LowRank]]:
+def _parts_of(layer: AdaptedLayer, parts: Sequence[LowRank | None]) -> list[tuple[int, LowRank]]:
     """What an adapter adds to a layer: with its index among the projections of the layer."""
     found = []
     for index, (_, size) in enumerate(layer.parts):
@@ -163,27 +161,33 @@ class PackedRows:
         self.address = ctypes.addressof(self.struct)
 
 
-def add_low_rank(kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: PackedRows) -> None:
+def add_low_rank(
+    kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: PackedRows
+) -> None:
     """As `Ops.add_low_rank`.
 
     Args:
         kernels: of the dtype of x.
     """
-    n = len(x)
-    if x.shape != (n, layer.in_features) or y.dim() != 2 or len(y) != n or x.dtype != y.dtype:
+    has_heads = isinstance(layer, AdaptedHeads)
+    num_parts = len(layer.heads) if isinstance(layer, AdaptedHeads) else len(layer.parts)
+    shape = [len(x), num_parts] if has_heads else [len(x)]
+    if [*x.shape] != [*shape, layer.in_features] or [*y.shape[:-1]] != shape or x.dtype != y.dtype:
         raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
-    is_dense = x.stride(1) == y.stride(1) == 1 and x.is_cpu and y.is_cpu
-    if not is_dense or y.shape[1] < layer.out_features:
+    is_dense = x.stride(-1) == y.stride(-1) == 1 and x.is_cpu and y.is_cpu
+    if not is_dense or y.shape[-1] < layer.out_features:
         raise ValueError(f"x is {list(x.stride())} and y {list(y.stride())} apart, for {layer}")
     args = kernels.LowRankArgs(
         adapted=rows.address,
         x=x.data_ptr(),
         y=y.data_ptr(),
-        num_rows=n,
+        num_rows=len(x),
         x_stride=x.stride(0),
         y_stride=y.stride(0),
+        x_head_stride=x.stride(1) if has_heads else 0,
+        y_head_stride=y.stride(1) if has_heads else 0,
         first_part=layer.first_part,
-        num_parts=len(layer.parts),
+        num_parts=num_parts,
     )
     bad = kernels.add_low_rank(ctypes.byref(args), _num_threads())
     if bad >= 0:
