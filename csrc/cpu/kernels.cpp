@@ -93,6 +93,7 @@ extern const vllm_cpu::Kernel kernels[] = {
 extern const vllm_cpu::Type types[] = {
     CONSTANT(kPanel),
     CONSTANT(kRankBlock),
+    CONSTANT(kRankInputs),
     CONSTANT(kMaxBuffers),
     CONSTANT(kMaxTopK),
     CONSTANT(kMaxExpertGroups),

@@ -17,48 +17,106 @@ using vllm_cpu::LowRank;
 using vllm_cpu::LowRankArgs;
 
 using vllm_cpu::kRankBlock;
+using vllm_cpu::kRankInputs;
 
 constexpr int64_t kPieceRows = 32;
+constexpr int64_t kAheadBytes = 4096;  // between what is multiplied and what is asked for
 
-// h[r][0 .. kRankBlock) = x[r] @ a.T for as many rows of a.
-template <int kRows, typename T, typename W>
-VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features, float* const* h) {
-  Vec sums[kRows][kRankBlock] = {};
-  for_each_vector(in_features, [&](int64_t i, int64_t count) {
-    Vec inputs[kRows];
-    for (int r = 0; r < kRows; ++r) inputs[r] = load(x[r] + i, count);
-#pragma GCC unroll 8
-    for (int64_t k = 0; k < kRankBlock; ++k) {
-      const Vec w = load(a + k * in_features + i, count);
-#pragma GCC unroll 2
-      for (int r = 0; r < kRows; ++r) sums[r][k] = fma(inputs[r], w, sums[r][k]);
+// In a row of a.
+inline int64_t aligned_inputs(int64_t in_features) {
+  return ceil_div(in_features, kRankInputs) * kRankInputs;
+}
+
+// b is a weight like those of linear layers, with rows of floats as inputs.
+template <typename W>
+struct UpDot {
+  using Dot = DotFloat;
+};
+template <>
+struct UpDot<bf16> {
+  using Dot = DotWide;
+};
+
+// out[k] = the sum of all lanes of sums[k].
+VLLM_INLINE void store_sums(Vec (&sums)[kRankBlock], float* out) {
+  if constexpr (kLanes <= kRankBlock) {
+    for (int64_t first = 0; first < kRankBlock; first += kLanes) {
+      Vec part[kLanes];
+      for (int k = 0; k < kLanes; ++k) part[k] = sums[first + k];
+      store(out + first, sum_each(part));
     }
-  });
-  for (int r = 0; r < kRows; ++r) {
-    for (int64_t k = 0; k < kRankBlock; ++k) h[r][k] = sum_lanes(sums[r][k]);
+  } else {
+#pragma GCC unroll 8
+    for (int64_t n = kRankBlock / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < n; ++k) sums[k] = pair_sums(sums[2 * k], sums[2 * k + 1]);
+    }
+#pragma GCC unroll 4
+    for (int64_t n = kLanes / kRankBlock; n > 1; n /= 2) sums[0] = pair_sums(sums[0], sums[0]);
+    store(out, sums[0], kRankBlock);
   }
 }
 
-// y[r][0 .. width) += h[r] @ b for one panel of b.
-template <int kRows, typename T, typename W>
-VLLM_INLINE void project_up(const float* const* h, int64_t rank, const W* b, int64_t width,
-                            T* const* y) {
-  constexpr int64_t kVectors = kPanel / kLanes;
-  Vec sums[kRows][kVectors] = {};
-  for (int64_t k = 0; k < rank; ++k) {
-    Vec inputs[kRows];
-    for (int r = 0; r < kRows; ++r) inputs[r] = splat(h[r][k]);
-#pragma GCC unroll 16
-    for (int64_t v = 0; v < kVectors; ++v) {
-      const Vec w = load(b + k * kPanel + v * kLanes);
-      for (int r = 0; r < kRows; ++r) sums[r][v] = fma(inputs[r], w, sums[r][v]);
+// Products of kRankInputs inputs, as rows of T and W have them, added lane by lane.
+template <typename T, typename W>
+struct RankDot {
+  static constexpr int kVectors = kRankInputs / kLanes;
+  using Part = Vec;
+  static VLLM_INLINE Vec part(const T* x, int v) { return load(x + v * kLanes); }
+  static VLLM_INLINE Vec dot(Vec acc, const W* a, int v, Vec x) {
+    return fma(x, load(a + v * kLanes), acc);
+  }
+};
+#ifdef VLLM_DOT_BF16
+template <>
+struct RankDot<bf16, bf16> {
+  static constexpr int kVectors = kRankInputs / (2 * kLanes);
+  using Part = Bits;
+  static VLLM_INLINE Bits part(const bf16* x, int v) { return load_bits(x + v * 2 * kLanes); }
+  static VLLM_INLINE Vec dot(Vec acc, const bf16* a, int v, Bits x) {
+    return DotBf16::dot(acc, load_bits(a + v * 2 * kLanes), x);
+  }
+};
+#endif
+
+// h[r][0 .. kRankBlock) = x[r] @ a.T for one block of a. is_new: a was not read before.
+template <int kRows, bool kIsNew, typename T, typename W>
+VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features, float* const* h) {
+  using Dot = RankDot<T, W>;
+  Vec sums[kRows][kRankBlock] = {};
+  const auto add = [&](const T* const* inputs, int64_t at) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int v = 0; v < Dot::kVectors; ++v) {
+      typename Dot::Part parts[kRows];
+      for (int r = 0; r < kRows; ++r) parts[r] = Dot::part(inputs[r] + at, v);
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kRankBlock; ++k) {
+        const W* const row = a + k * kRankInputs;
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) sums[r][k] = Dot::dot(sums[r][k], row, v, parts[r]);
+      }
     }
+    if constexpr (kIsNew) {
+      const char* const ahead = reinterpret_cast<const char*>(a) + kAheadBytes;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kRankBlock * kRankInputs * int64_t{sizeof(W)}; i += 64) {
+        __builtin_prefetch(ahead + i);
+      }
+    }
+    a += kRankBlock * kRankInputs;
+  };
+  const int64_t num_whole = in_features / kRankInputs * kRankInputs;
+  for (int64_t i = 0; i < num_whole; i += kRankInputs) add(x, i);
+  if (num_whole < in_features) {
+    T last[kRows][kRankInputs] = {};
+    const T* from[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      __builtin_memcpy(last[r], x[r] + num_whole, (in_features - num_whole) * sizeof(T));
+      from[r] = last[r];
+    }
+    add(from, 0);
   }
-  for (int r = 0; r < kRows; ++r) {
-    for_each_vector(width, [&](int64_t i, int64_t count) {
-      store(y[r] + i, load(y[r] + i, count) + sums[r][i / kLanes], count);
-    });
-  }
+  for (int r = 0; r < kRows; ++r) store_sums(sums[r], h[r]);
 }
 
 // At most kPieceRows rows of one adapter, for one projection.
@@ -68,6 +126,7 @@ struct LowRankPiece {
   int64_t num_rows;
   float* h;  // [num_rows, rank]
   int64_t first_block, first_panel;  // units of the pieces before it
+  int64_t number;                    // of the projection in the call
 };
 
 template <typename T, typename W>
@@ -113,6 +172,8 @@ class LowRankCall {
   }
 
  private:
+  using UpTile = DenseTile<typename UpDot<W>::Dot>;
+
   int64_t adapter_of(int64_t row) const { return args_.adapted->of_rows[args_.first_row + row]; }
 
   const LowRank& part_of(int64_t adapter, int64_t part) const {
@@ -141,7 +202,7 @@ class LowRankCall {
         for (int64_t p = 0; p < args_.num_parts; ++p) {
           const LowRank& part = part_of(a, p);
           if (part.rank == 0) continue;
-          pieces_[num_pieces_++] = {&part, rows + first, count, h, num_blocks_, num_panels_};
+          pieces_[num_pieces_++] = {&part, rows + first, count, h, num_blocks_, num_panels_, p};
           h += count * part.rank;
           num_blocks_ += part.rank / kRankBlock;
           num_panels_ += ceil_div(part.size, int64_t{kPanel});
@@ -169,40 +230,47 @@ class LowRankCall {
 
   void down(const LowRankPiece& piece, int64_t block) const {
     const LowRank& part = *piece.part;
-    const W* const a = static_cast<const W*>(part.a) + block * kRankBlock * part.in_features;
+    const int64_t block_size = kRankBlock * aligned_inputs(part.in_features);
+    const W* const a = static_cast<const W*>(part.a) + block * block_size;
     float* const h = piece.h + block * kRankBlock;
     int64_t i = 0;
     for (; i + 2 <= piece.num_rows; i += 2) {
-      const T* const x[] = {x_at(piece.rows[i]), x_at(piece.rows[i + 1])};
+      const T* const x[] = {x_at(piece, i), x_at(piece, i + 1)};
       float* const to[] = {h + i * part.rank, h + (i + 1) * part.rank};
-      project_down<2>(x, a, part.in_features, to);
+      project_down<2, false>(x, a, part.in_features, to);
     }
     if (i == piece.num_rows) return;
-    const T* const x = x_at(piece.rows[i]);
+    const T* const x = x_at(piece, i);
     float* const to = h + i * part.rank;
-    project_down<1>(&x, a, part.in_features, &to);
+    project_down<1, true>(&x, a, part.in_features, &to);
   }
 
   void up(const LowRankPiece& piece, int64_t panel) const {
     const LowRank& part = *piece.part;
-    const W* const b = static_cast<const W*>(part.b) + panel * part.rank * kPanel;
+    const int64_t panel_words = part.rank * kPanel * int64_t{sizeof(W)} / 4;
+    const uint32_t* const b = part.b + panel * panel_words;
+    alignas(64) Vec sums[kPieceRows][kPanel / kLanes];
+    run_tiles<UpTile>({}, piece.h, part.rank, piece.num_rows, b, part.rank, sums, true,
+                      b + panel_words);
     const int64_t begin = panel * kPanel, left = part.size - begin;
     const int64_t width = left < kPanel ? left : int64_t{kPanel};
-    const int64_t at = part.offset + begin;
-    int64_t i = 0;
-    for (; i + 2 <= piece.num_rows; i += 2) {
-      const float* const h[] = {piece.h + i * part.rank, piece.h + (i + 1) * part.rank};
-      T* const y[] = {y_at(piece.rows[i]) + at, y_at(piece.rows[i + 1]) + at};
-      project_up<2>(h, part.rank, b, width, y);
+    for (int64_t r = 0; r < piece.num_rows; ++r) {
+      T* const y = y_at(piece, r) + begin;
+      for_each_vector(width, [&](int64_t i, int64_t count) {
+        store(y + i, load(y + i, count) + sums[r][i / kLanes], count);
+      });
     }
-    if (i == piece.num_rows) return;
-    const float* const h = piece.h + i * part.rank;
-    T* const y = y_at(piece.rows[i]) + at;
-    project_up<1>(&h, part.rank, b, width, &y);
   }
 
-  const T* x_at(int64_t row) const { return static_cast<const T*>(args_.x) + row * args_.x_stride; }
-  T* y_at(int64_t row) const { return static_cast<T*>(args_.y) + row * args_.y_stride; }
+  // Where row i of a piece begins.
+  const T* x_at(const LowRankPiece& piece, int64_t i) const {
+    return static_cast<const T*>(args_.x) + piece.rows[i] * args_.x_stride +
+           piece.number * args_.x_head_stride;
+  }
+  T* y_at(const LowRankPiece& piece, int64_t i) const {
+    return static_cast<T*>(args_.y) + piece.rows[i] * args_.y_stride +
+           piece.number * args_.y_head_stride + piece.part->offset;
+  }
 
   const LowRankArgs& args_;
   int num_threads_;

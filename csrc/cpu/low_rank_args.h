@@ -9,13 +9,15 @@ namespace vllm_cpu {
 
 // Of one adapter for one projection: y[offset : offset + size] += (x @ a.T) @ b. W is float or bf16.
 VLLM_STRUCT(LowRank,
-  const void* a;  // W [rank, in_features], dense
-  const void* b;  // W [panels of kPanel outputs, rank, kPanel]; the last panel ends with zeros
+  // W [rank / kRankBlock, in_features / kRankInputs, kRankBlock, kRankInputs]; the last inputs are
+  // followed by zeros.
+  const void* a;
+  const uint32_t* b;  // the panels of a weight [size, rank] of W (linear_format.h)
   int64_t rank;   // a multiple of kRankBlock; 0: the adapter leaves this projection as it is
   int64_t in_features, offset, size;
 );
 
-constexpr int64_t kRankBlock = 8;
+constexpr int64_t kRankBlock = 8, kRankInputs = 32;
 
 // The adapters of a launch of T tokens.
 VLLM_STRUCT(AdaptedRows,
@@ -33,6 +35,9 @@ VLLM_STRUCT(LowRankArgs,
   void* y;        // [num_rows, out_features], rows y_stride elements apart
   int64_t first_row, num_rows, x_stride, y_stride;
   int64_t first_part, num_parts;  // of the projections of an adapter
+  // Elements from what one projection reads of a row, and writes, to what the next one does; 0: all
+  // have the same inputs, and their outputs follow each other by `offset`.
+  int64_t x_head_stride, y_head_stride;
 );
 
 }  // namespace vllm_cpu

@@ -200,7 +200,8 @@ class ProgramPass {
     if (launch_.adapted == nullptr) return;
     const auto x = rows_.view(op.y, op.y_offset, rows), y = rows_.view(op.x, op.x_offset, rows);
     const int64_t bad = add_low_rank<T>({launch_.adapted, x.first, y.first, rows.begin, rows.count,
-                                         x.stride, y.stride, op.first_part, op.num_parts},
+                                         x.stride, y.stride, op.first_part, op.num_parts,
+                                         op.y_head_stride, op.x_head_stride},
                                         num_threads);
     if (bad == kNoMemory) fail(ProgramStatus::kNoMemory, 0);
     if (bad >= 0) fail(ProgramStatus::kBadAdapter, bad);

@@ -20,8 +20,8 @@ VLLM_STRUCT(Operation,
   int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
   int64_t y, y_offset;  // the same for the second operand
   int64_t out, out_offset;  // buffer of the result; the element of a row where that begins
-  // Elements from one head to the next, of copy and head_linear; 0: heads are dense.
-  int64_t x_head_stride, out_head_stride;
+  // Elements from one head to the next, of copy, head_linear and low_rank; 0: there are no heads.
+  int64_t x_head_stride, y_head_stride, out_head_stride;
   const void* weight;          // T: the weight of a norm, the table of a lookup; [num_heads,
                                // head_size] of add_weights, and of layer_norm with option 1
   const void* bias;            // T: of a linear layer or a norm; or null

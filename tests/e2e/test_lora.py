@@ -18,7 +18,7 @@ from vllm.core.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import ConfigError, RequestError
-from vllm.lora.layers import AdapterLayers
+from vllm.lora.reader import AdapterReader
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
 
@@ -322,13 +322,13 @@ def test_metrics_and_events_name_adapters(adapters, monkeypatch):
 def test_no_step_reads_an_adapter(adapters, monkeypatch):
     """More adapters wait than memory has room for, and requests are preempted."""
     readers = set()
-    read = AdapterLayers.load
+    read = AdapterReader.load
 
     def note(layers, folder, rest):
         readers.add(threading.current_thread().name)
         return read(layers, folder, rest)
 
-    monkeypatch.setattr(AdapterLayers, "load", note)
+    monkeypatch.setattr(AdapterReader, "load", note)
     small = {"max_model_len": 128, "max_num_seqs": 3, "num_gpu_blocks_override": 10}
     small |= {"max_loras": 2, "max_cpu_loras": 2, "enable_prefix_caching": False}
     llm = LLM(enable_lora=True, **small)

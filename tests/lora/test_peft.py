@@ -25,7 +25,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank 256": {"r": 256, "lora_alpha": 128},
 }
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+_LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # peft has all experts of a layer as one parameter.
     **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},

@@ -9,6 +9,7 @@ import torch
 from vllm.lora.launches import DeviceSlots, HostSlots
 from vllm.lora.places import AdaptedPlaces
 from vllm.lora.slots import AdapterSlots
+from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.low_rank import (
     AdaptedExpert,
     AdaptedExperts,
@@ -18,6 +19,7 @@ from vllm.ops.low_rank import (
     PlainAdapter,
 )
 from vllm.ops.native import NativeOps
+from vllm.ops.prepared import SingleExperts
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 7])
@@ -121,13 +123,13 @@ def test_experts_on_a_device_give_what_the_host_gives():
     x, y, weights = torch.randn(7, hidden), torch.randn(7, hidden), torch.rand(7, 2)
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(7)])
     found = []
-    products = _Products(3, hidden, size)
+    single = SingleExperts(_Products(3, hidden, size), SILU_EXPERTS)
     for store in (host, device):
         for slot, parts in enumerate(adapters):
             store.put(slot, store.prepare(parts))
         launch = store.of_tokens(slots)
         layer = AdaptedExperts(experts, 1)
-        found.append(launch.adapt_experts(layer, products, x, ids, weights, y.clone()))
+        found.append(launch.adapt_experts(layer, single, x, ids, weights, y.clone()))
     torch.testing.assert_close(*found)
     for got in found:
         assert [bool(row.all()) for row in got == y] == (slots < 0).tolist()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from vllm.attention.metadata import AttentionMetadata
-from vllm.ops.low_rank import AdaptedExperts, AdaptedLayer
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
+from vllm.ops.prepared import SingleExperts
 
 if TYPE_CHECKING:
     from vllm.attention.state import StateMetadata
@@ -52,6 +52,17 @@ class LaunchAdapters(Protocol):
         """
         ...
 
+    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+        """What the matrices of H heads return for its tokens.
+
+        Args:
+            layer: which ones.
+            x: [T, H, in_features]
+            y: [T, H, out_features or more], of which the first are what they compute without
+                adapters. May be changed in place.
+        """
+        ...
+
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
         """What the input embedding returns for its tokens.
 
@@ -65,7 +76,7 @@ class LaunchAdapters(Protocol):
     def adapt_experts(
         self,
         layer: AdaptedExperts,
-        products: ExpertProducts,
+        single: SingleExperts,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -75,7 +86,7 @@ class LaunchAdapters(Protocol):
 
         Args:
             layer: which one.
-            products: of its experts on this rank.
+            single: of its experts on this rank.
             x: [T, hidden]
             ids: [T, k] int64, the experts of each token, of all ranks.
             weights: [T, k] float32, how much they count.

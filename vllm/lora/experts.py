@@ -4,15 +4,13 @@ from torch import Tensor
 
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
-from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.low_rank import AdaptedExperts
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.prepared import ExpertProducts, SingleExperts
 
 
 def can_adapt(layer: Experts) -> bool:
     """Whether adapters can change the experts of a loaded layer."""
-    is_plain = layer.options == SILU_EXPERTS and layer.gate_up_bias is None
-    return is_plain and layer.method.products(layer) is not None
+    return layer.method.products(layer) is not None
 
 
 class ExpertsWithAdapters(ExpertsMethod):
@@ -48,4 +46,6 @@ class ExpertsWithAdapters(ExpertsMethod):
             return y
         products = self.inner.products(layer)
         assert products is not None
-        return context.adapters.adapt_experts(self.adapted, products, x, ids, weights, y)
+        biases = layer.gate_up_bias, layer.bias_of_sum()
+        single = SingleExperts(products, layer.options, *biases)
+        return context.adapters.adapt_experts(self.adapted, single, x, ids, weights, y)

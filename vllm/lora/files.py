@@ -22,6 +22,8 @@ from vllm.transformers_utils.hub import resolve_adapter_folder
 from vllm.utils.pace import Rest, no_rest
 
 CONFIG_FILE = "adapter_config.json"
+NAME_PREFIX = "base_model.model."
+"""Begins the names of tensors, before the name of a module."""
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """The first that is there is read."""
 
@@ -45,7 +47,7 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "adapters with pooled inputs",
 }
 """Keys of adapter_config.json that ask for what is not supported."""
-_PARAMETERS = ("gate_up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer, in the order in which peft wraps them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights with which peft has changed the weights of the model, too."""
@@ -90,7 +92,7 @@ class AdapterConfig:
         """
         found = [
             name
-            for name in _PARAMETERS
+            for name in EXPERT_PARAMETERS
             if any(f".{experts}.{name}".endswith(f".{end}") for end in self.parameters)
         ]
         place = len(found) - (2 if is_inner else 1)
@@ -230,14 +232,14 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
 
 def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     is_known = isinstance(given, list) and all(
-        isinstance(name, str) and name.rpartition(".")[2] in ("weight", *_PARAMETERS)
+        isinstance(name, str) and name.rpartition(".")[2] in ("weight", *EXPERT_PARAMETERS)
         for name in given
     )
     if not is_known:
         raise RequestError(
             f"{path}: target_parameters is {shown(given)}; only weights, and "
-            f"{' and '.join(_PARAMETERS)} of experts, are supported. Merge the adapter into the "
-            f"weights of its model (merge_and_unload of peft)"
+            f"{' and '.join(EXPERT_PARAMETERS)} of experts, are supported. Merge the adapter into "
+            f"the weights of its model (merge_and_unload of peft)"
         )
     return tuple(given)
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.attention import LaunchAdapters
@@ -16,27 +17,33 @@ from vllm.ops import get_ops
 from vllm.ops.low_rank import (
     AdaptedExpert,
     AdaptedExperts,
+    AdaptedHeads,
     AdaptedLayer,
     AdaptedRows,
     LowRank,
     PreparedAdapter,
 )
-from vllm.ops.native_experts import choices_of
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.native_experts import activated, choices_of
+from vllm.ops.prepared import SingleExperts
 from vllm.utils.pace import Rest, no_rest
 
 
 def _run_expert(
     adapters: LaunchAdapters,
-    products: ExpertProducts,
+    single: SingleExperts,
     number: int,
     place: AdaptedExpert,
     x: Tensor,
 ) -> Tensor:
     """What an expert of this rank, with adapters, computes of all rows of x [n, hidden]."""
-    gate_up = adapters.adapt(place.gate_up, x, products.multiply_gate_up(number, x))
-    middle = get_ops().silu_and_mul(gate_up)
-    return adapters.adapt(place.down, middle, products.multiply_down(number, middle))
+    gate_up = adapters.adapt(place.gate_up, x, single.gate_up(number, x))
+    middle = activated(get_ops(), gate_up, single.options)
+    return adapters.adapt(place.down, middle, single.down(number, middle))
+
+
+def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
+    """What an expert computes of x [n, hidden] with weights of choices [n, 1]."""
+    return (x * weight).to(x.dtype) if single.options.scales_inputs else x
 
 
 class AdapterStore(Protocol):
@@ -94,6 +101,10 @@ class RaggedAdapters:
         """See `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
+    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        return get_ops().add_low_rank(y, x, layer, self.rows)
+
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
         for number, part in self.embeddings.items():
@@ -105,7 +116,7 @@ class RaggedAdapters:
     def adapt_experts(
         self,
         layer: AdaptedExperts,
-        products: ExpertProducts,
+        single: SingleExperts,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -122,9 +133,12 @@ class RaggedAdapters:
         for number, place in enumerate(layer.experts):
             tokens, choices = (ids == layer.first_expert + number).nonzero(as_tuple=True)
             if len(tokens):
-                own = adapters.select(tokens)
-                result = _run_expert(own, products, number, place, x[tokens])
-                total.index_add_(0, tokens, result.float() * weights[tokens, choices, None])
+                own, weight = adapters.select(tokens), weights[tokens, choices, None]
+                given = _inputs_of(single, x[tokens], weight)
+                result = _run_expert(own, single, number, place, given).float()
+                total.index_add_(
+                    0, tokens, result if single.options.scales_inputs else result * weight
+                )
         y[rows] = total.to(y.dtype)
         return y
 
@@ -205,6 +219,15 @@ class SlottedAdapters:
         a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
+    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        a, b = self.slots.heads_of(layer)
+        inner = torch.bmm(x.transpose(0, 1).to(a.dtype), a.flatten(1, 2).mT)
+        inner = inner.unflatten(2, a.shape[1:3]) * self.is_own
+        added = torch.bmm(inner.flatten(2, 3), b.flatten(1, 2)).transpose(0, 1).to(y.dtype)
+        added = F.pad(added, (0, y.shape[2] - added.shape[2]))
+        return torch.where(self.has_one.unsqueeze(1), y + added, y)
+
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
         a, _ = self.slots.weights_of(table)
@@ -213,7 +236,7 @@ class SlottedAdapters:
     def adapt_experts(
         self,
         layer: AdaptedExperts,
-        products: ExpertProducts,
+        single: SingleExperts,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -223,8 +246,12 @@ class SlottedAdapters:
         adapter keep that."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         choices = choices_of(len(layer.experts), ids, weights, layer.first_expert)
-        for number, (place, (_, weight)) in enumerate(zip(layer.experts, choices, strict=True)):
-            total += weight * _run_expert(self, products, number, place, x)
+        for number, (place, choice) in enumerate(zip(layer.experts, choices, strict=True)):
+            is_other, weight = choice
+            result = _run_expert(self, single, number, place, _inputs_of(single, x, weight))
+            if single.options.scales_inputs:
+                weight = (~is_other).any(-1, keepdim=True).float()
+            total += weight * result
         return torch.where(self.has_one, total.to(y.dtype), y)
 
     def select(self, tokens: Tensor) -> "SlottedAdapters":
@@ -311,6 +338,12 @@ class DeviceSlots:
         """A [S, P * R, in_features] of a layer, and B [S, R, size] of each projection."""
         stack, index = self._where[layer.number]
         return self.a[stack][index], [each[index] for each in self.b[stack]]
+
+    def heads_of(self, layer: AdaptedHeads) -> tuple[Tensor, Tensor]:
+        """A [H, S, R, in_features] of heads, which are a stack, and B [H, S, R, out_features]."""
+        stack, _ = self._where[layer.heads[0].number]
+        (b,) = self.b[stack]
+        return self.a[stack], b
 
     def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> list[Tensor]:
         """See `AdapterStore`: a [G, P * R, in_features], then b [G, R, size] of each projection, of

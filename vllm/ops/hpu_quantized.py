@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.hpu_experts import CardExperts, kept_bias
 from vllm.ops.hpu_narrow_rows import NarrowRows, narrow_rows
@@ -150,7 +151,7 @@ class HPUFp8Experts(nn.Module):
         is_plain = card.options == SILU_EXPERTS and self.gate_up_bias is self.down_bias is None
         if not (is_plain and card.can_fuse and card.kernels.has_fp8_moe):
             return sum_of_experts(
-                *(x, topk_ids, topk_weights, len(self.down)),
+                *(get_ops(), x, topk_ids, topk_weights, len(self.down)),
                 lambda expert, given: self._biased(
                     self.multiply_gate_up(expert, given), self.gate_up_bias, expert
                 ),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.pace import Rest, no_rest
@@ -345,15 +345,18 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+    ) -> Tensor:
         """Add `(x @ a.T) @ b.T` of the adapter of each row to y, for all projections of a layer.
 
         Sums are made in float32, and the result is rounded once more. Rows without an adapter keep
         their bits.
 
         Args:
-            y: [T, out_features or more], what the layer computes. Changed in place.
-            x: [T, in_features], its inputs.
+            y: [T, out_features or more], what the layer computes; of H heads [T, H, out_features
+                or more]. Changed in place.
+            x: [T, in_features], its inputs; of H heads [T, H, in_features].
             layer: which one.
             rows: the adapters of the T rows.
 

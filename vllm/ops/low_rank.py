@@ -39,6 +39,29 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True)
+class AdaptedHeads:
+    """A matrix for each head that adapters can change."""
+
+    heads: Sequence[AdaptedLayer]
+    """One projection each, with numbers that follow each other and equal sizes."""
+
+    @property
+    def first_part(self) -> int:
+        """Number of the projection of the first head."""
+        return self.heads[0].first_part
+
+    @property
+    def in_features(self) -> int:
+        """Of a head."""
+        return self.heads[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Of a head."""
+        return self.heads[0].out_features
+
+
+@dataclass(frozen=True)
 class AdaptedExpert:
     """The two products of an expert that adapters can change."""
 

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from vllm.ops.interface import Ops
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
+from vllm.ops.low_rank import (
+    AdaptedHeads,
+    AdaptedLayer,
+    AdaptedRows,
+    LowRank,
+    PlainAdapter,
+    PreparedAdapter,
+)
 from vllm.utils.pace import Rest, no_rest
 
 
@@ -22,7 +29,13 @@ class NativeAdapters(Ops):
     ) -> PreparedAdapter:
         return PlainAdapter(parts)
 
-    def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+    ) -> Tensor:
+        if isinstance(layer, AdaptedHeads):
+            for number, head in enumerate(layer.heads):
+                self.add_low_rank(y[:, number], x[:, number], head, rows)
+            return y
         if x.shape != (len(rows.of_rows), layer.in_features) or len(y) != len(x):
             raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
         for number in rows.of_rows.unique().tolist():

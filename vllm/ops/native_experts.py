@@ -79,7 +79,7 @@ class NativeExperts(Ops):
                 f"for {len(x)} tokens"
             )
         return sum_of_experts(
-            *(x, topk_ids, topk_weights, num_experts),
+            *(self, x, topk_ids, topk_weights, num_experts),
             lambda expert, given: F.linear(given, gate_up[expert], _of(gate_up_bias, expert)),
             lambda expert, middle: F.linear(middle, down[expert], _of(down_bias, expert)),
             *(options, first_expert),
@@ -87,6 +87,7 @@ class NativeExperts(Ops):
 
 
 def sum_of_experts(
+    ops: Ops,
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -99,6 +100,7 @@ def sum_of_experts(
     """As `Ops.moe`: all tokens through all experts, so that no shape depends on the choices.
 
     Args:
+        ops: of the device.
         x, topk_ids, topk_weights, options, first_expert: as there.
         num_experts: E.
         gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I].
@@ -108,18 +110,17 @@ def sum_of_experts(
     choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
     for expert, (is_other, weight) in enumerate(choices):
         given = (x * weight).to(x.dtype) if options.scales_inputs else x
-        result = down(expert, _activated(gate_up(expert, given), options))
+        result = down(expert, activated(ops, gate_up(expert, given), options))
         if options.scales_inputs:  # also of experts without a bias, which give zero for zero
             weight = (~is_other).any(-1, keepdim=True).float()
         out += weight * result
     return out.to(x.dtype)
 
 
-def _activated(gate_up: Tensor, options: ExpertOptions) -> Tensor:
+def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
     """The middle of an expert: [..., 2 * I] -> [..., I]."""
     if options.limit is None:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return ops.silu_and_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)

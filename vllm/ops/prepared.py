@@ -1,9 +1,12 @@
 """Weights in the layout that a device multiplies with: what each kind can do."""
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from vllm.ops.expert_options import ExpertOptions
 
 
 class PreparedWeight(Protocol):
@@ -45,6 +48,29 @@ class ExpertProducts(Protocol):
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
         """[n, I] -> [n, hidden], new."""
         ...
+
+
+@dataclass(frozen=True)
+class SingleExperts:
+    """What experts of a layer compute, one at a time and one product at a time."""
+
+    products: ExpertProducts
+    options: ExpertOptions
+    """What is computed between the products, and where the weight of a choice counts."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2 * I]"""
+    down_bias: Tensor | None = None
+    """[E, hidden], as this rank adds it."""
+
+    def gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, 2 * I], new. The expert is the one of this number on this rank."""
+        y = self.products.multiply_gate_up(expert, x)
+        return y if self.gate_up_bias is None else y + self.gate_up_bias[expert]
+
+    def down(self, expert: int, x: Tensor) -> Tensor:
+        """[n, I] -> [n, hidden], new."""
+        y = self.products.multiply_down(expert, x)
+        return y if self.down_bias is None else y + self.down_bias[expert]
 
 
 class PreparedHeads(Protocol):

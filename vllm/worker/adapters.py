@@ -13,6 +13,7 @@ from vllm.errors import RequestError
 from vllm.lora.launches import AdapterStore, HostSlots, RaggedAdapters
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.memory import AdapterMemory
+from vllm.lora.reader import AdapterReader
 from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray
 from vllm.model_executor.models.interface import CausalLM
@@ -27,7 +28,7 @@ class Adapters:
 
     Args:
         config: of the engine.
-        layers: of its model.
+        reader: of adapters for its model.
         store: has the adapters in use.
 
     Attributes:
@@ -37,8 +38,8 @@ class Adapters:
             row is padding.
     """
 
-    def __init__(self, config: VllmConfig, layers: AdapterLayers, store: AdapterStore) -> None:
-        self._layers = layers
+    def __init__(self, config: VllmConfig, reader: AdapterReader, store: AdapterStore) -> None:
+        self._reader = reader
         self._store = store
         self._slots = AdapterSlots(config.lora.max_loras)
         self.steps = StepClock()
@@ -112,7 +113,7 @@ class Adapters:
     def _read(self, adapter: AdapterRef) -> Any:
         try:
             rest = Pace(self.steps.is_busy).rest
-            return self._store.prepare(self._layers.load(Path(adapter.path), rest), rest)
+            return self._store.prepare(self._reader.load(Path(adapter.path), rest), rest)
         except RequestError:
             raise
         except Exception as error:
@@ -126,13 +127,13 @@ class RaggedRows(Adapters):
 
     Args:
         config: of the engine.
-        layers: of its model.
+        reader: of adapters for its model.
     """
 
-    def __init__(self, config: VllmConfig, layers: AdapterLayers) -> None:
+    def __init__(self, config: VllmConfig, reader: AdapterReader) -> None:
         dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._host = HostSlots(layers.places, config.lora.max_loras, dtype)
-        super().__init__(config, layers, self._host)
+        self._host = HostSlots(reader.places, config.lora.max_loras, dtype)
+        super().__init__(config, reader, self._host)
 
     def select(self, rows: IntArray, counts: IntArray | None = None) -> RaggedAdapters | None:
         """The adapters of the tokens of a launch; None if no token has one.
@@ -155,10 +156,10 @@ class RaggedRows(Adapters):
         return any(each is not None and each.changes_head for each in found)
 
 
-def adapter_layers(
+def adapter_reader(
     config: VllmConfig, model: CausalLM, *, has_experts: bool = True
-) -> AdapterLayers:
-    """The layers of a loaded model that adapters can change; they accept adapters from here on.
+) -> AdapterReader:
+    """Reads adapters for a loaded model, whose layers accept adapters from here on.
 
     Args:
         has_experts: adapters may change experts where `lora_target_modules` is not set.
@@ -170,7 +171,8 @@ def adapter_layers(
     names = [name for name in known if name]
     rank, dtype = config.lora.max_lora_rank, adapter_dtype(config)
     modules = config.lora.lora_target_modules
-    return AdapterLayers(model, rank, dtype, names, modules, has_experts=has_experts)
+    layers = AdapterLayers(model, modules, has_experts=has_experts)
+    return AdapterReader(layers, rank, dtype, names)
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:

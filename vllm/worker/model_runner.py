@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.attention import CachedLayer, LaunchAdapters, LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.lora.layers import AdapterLayers
+from vllm.lora.reader import AdapterReader
 from vllm.messages import (
     IntArray,
     LogprobRows,
@@ -31,7 +31,7 @@ from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.adapters import Adapters, RaggedRows, adapter_layers
+from vllm.worker.adapters import Adapters, RaggedRows, adapter_reader
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
@@ -193,8 +193,8 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """LoRA adapters of requests; None: the engine accepts none."""
         if config.lora.enable_lora:
-            layers = adapter_layers(config, model, has_experts=self.adapts_experts)
-            self.adapters = self._make_adapters(config, layers)
+            reader = adapter_reader(config, model, has_experts=self.adapts_experts)
+            self.adapters = self._make_adapters(config, reader)
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
@@ -226,8 +226,8 @@ class ModelRunner:
         vocab_size = config.model.resolved_arch.vocab_size
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
-    def _make_adapters(self, config: VllmConfig, layers: AdapterLayers) -> Adapters:
-        return RaggedRows(config, layers)
+    def _make_adapters(self, config: VllmConfig, reader: AdapterReader) -> Adapters:
+        return RaggedRows(config, reader)
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """How the blocks of the KV cache are shared out. The stages of a pipeline, and a draft

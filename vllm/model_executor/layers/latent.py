@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod, ParallelLinear
 from vllm.ops import get_ops
+from vllm.ops.low_rank import AdaptedHeads
 from vllm.ops.prepared import PreparedHeads
 
 
-class LatentUpProjection(ColumnParallelLinear):
+class LatentUpProjection(ColumnParallelLinear, ReadsContext):
     """`kv_b_proj`: for each head the rows of its key, then those of its value.
 
     While weights are loaded it is a linear layer like any other, in whatever format the checkpoint
@@ -38,11 +40,14 @@ class LatentUpProjection(ColumnParallelLinear):
     """[N, V] of each head, once the layer is finished."""
     value_up: PreparedHeads
     """[V, M] of each head, once the layer is finished."""
+    adapted: tuple[AdaptedHeads, AdaptedHeads] | None = None
+    """What adapters may add to the products with both; None: nothing."""
 
     def __init__(
         self, latent_size: int, num_heads: int, key_size: int, value_size: int, tp: TPGroup
     ) -> None:
         super().__init__(latent_size, {"": num_heads * (key_size + value_size)}, tp)
+        self.launch = ContextHolder()
         self.head_sizes = (key_size, value_size)
         self._dtype = torch.get_default_dtype()
 
@@ -63,11 +68,17 @@ class LatentUpProjection(ColumnParallelLinear):
     def absorb(self, query: Tensor, rotated: Tensor) -> Tensor:
         """Queries [T, H, N] -> [T, H, V]: their products with latents are those with keys. The
         rotated parts [T, H, R] of the queries are put behind: [T, H, V + R]."""
-        return self.key_up.multiply(query, rotated)
+        return self._adapt(0, query, self.key_up.multiply(query, rotated))
 
     def expand(self, attended: Tensor) -> Tensor:
         """Weighted latents [T, H, V] -> weighted values [T, H, M]."""
-        return self.value_up.multiply(attended)
+        return self._adapt(1, attended, self.value_up.multiply(attended))
+
+    def _adapt(self, which: int, x: Tensor, y: Tensor) -> Tensor:
+        context = self.launch.context
+        if self.adapted is None or context is None or context.adapters is None:
+            return y
+        return context.adapters.adapt_heads(self.adapted[which], x, y)
 
 
 class _Halves(LinearMethod):

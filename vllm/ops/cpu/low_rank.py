@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
 from vllm.utils.pace import Rest, no_rest
 
 _num_threads = torch.get_num_threads
 
 
 class PackedAdapter:
-    """The projections of an adapter as the kernel reads them.
+    """The projections of an adapter as the kernel reads them: in one piece of memory, in its order.
 
     Weights in bfloat16 stay so; others become float32.
 
@@ -38,49 +38,88 @@ class PackedAdapter:
     ) -> None:
         known = [part for part in parts if part is not None]
         self.is_float = any(part.a.dtype != torch.bfloat16 for part in known)
-        self._dtype = torch.float32 if self.is_float else torch.bfloat16
-        self._unit, self._panel = kernels.kRankBlock, kernels.kPanel
-        self._tensors: dict[int, Tensor] = {}  # projections may share one
         self._structs = (kernels.LowRank * len(parts))()
+        self.address = ctypes.addressof(self._structs)
+        # Of A, and of B: rows and columns of a tile, and what the columns are a multiple of.
+        a_tiles = kernels.kRankBlock, kernels.kRankInputs, kernels.kRankInputs
+        b_tiles = kernels.kPanel, 1 if self.is_float else 2, kernels.kRankBlock
+        found: dict[int, _Tiled] = {}
+        """By the tensor: projections may share one."""
+        size = 0
         for layer in layers:
-            for number, (offset, size) in enumerate(layer.parts, layer.first_part):
-                part = parts[number]
-                if part is None:
-                    continue
-                rest()
-                rank = -(-len(part.a) // self._unit) * self._unit
-                if part.a.shape[1] != layer.in_features or part.b.shape != (size, len(part.a)):
-                    raise ValueError(f"{list(part.a.shape)} and {list(part.b.shape)} for {layer}")
-                self._structs[number] = kernels.LowRank(
-                    a=self._keep(part.a, self._pack_a),
-                    b=self._keep(part.b, self._pack_b),
-                    rank=rank,
+            own = _parts_of(layer, parts)
+            for tensor, tiles in [
+                *((part.a, a_tiles) for _, part in own),
+                *((part.b, b_tiles) for _, part in own),
+            ]:
+                if id(tensor) not in found:
+                    found[id(tensor)] = each = _Tiled(tensor, *tiles, start=size)
+                    size = each.end
+        dtype = torch.float32 if self.is_float else torch.bfloat16
+        self._memory = memory = torch.empty(size, dtype=dtype)
+        for each in found.values():
+            rest()
+            each.fill(memory)
+        first, item = memory.data_ptr(), memory.element_size()
+        for layer in layers:
+            for index, part in _parts_of(layer, parts):
+                offset, size = layer.parts[index]
+                a, b = found[id(part.a)], found[id(part.b)]
+                self._structs[layer.first_part + index] = kernels.LowRank(
+                    a=first + item * a.start,
+                    b=first + item * b.start,
+                    rank=a.padded_rows,
                     in_features=layer.in_features,
                     offset=offset,
                     size=size,
                 )
-        self.address = ctypes.addressof(self._structs)
 
     @property
     def num_bytes(self) -> int:
         """Of its weights."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return self._memory.nbytes
 
-    def _keep(self, tensor: Tensor, pack: Any) -> int:
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = pack(tensor)
-        return self._tensors[id(tensor)].data_ptr()
 
-    def _pack_a(self, a: Tensor) -> Tensor:
-        """[rank, in_features], the rank a multiple of the unit."""
-        missing = -len(a) % self._unit
-        return F.pad(a.to(self._dtype), (0, 0, 0, missing)).contiguous()
+def _parts_of(layer: AdaptedLayer, parts: Sequence[LowRank | None]) -> list[tuple[int, LowRank]]:
+    """What an adapter adds to a layer: with its index among the projections of the layer."""
+    found = []
+    for index, (_, size) in enumerate(layer.parts):
+        part = parts[layer.first_part + index]
+        if part is None:
+            continue
+        if part.a.shape[1] != layer.in_features or part.b.shape != (size, len(part.a)):
+            raise ValueError(f"{list(part.a.shape)} and {list(part.b.shape)} for {layer}")
+        found.append((index, part))
+    return found
 
-    def _pack_b(self, b: Tensor) -> Tensor:
-        """[panels, rank, outputs of a panel]"""
-        size, rank = b.shape
-        padded = F.pad(b.to(self._dtype), (0, -rank % self._unit, 0, -size % self._panel))
-        return padded.unflatten(0, (-1, self._panel)).mT.contiguous()
+
+class _Tiled:
+    """Where a matrix is in memory, tile by tile: those of the first rows come first.
+
+    Args:
+        matrix: it ends with zeros where its last tiles are not full.
+        rows: of a tile.
+        columns: of a tile.
+        unit: how many columns, with zeros, are a multiple of this.
+        start: element of the memory where it begins.
+    """
+
+    def __init__(self, matrix: Tensor, rows: int, columns: int, unit: int, start: int) -> None:
+        self._matrix = matrix
+        self._tile = rows, columns
+        self.padded_rows, self._padded_columns = (
+            -(-size // each) * each for size, each in zip(matrix.shape, (rows, unit), strict=True)
+        )
+        self.start, self.end = start, start + self.padded_rows * self._padded_columns
+
+    def fill(self, memory: Tensor) -> None:
+        """Copy the matrix to its place."""
+        rows, columns = self._tile
+        count, length = self._matrix.shape
+        missing = (0, self._padded_columns - length, 0, self.padded_rows - count)
+        whole = F.pad(self._matrix, missing) if any(missing) else self._matrix
+        tiles = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+        memory[self.start : self.end].view(tiles.shape).copy_(tiles)
 
 
 class PackedRows:
@@ -122,27 +161,33 @@ class PackedRows:
         self.address = ctypes.addressof(self.struct)
 
 
-def add_low_rank(kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: PackedRows) -> None:
+def add_low_rank(
+    kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: PackedRows
+) -> None:
     """As `Ops.add_low_rank`.
 
     Args:
         kernels: of the dtype of x.
     """
-    n = len(x)
-    if x.shape != (n, layer.in_features) or y.dim() != 2 or len(y) != n or x.dtype != y.dtype:
+    has_heads = isinstance(layer, AdaptedHeads)
+    num_parts = len(layer.heads) if isinstance(layer, AdaptedHeads) else len(layer.parts)
+    shape = [len(x), num_parts] if has_heads else [len(x)]
+    if [*x.shape] != [*shape, layer.in_features] or [*y.shape[:-1]] != shape or x.dtype != y.dtype:
         raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
-    is_dense = x.stride(1) == y.stride(1) == 1 and x.is_cpu and y.is_cpu
-    if not is_dense or y.shape[1] < layer.out_features:
+    is_dense = x.stride(-1) == y.stride(-1) == 1 and x.is_cpu and y.is_cpu
+    if not is_dense or y.shape[-1] < layer.out_features:
         raise ValueError(f"x is {list(x.stride())} and y {list(y.stride())} apart, for {layer}")
     args = kernels.LowRankArgs(
         adapted=rows.address,
         x=x.data_ptr(),
         y=y.data_ptr(),
-        num_rows=n,
+        num_rows=len(x),
         x_stride=x.stride(0),
         y_stride=y.stride(0),
+        x_head_stride=x.stride(1) if has_heads else 0,
+        y_head_stride=y.stride(1) if has_heads else 0,
         first_part=layer.first_part,
-        num_parts=len(layer.parts),
+        num_parts=num_parts,
     )
     bad = kernels.add_low_rank(ctypes.byref(args), _num_threads())
     if bad >= 0:

@@ -36,7 +36,14 @@ from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
 from vllm.ops.interface import FP8_DTYPES
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
+from vllm.ops.low_rank import (
+    AdaptedHeads,
+    AdaptedLayer,
+    AdaptedRows,
+    LowRank,
+    PlainAdapter,
+    PreparedAdapter,
+)
 from vllm.ops.native import NativeOps
 from vllm.ops.native_experts import check_choice
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
@@ -108,7 +115,9 @@ class CPUOps(NativeOps):
             return super().prepare_adapter(layers, parts, dtype, rest)
         return PackedAdapter(kernels, layers, parts, rest)
 
-    def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+    ) -> Tensor:
         if any(isinstance(adapter, PlainAdapter) for adapter in rows.adapters):
             return super().add_low_rank(y, x, layer, rows)
         kernels = self._kernels[x.dtype]

@@ -412,8 +412,8 @@ def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, 
     for name, rows in (("x", operation.x), ("y", operation.y), ("out", operation.out)):
         if rows is not None:
             fields |= {name: buffers.index[rows.buffer], f"{name}_offset": rows.offset}
-        if rows is not None and operation.kind in ON_PARTS_OF_HEADS and name != "y":
-            fields[f"{name}_head_stride"] = rows.head_stride or rows.sizes[-1]
+        if rows is not None and operation.kind in ON_PARTS_OF_HEADS:
+            fields[f"{name}_head_stride"] = rows.head_distance
     return fields | {name: _pointer(x) for name, x in operation.operands.items()}
 
 

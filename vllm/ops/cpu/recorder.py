@@ -22,8 +22,8 @@ from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
 from vllm.ops.interface import FP8_DTYPES
-from vllm.ops.low_rank import AdaptedExperts, AdaptedLayer
-from vllm.ops.prepared import ExpertProducts
+from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
+from vllm.ops.prepared import SingleExperts
 
 _MAX_WINDOW = 2**31 - 1
 
@@ -33,7 +33,7 @@ Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
 
-ON_PARTS_OF_HEADS = ("copy", "head_linear")
+ON_PARTS_OF_HEADS = ("copy", "head_linear", "low_rank")
 """Operations whose rows may be parts of heads."""
 _ON_FLOATS = ("widen", "linear", "route")
 """Those whose rows may be float32 in a program of bfloat16."""
@@ -208,10 +208,18 @@ class Recorder(CPUOps):
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
         return y
 
+    def adapt_heads(self, layer: AdaptedHeads, x: Any, y: Any) -> Any:
+        """The same for heads."""
+        count = len(layer.heads)
+        if x.sizes != (count, layer.in_features) or y.sizes[:-1] != (count,):
+            raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} for {count} heads")
+        self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=count)
+        return y
+
     def adapt_experts(
         self,
         layer: AdaptedExperts,
-        products: ExpertProducts,
+        single: SingleExperts,
         x: Any,
         ids: Any,
         weights: Any,

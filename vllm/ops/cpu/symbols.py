@@ -136,6 +136,11 @@ class Rows(Symbol):
         return self.head_stride is None and self.width == self.buffer.width
 
     @property
+    def head_distance(self) -> int:
+        """Elements from one head to the next; 0: there are no heads."""
+        return (self.head_stride or self.sizes[-1]) if len(self.sizes) > 1 else 0
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         return (Symbol(self.recorder), *self.sizes)
 

@@ -4,7 +4,7 @@ from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.launches import DeviceSlots
-from vllm.lora.layers import AdapterLayers
+from vllm.lora.reader import AdapterReader
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.adapters import Adapters, adapter_dtype
 
@@ -19,15 +19,15 @@ class DeviceRows(Adapters):
 
     Args:
         config: of the engine.
-        layers: of its model.
+        reader: of adapters for its model.
         bridge: the card.
     """
 
-    def __init__(self, config: VllmConfig, layers: AdapterLayers, bridge: HabanaBridge) -> None:
+    def __init__(self, config: VllmConfig, reader: AdapterReader, bridge: HabanaBridge) -> None:
         lora = config.lora
         dtype, device = adapter_dtype(config), bridge.device
         self.slots = DeviceSlots(
-            layers.places, lora.max_loras, lora.max_lora_rank, dtype, device, bridge.mark_step
+            reader.places, lora.max_loras, lora.max_lora_rank, dtype, device, bridge.mark_step
         )
         self.slots.warm_up()
         logger.info(
@@ -36,4 +36,4 @@ class DeviceRows(Adapters):
             lora.max_lora_rank,
             format_bytes(self.slots.num_bytes),
         )
-        super().__init__(config, layers, self.slots)
+        super().__init__(config, reader, self.slots)

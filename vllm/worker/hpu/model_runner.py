@@ -14,7 +14,7 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.lora.layers import AdapterLayers
+from vllm.lora.reader import AdapterReader
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -139,8 +139,8 @@ class HPUModelRunner(ModelRunner):
         serve all layers, and a contiguous launch has each block once."""
         return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
 
-    def _make_adapters(self, config: VllmConfig, layers: AdapterLayers) -> Adapters:
-        return DeviceRows(config, layers, self._bridge)
+    def _make_adapters(self, config: VllmConfig, reader: AdapterReader) -> Adapters:
+        return DeviceRows(config, reader, self._bridge)
 
     def _head_adapters(self, rows: IntArray) -> LaunchAdapters | None:
         if not isinstance(self.adapters, DeviceRows):

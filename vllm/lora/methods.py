@@ -1,0 +1,68 @@
+"""The methods that add adapters to linear layers and output heads, around the layers' own.
+
+Hu et al. 2021 (arXiv 2106.09685): y += x @ A.T @ B.T. How the products are made is up to the launch
+(`LaunchAdapters`).
+"""
+
+from torch import Tensor
+
+from vllm.attention import ContextHolder
+from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.ops.low_rank import AdaptedLayer
+
+
+class WithAdapters(LinearMethod):
+    """A method whose result is added to for tokens with an adapter.
+
+    Args:
+        inner: of the layer, its weights loaded.
+        place: of the layer among those of the model.
+        launch: has the adapters of the launch.
+    """
+
+    def __init__(self, inner: LinearMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
+        self.inner = inner
+        self.place = place
+        self.launch = launch
+
+    def create_weights(self, layer: ParallelLinear) -> None:
+        raise AssertionError("adapters come after the weights")
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = self.inner.apply(layer, x, bias)
+        context = self.launch.context
+        if context is None or context.adapters is None:
+            return y
+        if x.dim() == 2:
+            return context.adapters.adapt(self.place, x, y)
+        rows = context.adapters.adapt(self.place, x.flatten(0, -2), y.flatten(0, -2))
+        return rows.view(y.shape)
+
+
+class HeadWithAdapters(EmbeddingMethod):
+    """The same for an output head.
+
+    Args:
+        inner: of the head, its weights loaded.
+        place: of the head among the layers of the model.
+        launch: has the adapters of the rows of hidden states.
+    """
+
+    def __init__(self, inner: EmbeddingMethod, place: AdaptedLayer, launch: ContextHolder) -> None:
+        self.inner = inner
+        self.place = place
+        self.launch = launch
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        raise AssertionError("adapters come after the weights")
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        return self.inner.embed(layer, ids)
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        logits = self.inner.multiply(layer, hidden_states)
+        context = self.launch.context
+        if context is None or context.adapters is None:
+            return logits
+        return context.adapters.adapt(self.place, hidden_states, logits)

@@ -1,0 +1,302 @@
+"""Reads the files of an adapter for a model, and compares them with it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+
+import torch
+from torch import Tensor
+
+from vllm.errors import RequestError, WeightLoadError
+from vllm.logger import init_logger
+from vllm.lora.files import NAME_PREFIX, AdapterConfig, check_files, shown, weights_file
+from vllm.lora.layers import AdapterLayers
+from vllm.lora.places import AdaptedPlaces
+from vllm.lora.targets import Target
+from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
+from vllm.model_executor.layers.embedding import DenseTable, VocabParallelEmbedding
+from vllm.model_executor.layers.slice import DENSE_DTYPES, Source
+from vllm.ops.low_rank import LowRank
+from vllm.utils.pace import Rest, no_rest
+
+logger = init_logger(__name__)
+
+_ENDINGS = {
+    ".lora_A.weight": 0,
+    ".lora_B.weight": 1,
+    ".lora_embedding_A": 0,
+    ".lora_embedding_B": 1,
+}
+_INNER = ".base_layer"
+"""End of the name of experts with a second parameter that is adapted, in an adapter's file."""
+_UNCHANGED = ".base_layer.weight"
+"""End of the name of a weight of the model, which peft saves for embeddings and heads."""
+_LONGEST_NAME = 512
+"""Of a tensor."""
+
+
+class AdapterReader:
+    """Reads adapters for the layers of a model.
+
+    Args:
+        layers: of the model.
+        max_rank: of an adapter.
+        dtype: of the adapter weights in memory.
+        names: of the model.
+    """
+
+    def __init__(
+        self,
+        layers: AdapterLayers,
+        max_rank: int,
+        dtype: torch.dtype,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._layers = layers
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._names = [PurePath(name).name for name in names]
+
+    @property
+    def places(self) -> AdaptedPlaces:
+        """Of the layers."""
+        return self._layers.places
+
+    def load(self, folder: Path, rest: Rest = no_rest) -> list[LowRank | None]:
+        """Read an adapter: what it adds to each projection, by its number.
+
+        Args:
+            folder: of its files.
+            rest: between two tensors.
+
+        Raises:
+            RequestError: a file is missing or wrong, or does not fit the model.
+        """
+        config = check_files(folder, self._max_rank)
+        self._compare_base(folder, config.base)
+        path = weights_file(folder)
+        parts: list[LowRank | None] = [None] * self.places.num_parts
+        try:
+            check_header(path, self.places.num_parts)
+            with open_weights(path, rest) as tensors:
+                self._check_unchanged(path, tensors, rest)
+                for module, pair in self._pairs(path, list(tensors), rest).items():
+                    rest()
+                    given = (tensors[pair[0]], tensors[pair[1]])
+                    experts = module.removesuffix(_INNER)
+                    if experts in self._layers.experts:
+                        whole = pair[0].removeprefix(NAME_PREFIX).partition(".lora_")[0]
+                        stem = whole.removesuffix(_INNER)  # as peft calls the module
+                        name = config.parameter_of(stem, is_inner=module != experts)
+                        if name is None:
+                            raise self._misfit(path, pair[0])
+                        own = config.for_module(f"{stem}.{name}")
+                        for number, a, b in self._by_expert(path, experts, name, own.rank, *given):
+                            rest()
+                            self._read(path, own, f"{experts}.{number}.{name}", a, b, parts)
+                    else:
+                        self._read(path, config, module, *given, parts)
+        except WeightLoadError as error:
+            raise RequestError(str(error)) from None
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read: {error}") from None
+        return parts
+
+    def _read(
+        self,
+        path: Path,
+        config: AdapterConfig,
+        module: str,
+        given_a: Source,
+        given_b: Source,
+        parts: list[LowRank | None],
+    ) -> None:
+        """Put what an adapter adds to a module in its place in `parts`."""
+        self._check(path, config, module, list(given_a.shape), list(given_b.shape))
+        for dtype in (given_a.dtype, given_b.dtype):
+            if dtype not in (None, *DENSE_DTYPES):
+                raise RequestError(
+                    f"{path}: {module} has the dtype {dtype}; accepted are "
+                    f"{', '.join(map(str, DENSE_DTYPES))}"
+                )
+        a, b = given_a.read(()).to(self._dtype), given_b.read(()).float()
+        b = (b * config.scale_of(module, len(a))).to(self._dtype)
+        if not (is_finite(a) and is_finite(b)):
+            raise RequestError(
+                f"{path}: {module} has values that are NaN, infinite, or too large for "
+                f"{str(self._dtype).removeprefix('torch.')}"
+            )
+        if self._layers.is_table(module):
+            assert self.places.embedding is not None
+            parts[self.places.embedding.first_part] = LowRank(a, b)
+            return
+        for target, source in self._projections(module, b, config):
+            target.put(a, source.read(()), parts)
+
+    def _projections(
+        self, module: str, rows: Tensor, config: AdapterConfig
+    ) -> list[tuple[Target, Source]]:
+        return self._layers.projections(module, rows, is_transposed=config.is_transposed)
+
+    def _by_expert(
+        self, path: Path, experts: str, name: str, rank: int, a: Source, b: Source
+    ) -> Iterator[tuple[int, Source, Source]]:
+        """A and B of each expert of this rank, where a parameter has the matrices of all.
+
+        Args:
+            experts: name of their module.
+            name: of the parameter.
+            rank: r.
+            a: [E * r, in_features], one expert after the other.
+            b: [out_features, r * E], for each of r the columns of all experts. Where peft takes a
+                matrix [in, out] for [out, in], as that of Llama 4, a is of outputs, b of inputs.
+        """
+        layer = self._layers.experts[experts]
+        count = len(layer.expert_ids) + len(layer.elsewhere)
+        inputs, outputs = self._layers.sizes_of_experts(experts, name)
+        wanted = (count * rank, inputs), (outputs, count * rank)
+        swapped = (count * rank, outputs), (inputs, count * rank)
+        given = tuple(a.shape), tuple(b.shape)
+        if given not in (wanted, swapped):
+            raise RequestError(
+                f"{path}: {name} of {experts} has A {list(a.shape)} and B {list(b.shape)}, and "
+                f"rank {rank} of {count} experts needs {list(wanted[0])} and {list(wanted[1])}. "
+                f"Is it an adapter of another model?"
+            )
+        all_a = a.read(()).unflatten(0, (count, rank))
+        all_b = b.read(()).unflatten(1, (-1, count)).permute(2, 0, 1)
+        if given != wanted:
+            all_a, all_b = all_b.mT, all_a.mT
+        for number in range(count):
+            if not self._layers.is_elsewhere(f"{experts}.{number}"):
+                yield number, source_of(all_a[number]), source_of(all_b[number])
+
+    def _compare_base(self, folder: Path, base: str) -> None:
+        """Warn of an adapter of another model. It may be the same one under another name."""
+        if base and self._names and PurePath(base).name not in self._names:
+            logger.warning(
+                "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
+                "right if the weights are the same",
+                folder,
+                shown(base),
+                self._names[0],
+            )
+
+    def _pairs(self, path: Path, names: list[str], rest: Rest) -> Mapping[str, list[str]]:
+        """Module, by its name in the model -> names of its A and B in the file."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            rest()
+            if len(name) > _LONGEST_NAME or not name.isprintable():
+                raise RequestError(
+                    f"{path}: {shown(name)} is the name of no tensor of an adapter: it has more "
+                    f"than {_LONGEST_NAME} characters, or some that cannot be printed"
+                )
+            if name.endswith(_UNCHANGED):
+                continue
+            ending = next((e for e in _ENDINGS if name.endswith(e)), None)
+            if ending is None:
+                raise self._misfit(path, name)
+            module = self._layers.module_of(name.removesuffix(ending))
+            if self._layers.is_elsewhere(module):
+                continue
+            if self._layers.is_table(module) != ("_embedding_" in ending):
+                raise self._misfit(path, name)
+            pair = found.setdefault(module, ["", ""])
+            if pair[_ENDINGS[ending]]:
+                raise RequestError(
+                    f"{path}: {pair[_ENDINGS[ending]]} and {name} are the same tensor of {module}"
+                )
+            pair[_ENDINGS[ending]] = name
+        if not names:
+            raise RequestError(f"{path} has no tensors")
+        for module, pair in found.items():
+            if not all(pair):
+                missing = list(_ENDINGS)[pair.index("") + 2 * self._layers.is_table(module)]
+                raise RequestError(f"{path}: {module} has no {missing}")
+        return found
+
+    def _check_unchanged(self, path: Path, tensors: Mapping[str, Source], rest: Rest) -> None:
+        """Compare the weights that peft has saved beside the adapter with those of the model, where
+        these can be looked up."""
+        for name, source in tensors.items():
+            if not name.endswith(_UNCHANGED):
+                continue
+            module = self._layers.module_of(name.removesuffix(_UNCHANGED))
+            if self._layers.is_elsewhere(module):
+                continue
+            layer = self._layers.model.get_submodule(module) if self._knows_table(module) else None
+            if not isinstance(layer, VocabParallelEmbedding):
+                raise self._misfit(path, name)
+            shape = [layer.num_embeddings, layer.embedding_dim]
+            is_same = list(source.shape) == shape
+            if is_same and isinstance(layer.method, DenseTable):
+                first = min(layer.first_id, layer.num_embeddings)
+                count = min(layer.local_size, layer.num_embeddings - first)
+                given = source.narrow(0, first, count)
+                is_same = is_close(given, layer.weight.detach(), rest)
+            if not is_same:
+                raise RequestError(
+                    f"{path}: {name} {list(source.shape)} is not the weight of this model "
+                    f"({shape}); an adapter with changed tokens is not supported. Merge it into "
+                    f"the weights of its model (merge_and_unload of peft)"
+                )
+
+    def _knows_table(self, module: str) -> bool:
+        return self._layers.is_table(module) or module in self._layers.targets
+
+    def _misfit(self, path: Path, name: str) -> RequestError:
+        names = [
+            *self._layers.targets,
+            *([] if self._layers.table is None else [self._layers.table[0]]),
+        ]
+        known = sorted({target.rpartition(".")[2] for target in names})
+        more = ""
+        if self._layers.left_out:
+            others = ", ".join(sorted(self._layers.left_out))
+            more = f"These as well if lora_target_modules names them: {others}. "
+        return RequestError(
+            f"{path}: {name} does not belong to a layer that adapters can change here. "
+            f"These can be changed: {', '.join(known)}. {more}Merge the adapter into the weights "
+            f"of its model (merge_and_unload of peft)"
+        )
+
+    def _check(
+        self,
+        path: Path,
+        config: AdapterConfig,
+        module: str,
+        a_shape: list[int],
+        b_shape: list[int],
+    ) -> None:
+        """Compare shapes before any memory is taken."""
+        rank = config.rank_of(module)
+        if self._layers.is_table(module):
+            place = self.places.embedding
+            assert place is not None
+            sizes = [[rank, place.in_features], [place.out_features, rank]]
+            self._compare(path, module, rank, [a_shape, b_shape], sizes)
+            return
+        stand_in = torch.empty(b_shape, device="meta") if len(b_shape) == 2 else None
+        found = [] if stand_in is None else self._projections(module, stand_in, config)
+        if not found:
+            raise self._misfit(path, module)
+        output_size = sum(target.output_size for target, _ in found)
+        sizes = [[rank, found[0][0].input_size], [output_size, rank]]
+        self._compare(path, module, rank, [a_shape, b_shape], sizes)
+        shapes = [list(source.shape) for _, source in found]
+        if shapes != [[target.output_size, rank] for target, _ in found]:
+            raise RequestError(
+                f"{path}: fan_in_fan_out of {module} does not fit the model. Is it an adapter of "
+                f"another model?"
+            )
+
+    def _compare(
+        self, path: Path, module: str, rank: int, shapes: list[list[int]], wanted: list[list[int]]
+    ) -> None:
+        kind = "lora_embedding_" if self._layers.is_table(module) else "lora_"
+        for letter, shape, size in zip("AB", shapes, wanted, strict=True):
+            if shape != size:
+                raise RequestError(
+                    f"{path}: {module}.{kind}{letter} has the shape {shape}, and {size} is "
+                    f"expected for this model and rank {rank}. Is it an adapter of another model?"
+                )

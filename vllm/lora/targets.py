@@ -1,0 +1,87 @@
+"""The projections of a checkpoint that adapters can change: how large they are, and which parts of
+an adapter this rank needs of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm.lora.weights import source_of
+from vllm.model_executor.layers.embedding import ParallelLMHead
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.slice import Slice
+from vllm.ops.low_rank import LowRank
+
+Layer = ParallelLinear | ParallelLMHead | Experts
+
+
+@dataclass(frozen=True)
+class Target:
+    """One projection of the checkpoint."""
+
+    number: int
+    """Of the projection among all that can be adapted."""
+    layer: Layer
+    place: Slice
+    other_size: int
+    """Of the dimension that is not split."""
+
+    @property
+    def input_size(self) -> int:
+        """Over all ranks."""
+        return self.place.total if self.place.dim == 1 else self.other_size
+
+    @property
+    def output_size(self) -> int:
+        """Over all ranks."""
+        return self.place.total if self.place.dim == 0 else self.other_size
+
+    def put(self, a: Tensor, b: Tensor, parts: list[LowRank | None]) -> None:
+        """Put what this rank needs of an adapter in its places.
+
+        Args:
+            a: [r, input_size]
+            b: [output_size, r], multiplied by the scale.
+            parts: by the numbers of projections. Changed.
+        """
+        for number, part in enumerate(self._parts(*self._of_rank(a, b)), self.number):
+            parts[number] = part
+
+    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LowRank]:
+        return (LowRank(a, b),)
+
+    def _of_rank(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The slice of the dimension that is split; padding is zero."""
+        if self.layer.tp.size == 1:
+            return a, b
+        if self.place.dim == 1:
+            return self._slice(a, torch.empty(len(a), self.place.size, dtype=a.dtype)), b
+        return a, self._slice(b, torch.empty(self.place.size, b.shape[1], dtype=b.dtype))
+
+    def _slice(self, whole: Tensor, part: Tensor) -> Tensor:
+        replace(self.place, offset=0).copy(part, source_of(whole), self.layer.tp)
+        return part
+
+
+@dataclass(frozen=True)
+class LatentTarget(Target):
+    """`kv_b_proj`, whose halves are products with queries and with what attention puts out.
+
+    B has the rows of the key of each head, then those of its value. A query q of a head is
+    multiplied with (B A).T, so there A and B change places: q (rows of B).T, and then A.
+    """
+
+    layer: LatentUpProjection
+
+    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LowRank]:
+        keys, values = b.unflatten(0, (-1, sum(self.layer.head_sizes))).split(
+            self.layer.head_sizes, dim=1
+        )
+        last = a.T  # the same for all heads, so it is stored once
+        return [
+            *(LowRank(key.T, last) for key in keys),
+            *(LowRank(a, value) for value in values),
+        ]
