@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
@@ -254,6 +255,31 @@ def make_target(folder: Path) -> Path:
     """A Llama for all speculators with files of their own."""
     sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE, "head_dim": 16}
     return make_tiny_model("llama", folder, **sizes)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Give a model of `VOCAB_SIZE` tokens a tokenizer: three special tokens and 13 characters."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2}
+    vocabulary |= {character: 3 + index for index, character in enumerate('abcdef",[]123')}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(
+        folder
+    )
+
+
+def cut_last_layer(model: Path, folder: Path) -> Path:
+    """A copy of a model without its last layer, in a new folder: it often says the same."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if f"layers.{last}." not in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
 
 
 def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> Made:
