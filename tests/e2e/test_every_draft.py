@@ -90,21 +90,22 @@ SAMPLED_PROMPT = [3, 4, 3, 4, 3]
 
 
 def seen_by_user(output: Any) -> list[Any]:
-    """Log-probabilities without their last digits."""
+    """Log-probabilities come last."""
     entries = [output.prompt_logprobs, *(sample.logprobs for sample in output.outputs)]
-    found = [
-        [[(t, p.rank, round(p.logprob, 3)) for t, p in (place or {}).items()] for place in places]
-        for places in entries
-        if places is not None
-    ]
+    places = [place or {} for found in entries if found is not None for place in found]
     samples = [(list(s.token_ids), s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
-    return [samples, found]
+    ranks = [[(token, p.rank) for token, p in place.items()] for place in places]
+    return [samples, ranks, [p.logprob for place in places for p in place.values()]]
+
+
+def params_of(kind: str) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | KINDS[kind])
 
 
 def run(llm: LLM, *, is_reversed: bool = False) -> dict[str, list[Any]]:
     """What a user sees of each kind, all in one batch."""
     kinds = list(KINDS)[:: -1 if is_reversed else 1]
-    params = [SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | KINDS[k]) for k in kinds]
+    params = [params_of(kind) for kind in kinds]
     prompts = [{"prompt_token_ids": PROMPTS[kind]} for kind in kinds]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return {kind: seen_by_user(output) for kind, output in zip(kinds, outputs, strict=True)}
@@ -191,7 +192,11 @@ def expected(cases) -> dict[Path, tuple[dict[str, list[Any]], list[list[int]], t
     found = {}
     for target in {case.target for case in cases.values()}:
         llm = LLM(str(target), **COMMON)
-        found[target] = run(llm), sampled(llm), distribution(target)
+        seen = {
+            kind: [*exact, pytest.approx(logprobs, abs=1e-3)]
+            for kind, (*exact, logprobs) in run(llm).items()
+        }
+        found[target] = seen, sampled(llm), distribution(target)
     return found
 
 
