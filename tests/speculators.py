@@ -337,11 +337,12 @@ def make_mtp(folder: Path, seed: int = 5) -> Made:
     return Made(target, {"method": "mtp", "num_speculative_tokens": 3}, reference.eval())
 
 
-def make_right(made: Made) -> None:
+def make_right(made: Made, *, lies: bool = False) -> None:
     """Change both models so that the model repeats the last token for ever, and the speculator
-    knows."""
+    knows; or `lies`: finds that token the least likely of all."""
     own = made.config.get("model")
     unit = F.normalize(torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1)))
+    sign = -1 if lies else 1
     target = load_file(made.target / "model.safetensors")
     for name, tensor in target.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -351,7 +352,7 @@ def make_right(made: Made) -> None:
         elif tensor.shape == unit.shape:  # embeddings and head
             tensor.copy_(unit)
         elif "eh_proj" in name:
-            tensor.copy_(torch.eye(64, 128))
+            tensor.copy_(sign * torch.eye(64, 128))
     save_file(target, made.target / "model.safetensors")
     if own is None:
         return
@@ -359,14 +360,16 @@ def make_right(made: Made) -> None:
     tensors = load_file(path)
     one_hot = torch.eye(VOCAB_SIZE, 48)
     for name, tensor in tensors.items():
+        of_head = sign if "head" in name else 1
         if "d2t" in tensors and name == "lm_head.weight":
-            tensor.copy_(unit[tensors["t2d"]])
+            tensor.copy_(sign * unit[tensors["t2d"]])
         elif name == "fc.weight":  # the embedding, or the first of three hidden states
-            tensor.copy_(torch.eye(*tensor.shape))
+            has_own_head = "lm_head.weight" in tensors
+            tensor.copy_((1 if has_own_head else sign) * torch.eye(*tensor.shape))
         elif tensor.shape == unit.shape:
-            tensor.copy_(unit)
+            tensor.copy_(of_head * unit)
         elif tensor.shape == one_hot.shape:
-            tensor.copy_(one_hot)
+            tensor.copy_(of_head * one_hot)
         elif name.endswith("bias") or any(part in name for part in ("_proj", "linear", ".proj.")):
             tensor.zero_()
         elif tensor.dim() == 1 and tensor.is_floating_point():
