@@ -86,8 +86,12 @@ def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, mon
     most = made.config.get("num_speculative_tokens", 3)
     assert num_drafts > (80 if kind == RIGHT else 39 * most)
     if kind == LIES:
-        num_adaptive, _ = drafts_of(run(made, adaptive=True, num_tokens=40))
+        llm = run(made, adaptive=True, num_tokens=40)
+        num_adaptive, _ = drafts_of(llm)
         assert 0 < num_adaptive < 0.7 * num_drafts
+        stats = llm.llm_engine.engine_core.stats().drafts
+        num_drafted = stats.num_drafts // len(PROMPTS)
+        assert 35 < stats.num_declined_steps + num_drafted < 40, "each step is of one kind"
 
 
 ON_CARD = [
