@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
@@ -256,6 +257,31 @@ def make_target(folder: Path) -> Path:
     return make_tiny_model("llama", folder, **sizes)
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Give a model of `VOCAB_SIZE` tokens a tokenizer: three special tokens and 13 characters."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2}
+    vocabulary |= {character: 3 + index for index, character in enumerate('abcdef",[]123')}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(
+        folder
+    )
+
+
+def cut_last_layer(model: Path, folder: Path) -> Path:
+    """A copy of a model without its last layer, in a new folder: it often says the same."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if f"layers.{last}." not in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
 def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> Made:
     """Random weights for a model of `make_target`, in the layout of the published checkpoints."""
     model = load_target(target)
@@ -311,11 +337,12 @@ def make_mtp(folder: Path, seed: int = 5) -> Made:
     return Made(target, {"method": "mtp", "num_speculative_tokens": 3}, reference.eval())
 
 
-def make_right(made: Made) -> None:
+def make_right(made: Made, *, lies: bool = False) -> None:
     """Change both models so that the model repeats the last token for ever, and the speculator
-    knows."""
+    knows; or `lies`: finds that token the least likely of all."""
     own = made.config.get("model")
     unit = F.normalize(torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1)))
+    sign = -1 if lies else 1
     target = load_file(made.target / "model.safetensors")
     for name, tensor in target.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -325,7 +352,7 @@ def make_right(made: Made) -> None:
         elif tensor.shape == unit.shape:  # embeddings and head
             tensor.copy_(unit)
         elif "eh_proj" in name:
-            tensor.copy_(torch.eye(64, 128))
+            tensor.copy_(sign * torch.eye(64, 128))
     save_file(target, made.target / "model.safetensors")
     if own is None:
         return
@@ -333,14 +360,16 @@ def make_right(made: Made) -> None:
     tensors = load_file(path)
     one_hot = torch.eye(VOCAB_SIZE, 48)
     for name, tensor in tensors.items():
+        of_head = sign if "head" in name else 1
         if "d2t" in tensors and name == "lm_head.weight":
-            tensor.copy_(unit[tensors["t2d"]])
+            tensor.copy_(sign * unit[tensors["t2d"]])
         elif name == "fc.weight":  # the embedding, or the first of three hidden states
-            tensor.copy_(torch.eye(*tensor.shape))
+            has_own_head = "lm_head.weight" in tensors
+            tensor.copy_((1 if has_own_head else sign) * torch.eye(*tensor.shape))
         elif tensor.shape == unit.shape:
-            tensor.copy_(unit)
+            tensor.copy_(of_head * unit)
         elif tensor.shape == one_hot.shape:
-            tensor.copy_(one_hot)
+            tensor.copy_(of_head * one_hot)
         elif name.endswith("bias") or any(part in name for part in ("_proj", "linear", ".proj.")):
             tensor.zero_()
         elif tensor.dim() == 1 and tensor.is_floating_point():

@@ -3,17 +3,14 @@ the warm-up, and right drafts where the two models agree.
 """
 
 import itertools
-import json
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
+from tests.speculators import cut_last_layer
 from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -101,9 +98,9 @@ CASES = [
 
 @pytest.mark.parametrize(("mode", "draft"), CASES)
 def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, tmp_path):
-    folder = {RIGHT: BUNDLED_MODEL, WRONG: models("opt"), PARTLY: tmp_path}[draft]
-    if draft == PARTLY:
-        cut_layers(tmp_path)
+    folder = {RIGHT: BUNDLED_MODEL, WRONG: models("opt")}.get(draft)
+    if folder is None:
+        folder = cut_last_layer(BUNDLED_MODEL, tmp_path / "draft")
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
     card = simulated_hpu(has_profiling_run=False, **variables)
     with card as bridge, steps_in_flight() as seen:
@@ -127,14 +124,3 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
     else:
         assert num_drafts > 30
         assert num_right < 20 if draft == WRONG else 10 < num_right < 0.6 * num_drafts
-
-
-def cut_layers(folder: Path) -> None:
-    """A folder with the first layers of the bundled model."""
-    shutil.copytree(BUNDLED_MODEL, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    num_layers = config["num_hidden_layers"] - 1
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
-    weights = load_file(folder / "model.safetensors")
-    kept = {name: w for name, w in weights.items() if f"layers.{num_layers}." not in name}
-    save_file(kept, folder / "model.safetensors")

@@ -3,16 +3,31 @@
 import pytest
 
 from tests.e2e.test_pipeline_drafts import ON_CARDS, run_few
-from tests.e2e.test_speculators import COMMON
-from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.e2e.test_speculators import COMMON, PARAMS, prompts
+from tests.hpu import FEW_BUCKETS, simulated_hpu, steps_in_flight
 from tests.speculators import make_speculator, make_target
 from vllm import LLM
+from vllm.errors import CapacityError
 from vllm.platforms.habana.bridge import HabanaBridge
 
 
 def used_bytes(bridge: HabanaBridge) -> int:
     memory = bridge.memory_info()
     return memory.total_bytes - memory.free_bytes
+
+
+def leave_in_the_middle(llm: LLM) -> None:
+    """Begin requests, and abort them while a step with drafts is in flight."""
+    engine = llm.llm_engine
+    core, drafted = engine.engine_core, engine.engine_core.stats().drafts.num_drafts
+    for index, prompt in enumerate(prompts()[1:3]):
+        engine.add_request(str(index), prompt, PARAMS[0])
+    while core.stats().drafts.num_drafts == drafted or not core._in_flight:
+        engine.step()
+    with pytest.raises(CapacityError, match="cannot sleep while requests run"):
+        llm.sleep()
+    engine.abort_request(["0", "1"])
+    assert core._in_flight
 
 
 @pytest.mark.exhaustive
@@ -22,7 +37,8 @@ def test_what_makes_drafts_sleeps_with_the_model(method, tmp_path):
     config = {"method": method, "model": str(target)}
     if method != "draft_model":
         config = make_speculator(method, target, tmp_path / "eagle-head").config
-    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
+    card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS)
+    with card as bridge, steps_in_flight():
         llm = LLM(
             str(target),
             speculative_config={"adaptive": False, **config},
@@ -35,6 +51,7 @@ def test_what_makes_drafts_sleeps_with_the_model(method, tmp_path):
         num_right = sum(stats().drafts.accepted)
         assert num_right
         for level in (1, 2):
+            leave_in_the_middle(llm)
             llm.sleep(level)
             assert used_bytes(bridge) < used / 2
             llm.wake_up()

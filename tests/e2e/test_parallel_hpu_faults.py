@@ -22,7 +22,13 @@ from tests.e2e.ranks import (
 )
 from tests.e2e.server import start_server
 from tests.e2e.test_server_faults import answers_around
-from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
+from tests.hpu import (
+    FEW_BUCKETS,
+    SMALL_ENGINE,
+    needs_simulated_device,
+    simulated_hpu,
+    steps_in_flight,
+)
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, envs
 from vllm.errors import ConfigError, EngineDeadError
@@ -69,9 +75,18 @@ def fill_in_the_middle(llm: LLM) -> None:
     llm.collective_rpc("fill")
 
 
-def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed(folder):
+@pytest.mark.parametrize(
+    "num_drafts",
+    [0, pytest.param(3, marks=pytest.mark.exhaustive)],
+    ids=["tokens in flight", "drafts in flight"],
+)
+def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed(
+    folder, num_drafts
+):
     want = [output.outputs[0].token_ids for output in generate(LLM(folder, **ENGINE))]
-    with two_cards(folder) as start:
+    drafts = {"model": folder, "num_speculative_tokens": num_drafts, "adaptive": False}
+    values = {"speculative_config": drafts} if num_drafts else {}
+    with two_cards(folder, **values) as start, steps_in_flight() as seen:
         llm = start()
         scheduler = llm.llm_engine.engine_core.scheduler
         got = random_load(llm, random.Random(3))
@@ -82,6 +97,7 @@ def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed
         signals = iter([None, None, None, signal.SIGKILL])
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by sig"):
             random_load(llm, random.Random(4), lambda: send(pid, next(signals, None)))
+    assert (seen["follow"] > 10) == (num_drafts > 0)
 
 
 def send(pid: int, signum: int | None) -> None:

@@ -86,6 +86,19 @@ def test_presence_and_frequency_ignore_the_prompt():
     assert penalised(make_state([request], VOCAB_SIZE), logits).equal(logits)
 
 
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_a_row_that_has_generated_all_tokens_goes_on_with_drafts(static_shapes):
+    request = make_request(frequency_penalty=1.0)
+    output = [token for token in range(VOCAB_SIZE) if token != 7]
+    state = make_state([request], VOCAB_SIZE, [output], static_shapes=static_shapes)
+    metadata = state.metadata(rows(0, 0, 0), rows(0, 1, 2), None, {0: [5, 7]})
+    logits = padded_copy(torch.zeros(3, VOCAB_SIZE), Buffers())
+    metadata.penalties.apply(logits, metadata.params)
+    places = [reference([0.0] * VOCAB_SIZE, [], [*output, *more], frequency=1.0)
+              for more in ([], [5], [5, 7])]  # fmt: skip
+    assert logits[:, :VOCAB_SIZE].tolist() == places
+
+
 def test_forbidden_tokens_stay_forbidden():
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     request = make_request(prompt=[1, 2], repetition_penalty=1.5, frequency_penalty=-2.0)

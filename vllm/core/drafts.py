@@ -75,6 +75,9 @@ class DraftPlanner:
         """Steps in a row for which nobody had drafts, or nobody was asked."""
         self._is_declined = False
         """The step that is planned has no drafts because they would not pay."""
+        self._were_declined = False
+        """The same of the last step for which drafts were looked for. It holds for those after it,
+        for which nobody was asked."""
         self._started: dict[int, tuple[int, int, float]] = {}
         """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
         started."""
@@ -98,7 +101,10 @@ class DraftPlanner:
         places = (
             running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         ).nonzero()[0]
-        if not len(places) or not self._asks():
+        if not len(places):
+            return
+        self._is_declined = self._were_declined
+        if not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
         # Those of which no token is in flight, or whose tokens in flight need not be known.
@@ -115,10 +121,11 @@ class DraftPlanner:
             min(len(guess), most, self._source.max_drafts)
             for guess, (_, most) in zip(proposed, free, strict=True)
         ]
+        self._is_declined = self._were_declined = False
         if not any(most_of):
             return
         limits = self.control.limits(requests, len(rows), most_of)
-        self._is_declined = not any(limits)
+        self._is_declined = self._were_declined = not any(limits)
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
         for request, guess, limit in zip(requests, proposed, limits, strict=True):

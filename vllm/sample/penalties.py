@@ -127,7 +127,7 @@ class TokenCounts:
         Args:
             rows: [n] rows may repeat.
             ahead: n lists.
-            width: at least `max_distinct` and the longest list together.
+            width: at least `max_distinct` and the longest list together, or the vocabulary.
         """
         token_ids, counts = self.gather(rows, width)
         for index, (row, more) in enumerate(zip(rows.tolist(), ahead, strict=True)):

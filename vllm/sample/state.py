@@ -454,7 +454,9 @@ class SamplingState:
             pairs = zip(rows.tolist(), ahead, strict=True)
             width = max(self._counts.max_distinct([row]) + len(more) for row, more in pairs)
         if self.shapes is not None:
-            width = class_of(width, self.shapes.max_penalties)
+            # Tokens ahead may be among the earlier ones: together they are no more than there are.
+            most = self.shapes.max_penalties
+            width = class_of(min(width, most), most)
         if ahead is not None:
             return Penalties.build(*self._counts.gather_behind(rows, ahead, width), self.to_device)
         return Penalties.build(*self._counts.gather(rows, width), self.to_device)

@@ -1,0 +1,109 @@
+"""A draft that is always right and one that always lies, of every method."""
+
+import itertools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.test_every_draft import METHODS
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
+from vllm import LLM, SamplingParams
+from vllm.core.lookup_drafts import NgramDrafts
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "num_gpu_blocks_override": 33,
+    "skip_tokenizer_init": True,
+}
+RIGHT, LIES = "is right", "lies"
+PROMPTS = [[5, 8, 9, 4, 4], [3, 4, 3, 3, 3, 3, 3], [9] * 20]
+"""The model repeats the last token of each for ever; lookups find that there, too. An
+EAGLE-3 head has all of these tokens."""
+
+
+def make(method: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    lies = kind == LIES
+    if method == "mtp":
+        made = make_mtp(folder)
+        make_right(made, lies=lies)
+        return made
+    of_speculator = method if method in ("eagle", "eagle3", "mlp_speculator", "medusa") else "eagle"
+    target = make_target(folder / "target")
+    made = make_speculator(of_speculator, target, folder / "eagle-head")
+    make_right(made, lies=lies)
+    if method == of_speculator:
+        return made
+    config = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        config["model"] = str(shutil.copytree(target, folder / "draft"))
+        if lies:
+            weights = load_file(folder / "draft/model.safetensors")
+            weights["lm_head.weight"] *= -1
+            save_file(weights, folder / "draft/model.safetensors")
+    else:
+        config["prompt_lookup_min"] = 1
+        if lies:
+            monkeypatch.setattr(NgramDrafts, "_propose", another_token)
+            monkeypatch.setattr("vllm.core.lookup_drafts.SuffixDrafts._propose", another_token)
+    return replace(made, config=config)
+
+
+def another_token(source: NgramDrafts, request: Any) -> list[int]:
+    """What a text without a period would make of lookups."""
+    return [(request.token_ids[-1] + 1) % VOCAB_SIZE] * source.max_drafts
+
+
+def run(made: Made, *, adaptive: bool, num_tokens: int, **more: Any) -> LLM:
+    config = {"adaptive": adaptive, **made.config}
+    llm = LLM(str(made.target), speculative_config=config, **COMMON, **more)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.outputs[0].token_ids == output.prompt_token_ids[-1:] * num_tokens
+    return llm
+
+
+def drafts_of(llm: LLM) -> tuple[int, int]:
+    stats = llm.llm_engine.engine_core.stats().drafts
+    return stats.num_draft_tokens, sum(stats.accepted)
+
+
+@pytest.mark.parametrize(("method", "kind"), [*itertools.product(METHODS, (RIGHT, LIES))])
+def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, monkeypatch):
+    made = make(method, kind, tmp_path, monkeypatch)
+    num_drafts, num_right = drafts_of(run(made, adaptive=False, num_tokens=40))
+    assert num_right == (num_drafts if kind == RIGHT else 0)
+    # Each step runs as many as it may have, or the last ones fewer.
+    most = made.config.get("num_speculative_tokens", 3)
+    assert num_drafts > (80 if kind == RIGHT else 39 * most)
+    if kind == LIES:
+        llm = run(made, adaptive=True, num_tokens=40)
+        num_adaptive, _ = drafts_of(llm)
+        assert 0 < num_adaptive < 0.7 * num_drafts
+        stats = llm.llm_engine.engine_core.stats().drafts
+        num_drafted = stats.num_drafts // len(PROMPTS)
+        assert 35 < stats.num_declined_steps + num_drafted < 40, "each step is of one kind"
+
+
+ON_CARD = [
+    pytest.param(*case, marks=[] if case == ("medusa", LIES) else pytest.mark.exhaustive)
+    for case in itertools.product(METHODS, (RIGHT, LIES))
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), ON_CARD)
+def test_so_it_is_on_the_simulated_card(method, kind, tmp_path, monkeypatch):
+    made = make(method, kind, tmp_path, monkeypatch)
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        num_drafts, num_right = drafts_of(run(made, adaptive=False, num_tokens=16))
+    assert num_right == (num_drafts if kind == RIGHT else 0)
+    assert num_drafts > 25
