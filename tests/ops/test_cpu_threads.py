@@ -1,4 +1,4 @@
-"""Threads of the C++ kernels: more of them than cores, and how evenly 8 to 128 of them share the work."""
+"""Threads of the C++ kernels: more of them than cores, and how evenly they share the work."""
 
 import json
 import shutil
