@@ -152,7 +152,8 @@ class Envs:
         "workers have one list for all or one for each: 0-1|2-3; replicas of "
         "--data-parallel-size divide one list, or have one each, or one for each worker. auto: as "
         "many threads as suit the cores of the process, its share of the container's time and "
-        "the model, on any core; all or nobind: OpenMP decides.",
+        "the model, on any core, or for several workers on several NUMA nodes each on a part of "
+        "the cores; all or nobind: OpenMP decides.",
     )
     OMP_NUM_THREADS: str | None = _cpu(
         None, "Read by OpenMP: threads of the CPU device. Not set: as VLLM_CPU_OMP_THREADS_BIND."

@@ -255,6 +255,11 @@ class WorkList {
   }
 
   int64_t num_items() const { return first_partition_[call_.num_requests] * slices_; }
+  // Items that a thread takes at a time: several, where there are many, so that the next one is known.
+  int64_t range(int num_threads) const {
+    const int64_t share = num_items() / (8 * num_threads);
+    return share > 1 ? share : 1;
+  }
   int64_t heads_per_item() const { return kv_heads_per_item_ * call_.group(); }
   int64_t partition_of(int64_t item) const { return item / slices_; }
   int64_t first_partition(int64_t b) const { return first_partition_[b]; }
@@ -323,9 +328,7 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
                      cache_scale(call.value_scales, h / call.group()), call.sink(h), call.out + (item.b * num_heads + h) * value_size);
     }
   };
-  // Several items at a time, where there are many, so that the next one is known.
-  const int64_t share = work.num_items() / (8 * num_threads), chunk = share > 1 ? share : 1;
-  parallel_for(work.num_items(), chunk, num_threads, [&](int64_t begin, int64_t end, int worker) {
+  parallel_for(work.num_items(), work.range(num_threads), num_threads, [&](int64_t begin, int64_t end, int worker) {
     for (Item item = work.item(begin), after = item; begin < end; ++begin, item = after) {
       const bool is_last = begin + 1 == end;
       if (!is_last) after = work.item(begin + 1);

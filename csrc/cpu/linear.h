@@ -100,27 +100,34 @@ void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::
 // How a product is shared: units of one panel and block_rows rows.
 struct Shares {
   int64_t num_blocks, block_rows, units_per_turn;
-  int num_threads;
+  vllm_cpu::Threads threads;
 
   // Memory for the sums of all threads.
-  int64_t sum_bytes() const { return num_threads * block_rows * kPanel * 4; }
+  int64_t sum_bytes() const { return threads.useful * block_rows * kPanel * 4; }
 };
+
+// The threads that a product is worth. num_words: words of weights of an output, of all panels
+// together; num_products: the same, each as often as there are rows for it.
+inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, int num_threads) {
+  // Cycles, about: four cache lines of weights per word, and a product of each with every row.
+  const int64_t cycles = 8 * num_words + 4 * num_products;
+  return {num_threads, 1 + cycles / 10000};  // 3 us for each
+}
 
 // row_unit: rows that are best multiplied together.
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit,
-                        int num_threads) {
+                        int of_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
-  // Cycles, about: four cache lines of weights per word, and a product of each with every row.
-  const int64_t words = vllm_cpu::panel_words(weight) / kPanel;
-  const int64_t cycles = panels * words * (8 + 4 * rows);
-  if (cycles < 10000 * int64_t{num_threads - 1}) num_threads = 1;  // 3 us: a second would not pay
+  const int64_t words = panels * vllm_cpu::panel_words(weight) / kPanel;
+  const vllm_cpu::Threads threads = threads_for(words, words * rows, of_threads);
+  const int num_threads = threads.useful;
   int64_t num_blocks = ceil_div(rows, kBlockRows);
   while (panels * num_blocks < 4 * num_threads && rows > num_blocks * 8 * kMaxTileRows) {
     ++num_blocks;
   }
   const int64_t turns = 8 * int64_t{num_threads};
   const int64_t block_rows = ceil_div(ceil_div(rows, num_blocks), row_unit) * row_unit;
-  return {num_blocks, block_rows, ceil_div(panels * num_blocks, turns), num_threads};
+  return {num_blocks, block_rows, ceil_div(panels * num_blocks, turns), threads};
 }
 
 // Calls store(panel, first_row, rows, sums) for all of the result. inputs_of(panel): the first row that
@@ -130,7 +137,7 @@ void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, in
               const Shares& shares, char* scratch, Store store) {
   typedef typename Tile::Acc Totals[kPanel / kLanes];
   const int64_t num_units = vllm_cpu::num_panels(weight) * shares.num_blocks;
-  parallel_for(num_units, shares.units_per_turn, shares.num_threads,
+  parallel_for(num_units, shares.units_per_turn, shares.threads,
                [&](int64_t begin, int64_t end, int worker) {
                  Totals* const totals =
                      reinterpret_cast<Totals*>(scratch) + worker * shares.block_rows;

@@ -132,7 +132,7 @@ struct LowRankPiece {
 template <typename T, typename W>
 class LowRankCall {
  public:
-  LowRankCall(const LowRankArgs& args, int num_threads) : args_(args), num_threads_(num_threads) {}
+  LowRankCall(const LowRankArgs& args, int num_threads) : args_(args), threads_(num_threads) {}
 
   // -1; or a row whose adapter is out of range; or kNoMemory.
   int64_t run() {
@@ -150,7 +150,7 @@ class LowRankCall {
       }
     }
     if (h_size == 0) return -1;
-    if (work < 80000 * int64_t{num_threads_ - 1}) num_threads_ = 1;  // as in share_out
+    threads_ = {threads_.all, 1 + work / 80000};  // as threads_for
     const int64_t num_adapters = args_.adapted->num_adapters;
     const int64_t most = (num_adapted / kPieceRows + num_adapters) * args_.num_parts;
     const int64_t start_bytes = aligned((num_adapters + 1) * 4), row_bytes = aligned(num_adapted * 4);
@@ -214,8 +214,8 @@ class LowRankCall {
   // Calls body(piece, unit) for all units; first_of(piece) is the first one of a piece.
   template <class Body, class First>
   void share(int64_t num_units, Body body, First first_of) const {
-    const int64_t chunk = ceil_div(num_units, 8 * int64_t{num_threads_});
-    parallel_for(num_units, chunk, num_threads_, [&](int64_t begin, int64_t end, int) {
+    const int64_t chunk = ceil_div(num_units, 8 * int64_t{threads_.useful});
+    parallel_for(num_units, chunk, threads_, [&](int64_t begin, int64_t end, int) {
       int64_t p = 0;
       for (int64_t above = num_pieces_; above - p > 1;) {
         const int64_t middle = (p + above) / 2;
@@ -273,7 +273,7 @@ class LowRankCall {
   }
 
   const LowRankArgs& args_;
-  int num_threads_;
+  vllm_cpu::Threads threads_;
   LowRankPiece* pieces_ = nullptr;
   int64_t num_pieces_ = 0, num_blocks_ = 0, num_panels_ = 0;
 };

@@ -115,9 +115,9 @@ struct MoeSlab {
   void for_each_unit(const LinearWeight& weight, int64_t num_weights, Body body) const {
     const int64_t panels = vllm_cpu::num_panels(weight), units = *num_blocks * panels;
     const int64_t words = num_weights * vllm_cpu::panel_words(weight) / kPanel * panels;
-    const int64_t cycles = words * (8 * *num_blocks + 4 * num_pairs());  // as in share_out
-    const int threads = cycles < 10000 * int64_t{num_threads - 1} ? 1 : num_threads;
-    parallel_for(units, ceil_div(units, 8 * int64_t{threads}), threads,
+    const vllm_cpu::Threads threads =
+        threads_for(words * *num_blocks, words * num_pairs(), num_threads);
+    parallel_for(units, ceil_div(units, 8 * int64_t{threads.useful}), threads,
                  [&](int64_t begin, int64_t end, int worker) {
                    char* const mine = sums + worker * 2 * sum_rows() * kPanel * 4;
                    for (int64_t unit = begin; unit < end; ++unit) {

@@ -10,28 +10,53 @@ namespace vllm_cpu {
 namespace {
 
 using Parallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+using ThreadNumber = int (*)();
 Parallel gomp_parallel = nullptr;
+ThreadNumber thread_number = nullptr;
 
+constexpr int kGroupThreads = 8, kMaxGroups = 64;
+
+// Where threads find their ranges. Each group of some threads has a share of the loop with a counter
+// of its own, which is in a line of the cache of its own; done with its share, a thread helps
+// the next group. So a counter is changed by few threads, and a group has the same share, and so the
+// same weights, each time. Up to kGroupThreads threads are one group.
 struct Loop {
   int64_t n, chunk;
   LoopBody body;
   void (*leave)();
   void* context;
-  int64_t next_begin;
-  int next_worker;
-};
+  int num_threads, num_groups;
+  struct alignas(64) Share {
+    int64_t next, end;
+  } shares[kMaxGroups];
 
-void take_ranges(void* data) {
-  Loop* const loop = static_cast<Loop*>(data);
-  const int worker = __atomic_fetch_add(&loop->next_worker, 1, __ATOMIC_RELAXED);
-  for (;;) {
-    const int64_t begin = __atomic_fetch_add(&loop->next_begin, loop->chunk, __ATOMIC_RELAXED);
-    if (begin >= loop->n) break;
-    const int64_t end = begin + loop->chunk;
-    loop->body(loop->context, begin, end < loop->n ? end : loop->n, worker);
+  void init(int64_t size, int64_t of_range, int of_threads, LoopBody to_call, void (*at_end)(),
+            void* with) {
+    n = size, chunk = of_range, body = to_call, leave = at_end, context = with;
+    const int64_t num_ranges = (n + chunk - 1) / chunk;
+    num_threads = num_ranges < of_threads ? static_cast<int>(num_ranges) : of_threads;
+    num_groups = (num_threads + kGroupThreads - 1) / kGroupThreads;
+    num_groups = num_groups < 1 ? 1 : num_groups > kMaxGroups ? kMaxGroups : num_groups;
+    for (int g = 0; g < num_groups; ++g) {
+      const int64_t end = num_ranges * (g + 1) / num_groups * chunk;
+      shares[g] = {num_ranges * g / num_groups * chunk, end < n ? end : n};
+    }
   }
-  if (loop->leave != nullptr) loop->leave();
-}
+
+  void take_ranges(int worker) {
+    const int home = static_cast<int>(int64_t{worker} * num_groups / num_threads);
+    for (int g = 0; g < num_groups; ++g) {
+      Share& share = shares[home + g < num_groups ? home + g : home + g - num_groups];
+      while (__atomic_load_n(&share.next, __ATOMIC_RELAXED) < share.end) {
+        const int64_t begin = __atomic_fetch_add(&share.next, chunk, __ATOMIC_RELAXED);
+        if (begin >= share.end) break;
+        const int64_t end = begin + chunk;
+        body(context, begin, end < share.end ? end : share.end, worker);
+      }
+    }
+    if (leave != nullptr) leave();
+  }
+};
 
 // Waits a moment for another thread; `turn` counts the calls. Gives the core away when that takes
 // long: on a busy machine the other thread may be waiting for this very core.
@@ -46,62 +71,77 @@ void wait(int64_t turn) {
 
 // The threads between run_team and its end. One leads; the others help it with one loop after the
 // other. Nobody waits for a helper that has not entered a loop: one that has no core right now
-// costs nothing but its help.
+// costs nothing but its help. A helper says in a place of its own that it is inside, so that
+// entering and leaving take the same time with any number of helpers.
 class Team {
  public:
-  Team(int size, void (*body)(void*), void* context) : size_(size), body_(body), context_(context) {}
+  Team(int size, void (*body)(void*), void* context)
+      : size_(size < kMaxThreads ? size : kMaxThreads), body_(body), context_(context) {
+    for (int i = 0; i < size_; ++i) places_[i].inside = 0;
+  }
 
+  // At most as many threads as were asked for.
   int size() const { return size_; }
   void lead() {
     body_(context_);
     __atomic_store_n(&gate_, kEnd, __ATOMIC_RELEASE);
   }
-  void help();
-  void run(const Loop& loop, int num_threads);
+  void help(int index);
+  // The loop, to be filled in before run: nobody is inside now.
+  Loop& loop() { return loop_; }
+  void run();
 
  private:
-  static constexpr uint64_t kPlaces = 0xffff;
+  static constexpr int kMaxThreads = 512;
+  static constexpr uint64_t kOpenTo = 0xffff;
   static constexpr uint64_t kEnd = ~uint64_t{0};
 
-  // Number of the loop, and in the low 16 bits how many helpers may still enter.
+  // Number of the loop, and in the low 16 bits how many threads it is for; 0: nobody may enter.
   alignas(64) uint64_t gate_ = 0;
-  Loop loop_ = {};  // changed only while nobody is inside and the gate is shut
-  alignas(64) int num_done_ = 0;  // helpers that have left the loop
+  Loop loop_;  // changed only while nobody is inside and the gate is shut
+  struct alignas(64) Place {
+    uint64_t inside;  // the gate by which the helper has entered; 0: it is outside
+  } places_[kMaxThreads];
   const int size_;
   void (*const body_)(void*);
   void* const context_;
 };
 
-void Team::help() {
+// A helper says that it is inside and then looks whether the gate is still open; the leader shuts the
+// gate and then looks who is inside. All four are in one order for all threads (SEQ_CST), so
+// at least one of the two sees the other.
+void Team::help(int index) {
+  if (index >= size_) return;
+  uint64_t& inside = places_[index].inside;
   uint64_t last = 0;
   for (int64_t turn = 0;; ++turn) {
-    uint64_t gate = __atomic_load_n(&gate_, __ATOMIC_ACQUIRE);
+    const uint64_t gate = __atomic_load_n(&gate_, __ATOMIC_ACQUIRE);
     if (gate == kEnd) return;
-    const bool is_open = (gate & kPlaces) != 0 && gate >> 16 != last;
-    if (is_open && __atomic_compare_exchange_n(&gate_, &gate, gate - 1, false, __ATOMIC_ACQUIRE,
-                                               __ATOMIC_RELAXED)) {
-      last = gate >> 16;
-      take_ranges(&loop_);
-      __atomic_fetch_add(&num_done_, 1, __ATOMIC_RELEASE);
-      turn = 0;
-    } else {
+    if (static_cast<uint64_t>(index) >= (gate & kOpenTo) || gate == last) {
       wait(turn);
+      continue;
     }
+    __atomic_store_n(&inside, gate, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&gate_, __ATOMIC_SEQ_CST) == gate) {
+      last = gate;
+      loop_.take_ranges(index);
+      turn = 0;
+    }
+    __atomic_store_n(&inside, uint64_t{0}, __ATOMIC_RELEASE);
   }
 }
 
-void Team::run(const Loop& loop, int num_threads) {
-  const uint64_t places = static_cast<uint64_t>(num_threads - 1);
+void Team::run() {
   const uint64_t before = __atomic_load_n(&gate_, __ATOMIC_RELAXED);
   const uint64_t shut = ((before >> 16) + 1) << 16;
-  loop_ = loop;
-  __atomic_store_n(&num_done_, 0, __ATOMIC_RELAXED);
-  __atomic_store_n(&gate_, shut | places, __ATOMIC_RELEASE);
-  take_ranges(&loop_);
-  const uint64_t left = __atomic_exchange_n(&gate_, shut, __ATOMIC_RELAXED) & kPlaces;
-  const int num_helpers = static_cast<int>(places - left);
-  for (int64_t turn = 0; __atomic_load_n(&num_done_, __ATOMIC_ACQUIRE) < num_helpers; ++turn) {
-    wait(turn);
+  const int num_threads = loop_.num_threads;
+  __atomic_store_n(&gate_, shut | static_cast<uint64_t>(num_threads), __ATOMIC_RELEASE);
+  loop_.take_ranges(0);
+  __atomic_store_n(&gate_, shut, __ATOMIC_SEQ_CST);
+  for (int i = 1; i < num_threads; ++i) {
+    for (int64_t turn = 0; __atomic_load_n(&places_[i].inside, __ATOMIC_SEQ_CST) != 0; ++turn) {
+      wait(turn);
+    }
   }
 }
 
@@ -116,18 +156,32 @@ thread_local Workspace kept;
 
 }  // namespace
 
-void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void (*leave)(),
+void run_parallel(int64_t n, int64_t chunk, Threads threads, LoopBody body, void (*leave)(),
                   void* context) {
-  Loop loop = {n, chunk, body, leave, context, 0, 0};
-  if (num_threads <= 1 || chunk >= n || gomp_parallel == nullptr) {
-    take_ranges(&loop);
-  } else if (led != nullptr && num_threads <= led->size()) {
-    led->run(loop, num_threads);
-  } else {
-    // Always all threads: libgomp ends the ones a smaller team leaves out, and starting them
-    // again takes longer than a kernel.
-    gomp_parallel(take_ranges, &loop, static_cast<unsigned>(num_threads), 0);
+  if (n <= 0) return;
+  if (threads.useful <= 1 || chunk >= n || gomp_parallel == nullptr) {
+    for (int64_t begin = 0; begin < n; begin += chunk) {
+      body(context, begin, begin + chunk < n ? begin + chunk : n, 0);
+    }
+    if (leave != nullptr) leave();
+    return;
   }
+  if (led != nullptr) {
+    const int num_threads = threads.useful < led->size() ? threads.useful : led->size();
+    led->loop().init(n, chunk, num_threads, body, leave, context);
+    return led->run();
+  }
+  Loop loop;
+  loop.init(n, chunk, threads.useful, body, leave, context);
+  // Always all threads: libgomp ends the ones a smaller team leaves out, and starting them
+  // again takes longer than a kernel.
+  gomp_parallel(
+      [](void* data) {
+        Loop* const loop = static_cast<Loop*>(data);
+        const int number = thread_number();
+        if (number < loop->num_threads) loop->take_ranges(number);
+      },
+      &loop, static_cast<unsigned>(threads.all), 0);
 }
 
 void run_team(int num_threads, void (*body)(void* context), void* context) {
@@ -137,7 +191,7 @@ void run_team(int num_threads, void (*body)(void* context), void* context) {
   gomp_parallel(
       [](void* data) {
         Team* const team = static_cast<Team*>(data);
-        led == team ? team->lead() : team->help();
+        led == team ? team->lead() : team->help(thread_number());
       },
       &team, static_cast<unsigned>(num_threads), 0);
   led = nullptr;
@@ -157,7 +211,10 @@ char* workspace(int64_t bytes) {
 
 }  // namespace vllm_cpu
 
-// parallel: address of GOMP_parallel in the runtime that torch uses; null: one thread.
-extern "C" __attribute__((visibility("default"))) void vllm_cpu_set_openmp(void* parallel) {
-  vllm_cpu::gomp_parallel = reinterpret_cast<vllm_cpu::Parallel>(parallel);
+// Addresses of GOMP_parallel and omp_get_thread_num in the runtime that torch uses; null: one thread.
+extern "C" __attribute__((visibility("default"))) void vllm_cpu_set_openmp(void* parallel,
+                                                                           void* number) {
+  vllm_cpu::gomp_parallel =
+      number == nullptr ? nullptr : reinterpret_cast<vllm_cpu::Parallel>(parallel);
+  vllm_cpu::thread_number = reinterpret_cast<vllm_cpu::ThreadNumber>(number);
 }

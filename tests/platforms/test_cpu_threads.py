@@ -4,23 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm import envs
+from vllm.config import DeviceConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.platforms import cpu_threads
 from vllm.platforms.cpu_threads import (
     SMALL_MODEL_BYTES,
     by_place,
+    count_physical,
     count_threads,
     equal_shares,
     format_cores,
     parse_cores,
-    quota_cores,
     usable_cores,
 )
+from vllm.platforms.numa import nodes_of
+from vllm.worker.cpu import worker as cpu_worker
+from vllm.worker.cpu.worker import CPUWorker
 
 EIGHT = frozenset(range(8))
 
@@ -81,21 +86,43 @@ def test_cores_are_written_as_ranges(cores, text):
     assert format_cores(cores) == text
 
 
-@pytest.mark.parametrize(
-    ("content", "cores"),
-    [
-        ("max 100000\n", None),
-        ("200000 100000\n", 2),
-        ("150000 100000\n", 2),
-        ("50000 100000\n", 1),
-        (None, None),
-    ],
-)
-def test_the_share_of_a_container_counts(tmp_path, monkeypatch, content, cores):
-    monkeypatch.setattr(cpu_threads, "_CPU_MAX", tmp_path / "cpu.max")
-    if content is not None:
-        (tmp_path / "cpu.max").write_text(content)
-    assert quota_cores() == cores
+def machine(folder: Path, rows: list[tuple[int, int, int, str]]) -> Path:
+    """What the system says of cores: (node, socket, physical core, hardware threads of it) each."""
+    for core, (node, package, physical, siblings) in enumerate(rows):
+        topology = folder / "cpu" / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{package}\n")
+        (topology / "core_id").write_text(f"{physical}\n")
+        (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+        node_folder = folder / "node" / f"node{node}"
+        node_folder.mkdir(parents=True, exist_ok=True)
+        cores = [number for number, row in enumerate(rows) if row[0] == node]
+        (node_folder / "cpulist").write_text(f"{format_cores(set(cores))}\n")
+    return folder
+
+
+TWO_SOCKETS = [
+    (core // 4 % 2, core // 4 % 2, core % 4, f"{core % 8},{core % 8 + 8}") for core in range(16)
+]
+"""Two sockets, each a node with 4 cores of 2 hardware threads, numbered as Linux does it."""
+
+
+def test_nodes_and_physical_cores_are_read(tmp_path):
+    system = machine(tmp_path, TWO_SOCKETS)
+    assert nodes_of(range(4), system / "node") == [0]
+    assert nodes_of([3, 12], system / "node") == [0, 1]
+    assert nodes_of([3], tmp_path / "none") == []
+    assert count_physical(range(16), system) == 8
+    assert count_physical([0, 8, 1], system) == 2  # a container with two hardware threads of a core
+    assert count_physical([0, 8, 1], tmp_path / "none") == 3
+
+
+def test_ranks_get_neighbouring_cores_of_one_node(tmp_path):
+    system = machine(tmp_path, TWO_SOCKETS)
+    shares = equal_shares(by_place(range(16), system), 2)
+    assert [nodes_of(share, system / "node") for share in shares] == [[0], [1]]
+    shares = equal_shares(by_place(range(16), system), 8)
+    assert [count_physical(share, system) for share in shares] == [1] * 8
 
 
 @pytest.mark.parametrize(
@@ -177,15 +204,62 @@ def test_a_worker_keeps_to_its_cores_and_threads(variables, device, num_threads,
     assert cores == (usable if num_cores is None else usable[:num_cores])
 
 
-def test_cores_are_sorted_by_socket_and_physical_core(tmp_path):
+def test_cores_are_sorted_by_node_and_socket_and_physical_core(tmp_path):
     places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]  # of cores 0 to 5
-    for core, (package, physical) in enumerate(places):
-        folder = tmp_path / f"cpu{core}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "physical_package_id").write_text(f"{package}\n")
-        (folder / "core_id").write_text(f"{physical}\n")
-    assert by_place(range(6), tmp_path) == [0, 4, 2, 1, 5, 3]
+    system = machine(tmp_path, [(0, package, core, "0") for package, core in places])
+    assert by_place(range(6), system) == [0, 4, 2, 1, 5, 3]
     assert by_place([3, 1], tmp_path / "none") == [1, 3]
+
+
+NEW_MEMORY = """
+import ctypes, mmap, re
+from vllm.platforms.numa import interleave
+try:
+    print(interleave([0]), interleave([0]))
+except OSError as error:
+    print("refused", error)
+memory = mmap.mmap(-1, 1 << 22)
+memory.write(b"x" * (1 << 22))
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+print(re.search(rf"^{address:x} (\\S+)", open("/proc/self/numa_maps").read(), re.M)[1])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the system has no NUMA")
+def test_new_memory_comes_from_the_nodes_in_turn():
+    done = subprocess.run([sys.executable, "-c", NEW_MEMORY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, policy = done.stdout.splitlines()
+    if first.startswith("refused"):
+        pytest.skip(first)
+    assert (first, policy) == ("True False", "interleave:0")  # a policy that is there stays
+
+
+def test_ranks_on_two_nodes_divide_the_cores_and_one_worker_spreads_its_memory(monkeypatch):
+    affinity, spread = [], []
+    cores = frozenset(range(8))
+    monkeypatch.setattr(cpu_worker, "usable_cores", lambda: cores)
+    monkeypatch.setattr(cpu_worker, "by_place", sorted)
+    monkeypatch.setattr(cpu_worker, "nodes_of", lambda found: [0, 1])
+    monkeypatch.setattr(cpu_worker, "interleave", lambda nodes: spread.append(nodes) or True)
+    monkeypatch.setattr(cpu_worker.os, "sched_setaffinity", lambda _, found: affinity.append(found))
+    for num_ranks, rank in ((1, 0), (2, 1)):
+        worker = CPUWorker.__new__(CPUWorker)
+        worker.config = SimpleNamespace(device=DeviceConfig(device="cpu", counts_threads=True))
+        worker.num_local_ranks, worker._has_own_cores = num_ranks, False
+        worker._bind(rank)
+    assert affinity == [(4, 5, 6, 7)]
+    assert spread == [[0, 1], [0, 1]]
+
+
+def test_a_container_that_forbids_memory_policies_is_told_what_else_helps(monkeypatch, caplog):
+    def refuse(nodes):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(cpu_worker, "interleave", refuse)
+    worker = CPUWorker.__new__(CPUWorker)
+    worker._spread_memory([0, 1])
+    assert "NUMA nodes 0-1: Operation not permitted. Give each node a rank" in caplog.text
 
 
 def test_more_replicas_than_cores_share_them():

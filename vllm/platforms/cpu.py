@@ -1,6 +1,5 @@
 """The CPU: the embedded default, with ragged launches and the kernels of `csrc/`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -8,12 +7,11 @@ import psutil
 
 from vllm import envs
 from vllm.config.cache import CacheDType
+from vllm.platforms.cgroup import ControlGroups
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
     import torch
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class CPUPlatform(Platform):
@@ -65,11 +63,8 @@ class CPUPlatform(Platform):
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""
         available = int(psutil.virtual_memory().available)
-        limit = _read_number(_CGROUP / "memory.max")
-        used = _read_number(_CGROUP / "memory.current")
-        if limit is not None and used is not None:
-            available = min(available, limit - used)
-        return max(0, available)
+        left = ControlGroups().free_memory_bytes()
+        return available if left is None else min(available, left)
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
         """Zeroed memory that the system commits page by page, as it is first written."""
@@ -84,13 +79,5 @@ def machine_memory_bytes() -> int:
     """Memory that all processes of the machine have together, swap included, or those of the
     container if that is less."""
     total = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
-    limit = _read_number(_CGROUP / "memory.max")
+    limit = ControlGroups().memory_limit_bytes()
     return total if limit is None else min(total, limit)
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a cgroup file; None without the file or when it says "max"."""
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None

@@ -3,15 +3,18 @@
 Knows the machine and the container; counts and cores only, no torch.
 """
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from vllm.errors import ConfigError
+from vllm.platforms.cgroup import ControlGroups
+from vllm.platforms.numa import node_of_cores
 
 _VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_SYSTEM = Path("/sys/devices/system")
 
 UNBOUND = ("auto", "all", "nobind")
 """auto: threads are counted here, and run on any core; all and nobind: OpenMP decides."""
@@ -129,22 +132,46 @@ def equal_shares(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(cores[a:b]) for a, b in pairwise(ends))
 
 
-def by_place(cores: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Cores in the order of sockets and of physical cores, so that neighbours share caches.
+def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
+    """Cores in the order of nodes of memory, sockets and physical cores, so that neighbours share
+    memory and caches.
 
     Args:
         cores: to sort.
-        folder: where the system describes them; cores that it does not describe stay in order.
+        system: where the system describes them; cores that it does not describe stay in order.
     """
 
     def number(core: int, name: str) -> int:
-        file = folder / f"cpu{core}" / "topology" / name
-        text = file.read_text().strip() if file.is_file() else ""
+        text = _topology(core, name, system)
         return int(text) if text.isdecimal() else 0
 
+    nodes = node_of_cores(system / "node")
     return sorted(
-        cores, key=lambda core: (number(core, "physical_package_id"), number(core, "core_id"), core)
+        cores,
+        key=lambda core: (
+            nodes.get(core, 0),
+            number(core, "physical_package_id"),
+            number(core, "core_id"),
+            core,
+        ),
     )
+
+
+def count_physical(cores: Collection[int], system: Path = _SYSTEM) -> int:
+    """Physical cores among some cores: hardware threads of one core count once, as the units that
+    the kernels keep busy are there once.
+
+    Args:
+        cores: numbers of the system.
+        system: as for `by_place`.
+    """
+    return len({_topology(core, "thread_siblings_list", system) or core for core in cores})
+
+
+def _topology(core: int, name: str, system: Path) -> str:
+    """What the system says of a core; empty where it says nothing."""
+    file = system / "cpu" / f"cpu{core}" / "topology" / name
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def format_cores(cores: "frozenset[int] | set[int] | tuple[int, ...]") -> str:
@@ -171,12 +198,8 @@ def usable_cores() -> frozenset[int]:
 
 def quota_cores() -> int | None:
     """Cores' worth of time that the container gets, rounded up; None: no limit."""
-    if not _CPU_MAX.is_file():
-        return None
-    quota, _, period = _CPU_MAX.read_text().partition(" ")
-    if not (quota.isdecimal() and period.strip().isdecimal()):
-        return None  # "max"
-    return max(1, -(-int(quota) // int(period)))
+    quota = ControlGroups().cpu_quota()
+    return None if quota is None else max(1, math.ceil(quota))
 
 
 def count_cores(num_replicas: int = 1) -> int:
@@ -196,8 +219,10 @@ def count_threads(
     """The default number of threads for the forward pass.
 
     Args:
-        num_threads: that OpenMP would start; never exceeded.
-        num_cores: that there are for the engine and all that belongs to it.
+        num_threads: that OpenMP would start, or fewer where physical cores are fewer; never
+            exceeded.
+        num_cores: that there are for the engine and all that belongs to it; hardware threads of
+            one core count each, as the API process can have them.
         weight_bytes: memory of the weights.
         is_beside_server: a process that serves requests needs a core at the same time.
     """

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from tests.entrypoints.openai.server_fakes import make_client
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.middleware.request_id import is_safe
 from vllm.errors import ConfigError
 from vllm.version import __version__
@@ -204,3 +205,30 @@ def test_long_prompts_are_cut_in_the_log():
     body = {"messages": [{"content": "abcdef"}], "ids": [1, 2, 3, 4], "n": 1}
     (line,) = request_lines(body, log_requests=True, max_log_len=3)
     assert line.endswith('{"messages": [{"content": "abc..."}], "ids": [1, 2, 3, "..."], "n": 1}')
+
+
+@pytest.mark.parametrize("root_path", ["", "/base"])
+def test_the_same_errors_come_with_and_without_the_search_for_a_route(root_path):
+    """Bodies go to their routes directly; what is no such request goes to FastAPI."""
+    client = make_client(root_path=root_path)
+    json_type = {"content-type": "application/json"}
+
+    def status_of(method: str, path: str, **request) -> tuple[int, str]:
+        response = client.request(method, path, **request)
+        return response.status_code, response.json()["message"]
+
+    assert status_of("POST", "/v1/completions", headers=json_type)[0] == 400  # without a body
+    empty = iter([b""])  # chunks that are no body
+    status, message = status_of("POST", "/v1/completions", headers=json_type, content=empty)
+    assert status == 400 and "body" in message
+    assert status_of("POST", "/v1/completions", json={"prompt": []})[0] == 400
+    assert status_of("POST", "/v1/completions", headers=json_type, content=b"{")[0] == 400
+    assert status_of("GET", "/v1/completions")[0] == 405
+    assert status_of("POST", "/v1/completions/", json={"prompt": "a"})[0] == 404
+
+
+def test_a_body_goes_to_its_route_without_a_search(monkeypatch):
+    client = make_client()
+    monkeypatch.setattr(BodyRoute, "matches", lambda *_: pytest.fail("a search"))
+    response = client.post("/v1/completions", json={"prompt": []})
+    assert response.status_code == 400 and "prompt" in response.json()["message"]

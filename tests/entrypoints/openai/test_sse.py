@@ -63,6 +63,7 @@ def serve(stream, connection) -> None:
         try:
             await stream({"type": "http"}, connection.receive, connection.send)
         finally:
+            await asyncio.sleep(0)  # what was cancelled ends
             assert asyncio.all_tasks() == others, "tasks were left behind"
 
     asyncio.run(run())
@@ -116,6 +117,26 @@ def test_an_awaited_answer_is_cancelled_when_the_client_leaves():
         asyncio.run(run(Connection(stay=0), work()))
     assert cancelled
     assert asyncio.run(run(Connection(), answer())) == 7
+
+
+def test_a_task_goes_on_after_its_client_has_left_and_ends_when_others_cancel_it():
+    async def leave_then_go_on():
+        request = Request({"type": "http"}, Connection(stay=0).receive)
+        with pytest.raises(ClientDisconnected):
+            await run_until_disconnect(request, asyncio.sleep(60))
+        await asyncio.sleep(0.001)
+        return 7
+
+    async def run():
+        assert await asyncio.create_task(leave_then_go_on()) == 7
+        request = Request({"type": "http"}, Connection().receive)
+        task = asyncio.create_task(run_until_disconnect(request, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
 
 
 def test_events_have_the_form_of_the_standard():

@@ -5,7 +5,7 @@ FastAPI would read and validate any body in the event loop.
 
 import json
 from collections.abc import Callable, Coroutine
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import Request
@@ -54,6 +54,16 @@ class BodyRoute(APIRoute):
 
         return read_and_handle
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether a POST to its path that has a body needs nothing but the handler."""
+        return self.body_field is not None and self.methods == {"POST"} and "{" not in self.path
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        assert self.body_field is not None
+        return _body_classes(self.body_field.field_info.annotation)
+
     def read_body(self, data: bytes, args: ServerArgs) -> Any:
         """Read the body as the object that the route expects.
 
@@ -74,7 +84,7 @@ class BodyRoute(APIRoute):
         except RecursionError:
             raise _not_json(0, "nested too deeply") from None
         if isinstance(body, dict):
-            for kind in _body_classes(self.body_field.field_info.annotation):
+            for kind in self._classes:
                 check_limits(kind, body, args)
         value, errors = self.body_field.validate(body, {}, loc=("body",))
         if errors:

@@ -14,6 +14,11 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.http.own_cancellation import OwnCancellation
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
@@ -104,20 +109,22 @@ class EventStream(Response):
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    cancellation = OwnCancellation()
+    watcher = asyncio.ensure_future(_cancel_at_disconnect(receive, cancellation))
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientDisconnected
-        return worker.result()
+        return await work
+    except (asyncio.CancelledError, Exception):
+        if cancellation.is_the_only_one():
+            raise ClientDisconnected from None
+        raise
     finally:
-        for task in (worker, watcher):
-            task.cancel()
-        # Wait until both have ended; their errors are handled already or do not matter.
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        watcher.cancel()
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _cancel_at_disconnect(receive: Receive, cancellation: OwnCancellation) -> None:
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception:  # no more can be known of the client
+        logger.debug("the connection of a request failed", exc_info=True)
+    cancellation.request()

@@ -8,6 +8,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm.entrypoints.http.own_cancellation import OwnCancellation
 from vllm.entrypoints.middleware.asgi import get_header, refuse, replay, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.utils.process_memory import MemoryTrim
@@ -41,16 +42,22 @@ class BodyLimits:
         if refusal is not None:
             await refuse(scope, receive, send, refusal)
             return
+        late = OwnCancellation()
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, late.request)
         try:
-            body = await asyncio.wait_for(self._read(receive), self._timeout_s)
+            body = await self._read(receive)
         except _TooLarge:
             await refuse(scope, receive, send, self._too_large())
             return
-        except asyncio.TimeoutError:
+        except asyncio.CancelledError:
+            if not late.is_the_only_one():
+                raise
             message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
             info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
             await refuse(scope, receive, send, info)
             return
+        finally:
+            timer.cancel()
         if body is not None:
             num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)

@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.anthropic import serving as serving_messages
+from vllm.entrypoints.http.direct_routes import DirectRoutes
 from vllm.entrypoints.middleware.access_log import AccessLog
 from vllm.entrypoints.middleware.asgi import CatchErrors
 from vllm.entrypoints.middleware.auth import Authentication
@@ -73,6 +74,8 @@ def build_app(context: ServerContext) -> FastAPI:
         docs_url=None,  # its page would load code from another host
         redoc_url=None,
         redirect_slashes=False,
+        # Metrics and spans are made by the middleware below; versions without this ignore it.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.root_path = args.root_path
     app.state.context = context
@@ -80,6 +83,7 @@ def build_app(context: ServerContext) -> FastAPI:
     for router in routers:
         app.include_router(router)
     add_error_handlers(app)
+    app.add_middleware(DirectRoutes, server=app, routers=routers)
     _add_middleware(app, context)
     metrics_route.count_http(app, routers)
     return app

@@ -68,15 +68,15 @@ class CPUKernels:
         notice = library.vllm_cpu_notice()
         if notice is not None:
             logger.warning("%s. The %s kernels run instead.", notice.decode(), self.isa)
-        library.vllm_cpu_set_openmp.argtypes = [c_void_p]
+        library.vllm_cpu_set_openmp.argtypes = [c_void_p, c_void_p]
         library.vllm_cpu_set_openmp.restype = None
-        function = find_openmp("GOMP_parallel")
-        address = None if function is None else ctypes.cast(function, c_void_p).value
-        if address is None:
+        functions = [find_openmp(name) for name in ("GOMP_parallel", "omp_get_thread_num")]
+        if None in functions:
             logger.warning(
                 "torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread"
             )
-        library.vllm_cpu_set_openmp(address)
+            return
+        library.vllm_cpu_set_openmp(*(ctypes.cast(found, c_void_p) for found in functions))
 
     def _add(self, name: str, described: Any, dtype: torch.dtype | None) -> None:
         places = (self.plain, *self.of.values()) if dtype is None else (self.of[dtype],)

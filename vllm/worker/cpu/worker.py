@@ -24,7 +24,16 @@ from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
-from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
+from vllm.platforms.cpu_threads import (
+    by_place,
+    count_cores,
+    count_physical,
+    count_threads,
+    equal_shares,
+    format_cores,
+    usable_cores,
+)
+from vllm.platforms.numa import interleave, nodes_of
 from vllm.utils.imports import load_class
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
@@ -60,6 +69,7 @@ class CPUWorker(WorkerBase):
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
         self._drafter: DraftRunner | SpeculatorRunner | None = None
+        self._has_own_cores = False  # a share of those of the machine, as one of several ranks
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
 
@@ -84,6 +94,33 @@ class CPUWorker(WorkerBase):
                 torch.set_num_threads(len(cores))
         elif device.core_share is not None:
             os.sched_setaffinity(0, device.core_share)
+        elif device.counts_threads and self.num_local_ranks > 1 and len(_nodes()) > 1:
+            # Neighbours on one node: each rank then reads memory that is its own.
+            shares = equal_shares(by_place(usable_cores()), self.num_local_ranks)
+            os.sched_setaffinity(0, shares[rank % self.num_local_ranks])
+            self._has_own_cores = True
+        self._spread_memory(_nodes())
+
+    def _spread_memory(self, nodes: list[int]) -> None:
+        """Take weights and cache from all nodes of memory that the threads are on."""
+        if len(nodes) < 2:
+            return
+        text = format_cores(set(nodes))
+        try:
+            is_done = interleave(nodes)
+        except OSError as error:
+            logger.warning(
+                "Memory cannot be spread over the NUMA nodes %s: %s. Give each node a rank of its "
+                "own with --tensor-parallel-size %d, start with numactl --interleave=%s, or allow "
+                "the container CAP_SYS_NICE",
+                text,
+                error.strerror,
+                len(nodes),
+                text,
+            )
+            return
+        if is_done:
+            logger.info("memory is spread over the NUMA nodes %s", text)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
@@ -114,11 +151,19 @@ class CPUWorker(WorkerBase):
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
         if device.counts_threads and device.bound_cores is None:
-            found = torch.get_num_threads()
+            found, num_ranks = torch.get_num_threads(), self.num_local_ranks
             num_replicas = self.config.parallel.num_local_replicas
-            num_cores = max(1, count_cores(num_replicas) // self.num_local_ranks)
+            num_physical = count_physical(usable_cores())
+            if self._has_own_cores:
+                num_cores = count_cores(num_replicas * num_ranks)
+            else:
+                num_cores = max(1, count_cores(num_replicas) // num_ranks)
+                num_physical = max(1, num_physical // num_ranks)
             wanted = count_threads(
-                found, max(1, num_cores), weight_bytes, is_beside_server=device.is_beside_server
+                min(found, num_physical),
+                num_cores,
+                weight_bytes,
+                is_beside_server=device.is_beside_server,
             )
             if wanted != found:
                 torch.set_num_threads(wanted)
@@ -229,3 +274,8 @@ class CPUWorker(WorkerBase):
         """Start a step; at most one other is in flight."""
         with self.profile.step(step):
             return self.runner.execute(step)
+
+
+def _nodes() -> list[int]:
+    """The nodes of memory of the cores that this thread may use."""
+    return nodes_of(usable_cores())

@@ -1,6 +1,7 @@
 """Base classes of the bodies of all routes."""
 
 import json
+import math
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -73,16 +74,17 @@ class RequestBody(RequestModel):
 
 
 _ALWAYS_ENCODABLE = {int, bool, type(None)}
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _check_encodable(value: Any) -> None:
     """Raise if the value cannot be encoded as JSON; fast for the types that are frequent."""
     if isinstance(value, str):
         value.encode()
-    elif type(value) in _ALWAYS_ENCODABLE:
+    elif type(value) in _ALWAYS_ENCODABLE or (type(value) is float and math.isfinite(value)):
         return
     elif not (isinstance(value, list) and set(map(type, value)) == {int}):
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        _encode(value).encode()
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:

@@ -1,0 +1,67 @@
+// How the kernels divide their work among threads, as JSON lines: what they count is not computed.
+//
+// Usage: shares NUM_THREADS. A line has the name, the units of work (equally large), the units of a
+// range, and the threads that the work is worth.
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "attention.h"
+#include "attention_prefill.h"
+#include "moe.h"
+
+using namespace VLLM_ISA;
+
+namespace {
+
+void print(const char* name, int64_t rows, int64_t units, int64_t range, vllm_cpu::Threads threads) {
+  std::printf("{\"name\": \"%s\", \"rows\": %ld, \"units\": %ld, \"range\": %ld, \"threads\": %d}\n",
+              name, static_cast<long>(rows), static_cast<long>(units), static_cast<long>(range),
+              threads.useful);
+}
+
+void linear_shares(const char* name, int64_t outputs, int64_t inputs, int num_threads) {
+  for (int64_t rows : {1, 16, 1024}) {
+    vllm_cpu::LinearWeight weight = {};
+    weight.format = WeightFormat::kBf16;
+    weight.in_features = inputs;
+    weight.out_features = outputs;
+    const Shares shares = share_out(weight, rows, 1, num_threads);
+    print(name, rows, vllm_cpu::num_panels(weight) * shares.num_blocks, shares.units_per_turn,
+          shares.threads);
+  }
+}
+
+void decode_shares(const char* name, int64_t requests, int length, int64_t kv_heads,
+                   int num_threads) {
+  const std::vector<int32_t> lengths(requests, length);
+  vllm_cpu::AttentionArgs<bf16> args = {};
+  args.num_requests = requests;
+  args.num_heads = 32;
+  args.num_kv_heads = kv_heads;
+  args.seq_lens = lengths.data();
+  std::vector<int64_t> first(requests + 1);
+  const DecodeCall<bf16> call{args};
+  const WorkList<bf16> work(call, first.data(), num_threads);
+  print(name, requests, work.num_items(), work.range(num_threads), num_threads);
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  const int num_threads = std::atoi(argv[1]);
+  linear_shares("1b qkv", 3072, 2048, num_threads);
+  linear_shares("1b o", 2048, 2048, num_threads);
+  linear_shares("1b gate_up", 16384, 2048, num_threads);
+  linear_shares("1b down", 2048, 8192, num_threads);
+  linear_shares("1b head", 128256, 2048, num_threads);
+  linear_shares("8b qkv", 6144, 4096, num_threads);
+  linear_shares("8b o", 4096, 4096, num_threads);
+  linear_shares("8b gate_up", 28672, 4096, num_threads);
+  linear_shares("8b down", 4096, 14336, num_threads);
+  linear_shares("tiny gate_up", 1024, 256, num_threads);
+  decode_shares("1 x 8192 keys", 1, 8192, 8, num_threads);
+  decode_shares("1 x 2048 keys", 1, 2048, 8, num_threads);
+  decode_shares("16 x 1024 keys", 16, 1024, 8, num_threads);
+  decode_shares("latent 1 x 8192 keys", 1, 8192, 1, num_threads);
+}

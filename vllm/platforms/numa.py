@@ -1,0 +1,89 @@
+"""Nodes of memory (NUMA): which cores are near which memory, and where new memory comes from.
+
+A core reads the memory of its own node faster than that of others, and each node has a rate of its
+own. Memory belongs to the node of the thread that first writes to it, so weights that a few
+threads have read would lie on their nodes alone. No torch.
+"""
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+"""Numbers of the system calls set_mempolicy and get_mempolicy, by machine."""
+
+_DEFAULT, _INTERLEAVE = 0, 3
+_MASK_BITS = 1024
+
+
+def node_of_cores(folder: Path = _NODES) -> dict[int, int]:
+    """Core -> its node. Empty where the system describes none.
+
+    Args:
+        folder: where the system describes them.
+    """
+    found: dict[int, int] = {}
+    for path in sorted(folder.glob("node*/cpulist")):
+        number = re.fullmatch(r"node(\d+)", path.parent.name)
+        if number is not None:
+            found.update(dict.fromkeys(_numbers(path.read_text()), int(number[1])))
+    return found
+
+
+def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
+    """The nodes of some cores, each once.
+
+    Args:
+        cores: those that the system does not describe are on no node.
+        folder: as for `node_of_cores`.
+    """
+    of_core = node_of_cores(folder)
+    return sorted({of_core[core] for core in cores if core in of_core})
+
+
+def interleave(nodes: Collection[int]) -> bool:
+    """Take the pages of memory that is new from the nodes in turn: in this thread, and those that
+    it starts from now on.
+
+    False, and no change, where the process was started with a policy of its own (numactl).
+
+    Raises:
+        OSError: the system or the container does not allow it.
+    """
+    calls = _POLICY_CALLS.get(platform.machine())
+    if calls is None:
+        raise OSError(0, f"not known how to on {platform.machine()}")
+    set_policy, get_policy = calls
+    libc = ctypes.CDLL(None, use_errno=True)
+    mode = ctypes.c_int(-1)
+    _call(libc, get_policy, ctypes.byref(mode), None, 0, None, 0)
+    if mode.value != _DEFAULT:
+        return False
+    words = (ctypes.c_ulong * (_MASK_BITS // 64))()
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    _call(libc, set_policy, _INTERLEAVE, words, _MASK_BITS)
+    return True
+
+
+def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> None:
+    wide = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
+    if libc.syscall(ctypes.c_long(number), *wide) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def _numbers(text: str) -> list[int]:
+    """From "0-3,8": those of a list of the system; it may be empty.
+
+    >>> _numbers("0-2,8")
+    [0, 1, 2, 8]
+    """
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return [n for each in ranges for n in range(int(each[0]), int(each[-1]) + 1)]
