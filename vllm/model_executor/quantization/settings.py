@@ -9,6 +9,9 @@ from vllm.model_executor.layers.linear import ParallelLinear
 
 Settings = Mapping[str, Any]
 
+NOT_MARLIN = "the GPTQ checkpoint that it was made of: the layout of Marlin is for another device"
+"""What to take in place of a checkpoint in that layout."""
+
 MAX_GROUP = 1 << 16
 """Largest number of inputs or outputs that share a scale."""
 
