@@ -247,6 +247,7 @@ def cast(tensor, dtype):
 
 ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
 WEIGHTS = ("config_groups", "group_0", "weights")
+INPUTS = ("config_groups", "group_0", "input_activations")
 
 WRONG = [
     ("fp8-static", changed("activation_scheme", to="x"), CONFIG + "activation_scheme is 'x'"),
@@ -351,6 +352,12 @@ WRONG = [
     ),
     ("ct-w8a8", reshaped("weight_scale", -1, 2), f"tensor {GATE}.weight_scale has shape .96, 2."),
     ("ct-fp8-static", changed(*WEIGHTS, "type", to="int"), "type is 'int'"),
+    ("ct-w8a8", changed(*INPUTS, to="int8"), "config_groups.input_activations is 'int8'"),
+    ("ct-w8a8", changed(*INPUTS, "type", to="float"), "type is 'float'; supported: int"),
+    ("ct-w8a8", changed(*INPUTS, "strategy", to="x"), "strategy is 'x'; supported: token"),
+    ("ct-w8a8", filled("weight_scale", 1e30), "weight_scale contains 1.* of at most 65504"),
+    ("fp8-block", filled("weight_scale_inv", 1e30), "weight_scale_inv contains 1.* of at most"),
+    ("modelopt", changed("ignore", to=0), "ignore is 0; supported: a list"),
 ]
 
 

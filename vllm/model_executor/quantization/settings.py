@@ -56,7 +56,8 @@ def names(settings: Settings, *keys: str) -> list[str]:
     """
     found: list[str] = []
     for key in keys:
-        value = settings.get(key) or []
+        value = settings.get(key)
+        value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise wrong(key, value, "a list of module names")
         found += value
