@@ -304,6 +304,7 @@ def _fp8_ct_block(weight: Tensor) -> tuple[Tensors, Tensor]:
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+_FP8_PER_TOKEN = _PER_TOKEN | {"type": "float"}
 _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
 _FP8 = {"quant_method": "fp8"}
@@ -346,7 +347,7 @@ FORMATS: dict[str, Format] = {
     ),
     "ct-w8a16-int8": _compressed("int-quantized", _INT8, None, _int8_channel),
     "ct-fp8-dynamic": _compressed(
-        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _PER_TOKEN, _fp8_per_channel
+        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FP8_PER_TOKEN, _fp8_per_channel
     ),
     "ct-fp8-static": _compressed(
         "float-quantized", _FLOAT8 | {"strategy": "tensor"}, _ONE_SCALE, _fp8_per_tensor
@@ -354,7 +355,7 @@ FORMATS: dict[str, Format] = {
     "ct-fp8-block": _compressed(
         "float-quantized",
         _FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
-        _PER_TOKEN,
+        _FP8_PER_TOKEN,
         _fp8_ct_block,
     ),
 }

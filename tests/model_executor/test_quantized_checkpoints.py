@@ -247,6 +247,7 @@ def cast(tensor, dtype):
 
 ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
 WEIGHTS = ("config_groups", "group_0", "weights")
+INPUTS = ("config_groups", "group_0", "input_activations")
 
 WRONG = [
     ("fp8-static", changed("activation_scheme", to="x"), CONFIG + "activation_scheme is 'x'"),
@@ -276,7 +277,7 @@ WRONG = [
     ("gptq-4", changed("group_size", to=48), "group_size is 48, which does not divide the 64"),
     ("gptq-4", changed("group_size", to=0), "group_size is 0"),
     ("gptq-4", changed("group_size", to=10**30), "group_size is 1000"),
-    ("gptq-4", changed("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
+    ("gptq-4", changed("checkpoint_format", to="marlin"), "is 'marlin'; .* made of"),
     ("gptq-4", changed("dynamic", to={"(": {}}), "dynamic is '\\('"),
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
     ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9: .* each of 2 groups 32 times"),
@@ -325,7 +326,11 @@ WRONG = [
         changed("zero_point", to=True),
         r"missing from the checkpoint: .*layers\.0\.mlp\.down_proj\.qzeros",
     ),
-    ("gptq-4", changed("is_marlin_format", to=True), "is_marlin_format is True; supported: False"),
+    ("gptq-4", changed("is_marlin_format", to=True), "is_marlin_format is True; .* made of"),
+    ("gptq-4", changed("quant_method", to=None), "an object with the string quant_method"),
+    ("gptq-4", changed("quant_method", to="vptq"), "'vptq', .* supported format .* int4, int8"),
+    ("gptq-4", changed("quant_method", to="exl3"), "'exl3', .* GPTQ or AWQ checkpoint"),
+    ("gptq-4", changed("quant_method", to="inc"), "'inc', .* --quantization inc and the QUANT"),
     ("ct-w4a16", changed("sparsity_config", to={"format": "sparse-24"}), "sparsity_config is "),
     ("ct-w8a8", changed("kv_cache_scheme", to={"type": "int"}), "kv_cache_scheme.type is 'int'"),
     ("ct-w8a8", changed("kv_cache_scheme", to={"num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
@@ -347,6 +352,12 @@ WRONG = [
     ),
     ("ct-w8a8", reshaped("weight_scale", -1, 2), f"tensor {GATE}.weight_scale has shape .96, 2."),
     ("ct-fp8-static", changed(*WEIGHTS, "type", to="int"), "type is 'int'"),
+    ("ct-w8a8", changed(*INPUTS, to="int8"), "config_groups.input_activations is 'int8'"),
+    ("ct-w8a8", changed(*INPUTS, "type", to="float"), "type is 'float'; supported: int"),
+    ("ct-w8a8", changed(*INPUTS, "strategy", to="x"), "strategy is 'x'; supported: token"),
+    ("ct-w8a8", filled("weight_scale", 1e30), "weight_scale contains 1.* of at most 65504"),
+    ("fp8-block", filled("weight_scale_inv", 1e30), "weight_scale_inv contains 1.* of at most"),
+    ("modelopt", changed("ignore", to=0), "ignore is 0; supported: a list"),
 ]
 
 

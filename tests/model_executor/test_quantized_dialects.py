@@ -147,6 +147,17 @@ def test_old_checkpoints_of_bitsandbytes_are_named(checkpoint, tmp_path, key):
         load(folder)
 
 
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_checkpoints_of_mlx_are_named(checkpoint, tmp_path, keys):
+    folder = shutil.copytree(checkpoint("awq")[0], tmp_path / "mlx")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    config |= {key: {"group_size": 64, "bits": 4} for key in keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantized with 'mlx', .* --quantization int4"):
+        load(folder)
+
+
 def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):
     """Layers of 16 bits are dense; the head is quantized if it has settings."""
     folder, dense_folder = checkpoint("gptq-4")

@@ -40,6 +40,8 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     own = raw.get("quantization_config")
     if isinstance(own, dict) and {"load_in_4bit", "load_in_8bit"} & own.keys():
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
+    if isinstance(own, dict) and own == raw.get("quantization"):
+        own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
     raw = _with_overrides(text_config(raw), overrides)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
@@ -133,6 +135,8 @@ def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                 **raw["compression_config"],
             }
         }
+    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
+        return {"quantization_config": {"quant_method": "mlx", **raw["quantization"]}}
     for name, method in _QUANTIZATION_FILES:
         path = folder / name
         if path.is_file():

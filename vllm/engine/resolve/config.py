@@ -29,11 +29,11 @@ from vllm.config import (
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
+from vllm.config.quant_method import quant_method
 from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import (
     check_connector,
     for_states,
-    quant_method,
     resolve_offload,
     resolve_quantization,
     resolve_windows,

@@ -9,6 +9,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import CacheConfig, ConnectorConfig, LoadConfig, ModelArch, ModelConfig
 from vllm.config.inc import read_inc_config
+from vllm.config.quant_method import quant_method
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms import Platform
@@ -126,23 +127,6 @@ def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:
     if asked.quantization == "gguf" and any(folder.glob("*.gguf")):
         return replace(asked, quantization=None)
     return asked
-
-
-def quant_method(arch: ModelArch) -> str | None:
-    """The format of a quantized checkpoint; None: it is not quantized.
-
-    Raises:
-        ConfigError: `quantization_config` is no object, or does not say.
-    """
-    settings = arch.hf_config.get("quantization_config")
-    if not settings:
-        return None
-    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
-        raise ConfigError(
-            "config.json of the checkpoint: quantization_config must be an object with the string "
-            "quant_method"
-        )
-    return str(settings["quant_method"])
 
 
 logger = init_logger(__name__)

@@ -1,6 +1,5 @@
 """Checks of the scales of quantized weights. Independent of single formats."""
 
-import math
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,6 +13,11 @@ from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
 Scaled = TypeVar("Scaled", Fp8Weight, Int8Weight, GroupedWeight)
 
 
+_LARGEST = 65504.0
+"""As large as a scale may be: most formats have float16. No model was trained with the weights that
+larger ones make."""
+
+
 def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Source:
     """The source as float32; reading it checks what is read.
 
@@ -23,7 +27,7 @@ def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Sou
         zero_is_fine: for now; `without_zero_scales` checks what they are for.
 
     Reading raises:
-        WeightLoadError: a number is not positive and finite.
+        WeightLoadError: a number is not positive, or too large.
     """
 
     def read(index: Index) -> Tensor:
@@ -33,7 +37,8 @@ def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Sou
         )
         if worst is not None:
             raise WeightLoadError(
-                f"tensor {name} contains {float(worst)}: scales are positive numbers"
+                f"tensor {name} contains {float(worst)}: scales are positive numbers of at most "
+                f"{_LARGEST:g}"
             )
         return scales
 
@@ -77,4 +82,4 @@ def without_zero_scales(name: str, weight: Scaled) -> Scaled:
 
 
 def _is_scale(x: float, zero_is_fine: bool) -> bool:
-    return math.isfinite(x) and (x > 0 or (zero_is_fine and x == 0))
+    return x <= _LARGEST and (x > 0 or (zero_is_fine and x == 0))

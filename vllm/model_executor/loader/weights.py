@@ -155,8 +155,10 @@ def _fill(
         if names
     ]
     if problems:
+        folders = sorted({str(path.parent) for path in paths if path is not None})
+        where = f" {', '.join(folders)}" if folders else ""
         raise WeightLoadError(
-            f"checkpoint and {type(model).__name__} do not match: {'; '.join(problems)}"
+            f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}"
         )
 
 
@@ -192,6 +194,7 @@ def _converted(
             with _naming(whole.path):
                 for name, source in model.convert(renamed(checkpoint_name, model), whole):
                     yield checkpoint_name, name, source, whole.path
+    model.check_tensors()
 
 
 def renamed(name: str, model: LoadableModel) -> str:

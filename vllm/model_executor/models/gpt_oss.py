@@ -39,8 +39,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, replace(llama_options(arch), has_sinks=True), GptOssLayer)
-        self._blocks: dict[str, Tensor] = {}
-        """Name of a weight in MXFP4 -> what of it was read first, its blocks or its scales."""
+        self._blocks: dict[str, tuple[str, Tensor]] = {}
+        """Name of a weight in MXFP4 -> what of it was read first: blocks or scales, and they."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weights of all experts are stored as one: [experts, in, out], or in MXFP4 [experts,
@@ -61,21 +61,23 @@ class GptOssForCausalLM(DecoderForCausalLM):
     ) -> Iterator[tuple[str, Source]]:
         first = self._blocks.pop(parent + weight, None)
         if first is None:  # a source cannot be read later
-            self._blocks[parent + weight] = source.read(())
+            self._blocks[parent + weight] = suffix, source.read(())
             return
         second = source.read(())
-        blocks, scales = (first, second) if suffix == "scales" else (second, first)
+        blocks, scales = (first[1], second) if suffix == "scales" else (second, first[1])
         check_mxfp4(parent + weight, blocks, scales)
         for expert, parts in enumerate(zip(blocks, scales, strict=True)):
             for name, rows in _rows_of(weight):
                 part = mxfp4_source(*(each[rows] for each in parts))
                 yield f"{parent}{expert}.{name}.weight", part
 
-    def check(self) -> None:
-        """See `LoadableModel.check`."""
-        if self._blocks:
+    def check_tensors(self) -> None:
+        """See `LoadableModel.check_tensors`."""
+        for weight, (suffix, _) in self._blocks.items():
+            missing = "blocks" if suffix == "scales" else "scales"
             raise WeightLoadError(
-                f"the checkpoint has only blocks, or only scales, of {', '.join(self._blocks)}"
+                f"tensor {weight}_{missing} is missing from the checkpoint, which has "
+                f"{weight}_{suffix}"
             )
 
 

@@ -51,6 +51,13 @@ class LoadableModel(nn.Module, ABC):
         """
         return ((name, source),)
 
+    def check_tensors(self) -> None:
+        """Called once, when `convert` has had all tensors of the checkpoint.
+
+        Raises:
+            WeightLoadError: one of several that belong together is missing.
+        """
+
     def check(self) -> None:
         """Called once, with all weights loaded.
 

@@ -100,6 +100,13 @@ def _given(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if value is not None}
 
 
+def _object(group: Settings, key: str, default: dict[str, Any] | None) -> dict[str, Any]:
+    value = group.get(key, default)
+    if not isinstance(value, dict):
+        raise wrong(f"config_groups.{key}", value, "an object")
+    return _given(value)
+
+
 def _patterns(settings: Settings, key: str) -> list[str]:
     found = names(settings, key)
     for each in found:
@@ -123,10 +130,8 @@ class _Scheme:
     """One of `config_groups`: how its layers are stored."""
 
     def __init__(self, group: Settings) -> None:
-        weights, inputs = group.get("weights"), group.get("input_activations") or {}
-        if not isinstance(weights, dict) or not isinstance(inputs, dict):
-            raise wrong("config_groups.weights", weights, "an object")
-        weights = _given(weights)
+        weights = _object(group, "weights", None)
+        inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets")
         self.format = choice(group, "format", (*_FORMATS, "naive-quantized"))
         kind = choice(weights, "type", ("int", "float"), "int")
@@ -151,6 +156,11 @@ class _Scheme:
         self.has_input_scale = self.rounds_inputs and is_dynamic is False
         if self.rounds_inputs:
             choice(inputs, "num_bits", (8,), 8)
+            choice(inputs, "strategy", ("token", "tensor", "group"), "token")
+            # Numbers of words are multiplied with inputs as they are.
+            choice(
+                inputs, "type", ("int", "float") if self.format == _FORMATS[0] else (kind,), kind
+            )
             self.has_input_zero = not choice(inputs, "symmetric", (True, False), True)
 
     def method(self, name: str) -> LinearMethod:

@@ -140,9 +140,9 @@ class Fp8Linear(StoredLinear):
         num_out, num_in = layer.output_size, layer.input_size
         self.block_inputs = num_in
         if self.block:
-            parts = layer.feature_slices.values()
-            starts = [part.size for part in parts if part.dim == 1 and part.size != part.total]
-            self.block_inputs = gcd(self.block[1], *starts)
+            slices = layer.feature_slices.values()
+            split = [each.size for each in slices if each.dim == 1 and each.size != each.total]
+            self.block_inputs = gcd(self.block[1], *split)
         num_blocks = -(-num_in // self.block_inputs)
         add_parameter(layer, "weight", torch.empty(num_out, num_in, dtype=torch.float8_e4m3fn))
         scales = torch.empty(num_out, num_blocks, dtype=torch.float32)

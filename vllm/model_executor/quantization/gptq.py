@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import LinearMethod
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
 from vllm.model_executor.quantization.settings import (
+    NOT_MARLIN,
     Settings,
     choice,
     group_size_of,
@@ -54,8 +55,11 @@ class GPTQ(CheckpointFormat[GroupLayout]):
 
 def _layout_of(settings: Settings) -> GroupLayout:
     bits = choice(settings, "bits", (2, 3, 4, 8))
-    choice(settings, "is_marlin_format", (False,), False)
     formats = ("gptq", "gptq_v2")
+    for key, value in (("is_marlin_format", True), ("checkpoint_format", "marlin")):
+        if settings.get(key) == value:
+            raise wrong(key, value, f"{', '.join(formats)}. Use {NOT_MARLIN}")
+    choice(settings, "is_marlin_format", (False,), False)
     checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
     return GroupLayout(
         bits=bits,

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import ModelConfig
+from vllm.config.quant_method import quant_method
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import NOT_MARLIN
 from vllm.utils.imports import load_class
 
 CreateQuantization = Callable[[Any], Quantization]
@@ -59,12 +61,17 @@ _formats: dict[str, Format] = {
 _INSTEAD = {
     "bitsandbytes": "load the unquantized checkpoint with --quantization int4 or int8",
     "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
+    "mlx": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
     "--quantization int4",
+    "exl3": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
+    "--quantization int4",
+    "inc": "use the unquantized checkpoint with --quantization inc and the QUANT_CONFIG that "
+    "`vllm calibrate` writes",
     "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
     "--quantization fp8 or int8",
     "torchao": "load the unquantized checkpoint with --quantization int4, int8 or fp8",
-    "marlin": "use the GPTQ checkpoint that it was made of: this layout is for another device",
+    "marlin": f"use {NOT_MARLIN}",
 }
 """What to do about formats that are not supported on purpose."""
 
@@ -85,13 +92,16 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
         ConfigError: the format is not supported, or not with these settings.
     """
     settings = model.resolved_arch.hf_config.get("quantization_config") or None
-    name = str(settings.get("quant_method")) if settings else model.quantization
+    name = quant_method(model.resolved_arch) or model.quantization
     if name is None:
         return None
     found = _formats.get(name)
     if found is None or (settings and not found.is_stored):
         names = sorted(name for name, row in _formats.items() if row.is_stored)
-        supported = f"supported: {', '.join(names) or 'unquantized checkpoints only'}"
+        supported = (
+            f"use a checkpoint of a supported format ({', '.join(names)}), or the unquantized one "
+            f"with --quantization int4, int8 or fp8"
+        )
         raise ConfigError(
             f"the checkpoint is quantized with {name!r}, which is not supported; "
             f"{_INSTEAD.get(name, supported)}"

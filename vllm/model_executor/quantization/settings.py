@@ -9,6 +9,9 @@ from vllm.model_executor.layers.linear import ParallelLinear
 
 Settings = Mapping[str, Any]
 
+NOT_MARLIN = "the GPTQ checkpoint that it was made of: the layout of Marlin is for another device"
+"""What to take in place of a checkpoint in that layout."""
+
 MAX_GROUP = 1 << 16
 """Largest number of inputs or outputs that share a scale."""
 
@@ -53,7 +56,8 @@ def names(settings: Settings, *keys: str) -> list[str]:
     """
     found: list[str] = []
     for key in keys:
-        value = settings.get(key) or []
+        value = settings.get(key)
+        value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise wrong(key, value, "a list of module names")
         found += value
