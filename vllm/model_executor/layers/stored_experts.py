@@ -67,6 +67,10 @@ class HandedOverExperts(DenseExperts):
         if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
             layer.packed = self.packed.to(device)
 
+    @property
+    def is_dequantized(self) -> bool:
+        return self.packed is None
+
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.packed is None:
             return super().apply(layer, x, ids, weights)
