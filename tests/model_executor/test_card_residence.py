@@ -15,18 +15,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.gpt_oss_checkpoint import write_gpt_oss
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.model_executor.helpers import make_config
 from tests.model_executor.inc_models import load_inc, measure, quantize_config
 from tests.quantized_checkpoints import FORMATS, made_once, write
 from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
-from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
+from vllm.model_executor.layers.stored_linear import RoundedLinear
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader.model_loader import log_dequantized
 from vllm.model_executor.quantization.registry import format_names
 from vllm.ops import get_ops, set_ops
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_quantized import HPUNarrowWeight
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import GroupedWeight
+from vllm.platforms.habana.operators import QuantizedKernels
 from vllm.platforms.habana.sim import SimBridge
 from vllm.transformers_utils.gguf.folder import unpack
 
@@ -260,3 +268,84 @@ def test_the_table_has_every_format():
     named = {name for names, *_ in table().values() for name in re.findall("`(.*?)`", names)}
     assert named == set(format_names())
     assert table().keys() >= CASES.keys()
+
+
+def test_a_projection_that_attention_absorbs_has_the_numbers_of_the_checkpoint(make_card):
+    """Whatever the scale is that its inputs are rounded with."""
+    card = make_card("gaudi2")
+    source = make_tiny_model("deepseek_v2", card.folder / "source", num_hidden_layers=1)
+    stored, dense = write("fp8-static", card.folder, source)
+    got, want = (
+        next(m for m in card.load(folder).modules() if isinstance(m, LatentUpProjection))
+        for folder in (stored, dense)
+    )
+    assert torch.equal(got.key_up.dense().cpu(), want.key_up.dense().cpu())
+    assert torch.equal(got.value_up.dense().cpu(), want.value_up.dense().cpu())
+
+
+CACHES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "per tensor": ("gptq-8", {"kv_cache_dtype": "fp8"}, FP8),
+    "per head": ("gptq-8", {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, FP8),
+    "e5m2": ("gptq-8", {"kv_cache_dtype": "fp8_e5m2"}, torch.float8_e5m2),
+    "latent": ("deepseek_v2", {"kv_cache_dtype": "fp8_inc"}, FP8),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_in_fp8_is_cast_by_the_card_and_the_log_says_what_is_widened(
+    kind, quantized, tmp_path, monkeypatch
+):
+    name, settings, dtype = CACHES[kind]
+    folder = quantized(name)[0] if name in FORMATS else make_tiny_model(name, tmp_path / "model")
+    called = set()
+    for operator in ("cast_to_fp8", "cast_from_fp8"):
+        real = getattr(QuantizedKernels, operator)
+
+        def noted(self, *args, real=real):
+            called.add(real.__name__)
+            return real(self, *args)
+
+        monkeypatch.setattr(QuantizedKernels, operator, noted)
+    card = {"PT_HPU_LAZY_MODE": 1, "has_profiling_run": False, **FEW_BUCKETS}
+    with simulated_hpu(**card) as bridge, captured_log() as messages:
+        engine = SMALL_ENGINE | {"dtype": "bfloat16", "skip_tokenizer_init": True} | settings
+        llm = LLM(str(folder), **engine)
+        compilations = bridge.counters().compilations
+        params = SamplingParams(max_tokens=3, detokenize=False)
+        llm.generate({"prompt_token_ids": list(range(5, 25))}, params, use_tqdm=False)
+        assert bridge.counters().compilations == compilations
+        assert llm.collective_rpc(cache_dtypes) == [{dtype}]
+    assert called == {"cast_to_fp8", "cast_from_fp8"}
+    (line,) = (message for message in messages if "widens" in message)
+    assert line.endswith(f"the KV cache in {str(dtype).removeprefix('torch.')}")
+    assert ("8 quantized weights" in line) == (name in FORMATS)
+
+
+def cache_dtypes(worker) -> set[torch.dtype]:
+    layers = worker.runner.attention_layers
+    return {getattr(layer, name).dtype for layer in layers for name in layer.cache_names}
+
+
+def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
+    """Act-order with a zero point of 16, and columns that have to be added: none of them is 0."""
+    card = make_card("gaudi2")
+    weight = GroupedWeight(
+        words=torch.zeros(8, 16, dtype=torch.int32),
+        bits=4,
+        scales=torch.ones(2, 16),
+        zeros=torch.full((2, 16), 16, dtype=torch.int16),
+        groups=torch.tensor([0] * 30 + [1] * 34, dtype=torch.int32),
+    )
+    method = RoundedLinear("layer", lambda dense: weight)
+    model = torch.nn.Module()
+    model.layer = ColumnParallelLinear(64, {"": 16}, TPGroup())
+    model.layer.use_method(method)
+    model.layer.finish()
+    with captured_log() as messages:
+        log_dequantized(model)
+    assert messages == [
+        "1 quantized layers are dense in memory, as this device has no kernel for how they are "
+        "stored: layer"
+    ]
+    in_order = replace(weight, groups=None)  # as bytes
+    assert isinstance(card.ops.prepare_weight(in_order, torch.bfloat16), HPUNarrowWeight)

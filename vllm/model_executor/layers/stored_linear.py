@@ -104,6 +104,9 @@ class StoredLinear(LinearMethod):
             return
         self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
 
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.stored_weight(layer).dequantize()
+
     @property
     def is_dequantized(self) -> bool:
         return isinstance(self.packed, DenseWeight)
@@ -217,6 +220,9 @@ class RoundedLinear(UnquantizedLinear):
     def finish(self, layer: ParallelLinear) -> None:
         weight = on_host(layer, "weight")
         self.packed = hand_over(layer, self.name, self.round_weight(weight), weight.dtype)
+
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.round_weight(on_host(layer, "weight")).dequantize()
 
     @property
     def is_dequantized(self) -> bool:

@@ -187,7 +187,7 @@ def _read(
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
-    _log_dequantized(model)
+    log_dequantized(model)
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,
@@ -195,7 +195,7 @@ def _read(
     )
 
 
-def _log_dequantized(model: LoadableModel) -> None:
+def log_dequantized(model: nn.Module) -> None:
     """Say which quantized layers take as much memory as dense ones, in one line."""
     names = [
         name
