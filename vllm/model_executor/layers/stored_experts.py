@@ -26,9 +26,9 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 """Of a gated expert."""
 
 
-def has_stored_kernel(layer: Experts) -> bool:
-    """Whether every device that has kernels for stored experts has them for these; no others are
-    rounded while they are loaded."""
+def are_plain(layer: Experts) -> bool:
+    """Whether these are gated with silu and have no biases. No others take part in measuring, or
+    are written by `vllm quantize`."""
     return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
 
 
