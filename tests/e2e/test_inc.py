@@ -73,6 +73,23 @@ def test_what_is_done_is_not_done_again(calibrated, texts, capsys):
     assert (calibrated / "calibration_g2.json").read_text() == before
 
 
+def test_a_folder_that_was_moved_has_the_paths_of_its_new_place(
+    calibrated, texts, tmp_path, capsys
+):
+    shutil.copytree(calibrated, tmp_path / calibrated.name)
+    flags = ("--device-for-scales", "g2")
+    assert calibrate(texts, tmp_path, *flags) == 0
+    assert capsys.readouterr().err.count("done before") == 5
+    for name in ("measure", "quant"):
+        config = json.loads((tmp_path / calibrated.name / f"maxabs_{name}_g2.json").read_text())
+        assert config["dump_stats_path"] == str(tmp_path / calibrated.name / "g2/inc_output")
+    (tmp_path / calibrated.name / "calibration_g2.json").write_text("{")
+    assert calibrate(texts, tmp_path, *flags) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "calibration_g2.json: the state of the calibration is not valid JSON" in error
+    assert error.endswith("Delete the file to begin again")
+
+
 def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     calibrated, texts, tmp_path, monkeypatch
 ):

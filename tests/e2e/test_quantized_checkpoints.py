@@ -63,7 +63,13 @@ def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name
 
 @pytest.mark.parametrize(
     ("name", "card"),
-    [("fp8-block", "gaudi2"), ("fp8-static", "gaudi3"), ("gptq-4-order", "gaudi2")],
+    [
+        *(("fp8-block", "gaudi2"), ("fp8-static", "gaudi3"), ("gptq-4-order", "gaudi2")),
+        ("gptq-8-order", "gaudi2"),
+        pytest.param("gptq-8", "gaudi3", marks=pytest.mark.exhaustive),
+        pytest.param("ct-w8a8", "gaudi2", marks=pytest.mark.exhaustive),
+        pytest.param("gptq-3", "gaudi3", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpoint, name, card):
     """fp8 rounds inputs to fp8 on a card: the first tokens are compared."""

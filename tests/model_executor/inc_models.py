@@ -32,16 +32,20 @@ def measure(folder: Path, files: Path):
 
 
 def quantize(folder, files: Path, stage: Stage | None = None, **settings):
-    config = IncConfig(
-        path="quant.json", mode="QUANTIZE", dump_stats_path=str(files / "inc_output"), **settings
-    )
-    return load_inc(folder, config, stage)
+    return load_inc(folder, quantize_config(files, **settings), stage)
 
 
-def load_inc(folder: Path, inc: IncConfig, stage: Stage | None = None):
-    config = make_config(folder)
+def quantize_config(files: Path, **settings) -> IncConfig:
+    stats = str(files / "inc_output")
+    return IncConfig(path="quant.json", mode="QUANTIZE", dump_stats_path=stats, **settings)
+
+
+def load_inc(
+    folder: Path, inc: IncConfig, stage: Stage | None = None, device: str = "cpu", **kinds
+):
+    config = make_config(folder, **kinds)
     model = replace(config.model, quantization="inc", inc=inc)
-    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"), stage=stage)
+    return load_model(replace(config, model=model), TPGroup(), torch.device(device), stage=stage)
 
 
 def without(content, name):

@@ -393,6 +393,10 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
         has_one = options == CLAMPED or (options == ExpertOptions() and biases == (None, None))
         assert counted.calls - before == (has_one and is_lazy)
         assert_products(experts, gate, up, down, 0.01)
+    exact = ops.prepare_experts(gates, ups, downs, torch.float32).to("hpu")
+    for number, weight in enumerate(downs):
+        widened = exact.down.of_expert(number, torch.float32).cpu()
+        assert torch.equal(widened.T, weight.dequantize())
 
 
 @pytest.mark.parametrize("options", [CLAMPED, ExpertOptions()])

@@ -99,7 +99,8 @@ def read_inc_config(path: str) -> IncConfig:
     Raises:
         ConfigError: it cannot be read, or a value in it is wrong or not supported.
     """
-    given = read_json_object(path, "the JSON configuration file of Intel Neural Compressor")
+    what = "the JSON configuration file of Intel Neural Compressor"
+    given = read_json_object(path, what, "Correct it, or write it with `vllm calibrate`")
     reader = _Reader(path, given)
     for key in given:
         if key not in _KNOWN:
@@ -149,12 +150,13 @@ def read_inc_config(path: str) -> IncConfig:
     )
 
 
-def read_json_object(path: str | Path, what: str) -> dict[str, Any]:
+def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
         path: of the file.
         what: the file is, for errors.
+        advice: what to do about a damaged one.
 
     Raises:
         ConfigError: it cannot be read, is no JSON, or something else than an object.
@@ -164,9 +166,9 @@ def read_json_object(path: str | Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read {what}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {what} is not valid JSON: {error}") from None
+        raise ConfigError(f"{path}: {what} is not valid JSON: {error}. {advice}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: {what} must be an object, got {type(given).__name__}")
+        raise ConfigError(f"{path}: {what} must be an object, got {type(given).__name__}. {advice}")
     return given
 
 

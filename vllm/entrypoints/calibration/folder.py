@@ -106,7 +106,8 @@ class CalibrationFolder:
         """
         if not self._state_file.is_file():
             return {}
-        return read_json_object(self._state_file, "the state of the calibration")
+        what, advice = "the state of the calibration", "Delete the file to begin again"
+        return read_json_object(self._state_file, what, advice)
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace what is kept for later runs."""

@@ -137,6 +137,7 @@ class Calibration:
         if state.get("scale_method") != self.settings.scale_method:
             state["done"] = [s for s in state["done"] if s not in ("quantize", "evaluate")]
         state["scale_method"] = self.settings.scale_method
+        self._write_configs()  # also of earlier runs: the folder may have another place by now
         for number, step in enumerate(steps, start=1):
             ranks = {"unify": self.settings.unify_ranks, "expand": self.settings.expand_ranks}
             if len(steps) > 1 and ranks.get(step, 0) is None:
@@ -170,7 +171,6 @@ class Calibration:
             self.settings.sample_tokens,
             self.settings.num_samples,
         )
-        self._write_configs()
         write_samples(self.folder.samples, measured)
         write_samples(self.folder.held_out, held_out)
         state["num_measured"] = 0
@@ -218,7 +218,6 @@ class Calibration:
         self.folder.expand(self.world_size, self.settings.expand_ranks)
 
     def _quantize(self, state: dict[str, Any]) -> None:
-        self._write_configs()
         self.folder.delete_scales()
         with self._engine(**self._quantized()):
             self.say(f"scales are in {self.folder.prefix}*")

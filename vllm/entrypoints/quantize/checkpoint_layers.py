@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Source
-from vllm.model_executor.layers.stored_experts import has_stored_kernel
+from vllm.model_executor.layers.stored_experts import are_plain
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.model_executor.loader.weights import find_places, names_in_checkpoint, renamed
@@ -164,5 +164,5 @@ class CheckpointLayers:
         if layer not in self._known:
             size, hidden = layer.intermediate_size, layer.hidden_size
             fits = self._fits(size, hidden, None) and self._fits(hidden, size, None)
-            self._known[layer] = fits and has_stored_kernel(layer)
+            self._known[layer] = fits and are_plain(layer)
         return self._known[layer]

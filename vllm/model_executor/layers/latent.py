@@ -53,10 +53,8 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
 
     def finish(self) -> None:
         device = next(self.parameters()).device
-        super().finish()
-        # The product with the identity is the dense weight, whatever the format.
-        identity = torch.eye(self.input_size, dtype=self._dtype).to(device)
-        weight = self(identity).T.unflatten(0, (-1, sum(self.head_sizes)))
+        dense = self.method.dense_weight(self, self._dtype).to(device, self._dtype)
+        weight = dense.unflatten(0, (-1, sum(self.head_sizes)))
         key_up, value_up = weight.split(self.head_sizes, dim=1)
         for name in [*self._parameters, *self._buffers, *self._modules]:
             if name != "bias":  # whatever the format has put there

@@ -27,6 +27,15 @@ class LinearMethod(WeightMethod["ParallelLinear"]):
     def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., input_size] @ weight.T + bias -> [..., output_size]"""
 
+    def dense_weight(self, layer: "ParallelLinear", dtype: torch.dtype) -> Tensor:
+        """The weight [output_size, input_size], once all parameters are filled; in place of
+        `finish`. Without an override it is the product with the identity in `dtype`, so inputs
+        must not be rounded."""
+        device = next(layer.parameters()).device
+        self.finish(layer)
+        identity = torch.eye(layer.input_size, dtype=dtype).to(device)
+        return self.apply(layer, identity, None).T
+
 
 class UnquantizedLinear(LinearMethod):
     """One dense weight [output_size, input_size] in the model's dtype."""
@@ -38,6 +47,9 @@ class UnquantizedLinear(LinearMethod):
 
     def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, layer.weight, bias)
+
+    def dense_weight(self, layer: "ParallelLinear", dtype: torch.dtype) -> Tensor:
+        return layer.weight
 
 
 class ParallelLinear(MethodLayer):

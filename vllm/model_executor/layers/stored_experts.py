@@ -26,9 +26,9 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 """Of a gated expert."""
 
 
-def has_stored_kernel(layer: Experts) -> bool:
-    """Whether every device that has kernels for stored experts has them for these; no others are
-    rounded while they are loaded."""
+def are_plain(layer: Experts) -> bool:
+    """Whether these are gated with silu and have no biases. No others take part in measuring, or
+    are written by `vllm quantize`."""
     return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
 
 
@@ -66,6 +66,10 @@ class HandedOverExperts(DenseExperts):
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
         if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
             layer.packed = self.packed.to(device)
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.packed is None
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.packed is None:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, Unqu
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
 from vllm.model_executor.layers.stored_scales import checked_scales
 from vllm.ops import get_ops
+from vllm.ops.native import DenseWeight
 from vllm.ops.prepared import PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 
@@ -103,6 +104,13 @@ class StoredLinear(LinearMethod):
             return
         self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
 
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.stored_weight(layer).dequantize()
+
+    @property
+    def is_dequantized(self) -> bool:
+        return isinstance(self.packed, DenseWeight)
+
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.packed is not None, "the weights are not loaded"
         return apply_prepared(self.packed, x, bias)
@@ -133,6 +141,11 @@ class StoredHead(EmbeddingMethod):
 
     def finish(self, layer: VocabParallelEmbedding) -> None:
         self.linear.finish(layer)
+
+    @property
+    def is_dequantized(self) -> bool:
+        found: bool = self.linear.is_dequantized
+        return found
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         raise AssertionError("no rows of an output head are looked up: it is not tied")
@@ -175,6 +188,10 @@ class StoredTable(DenseTable):
         if self.dense is not None:
             layer.weight = self.dense
 
+    @property
+    def is_dequantized(self) -> bool:
+        return self.dense is not None
+
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         if self.packed is None:
             return super().embed(layer, ids)
@@ -203,6 +220,13 @@ class RoundedLinear(UnquantizedLinear):
     def finish(self, layer: ParallelLinear) -> None:
         weight = on_host(layer, "weight")
         self.packed = hand_over(layer, self.name, self.round_weight(weight), weight.dtype)
+
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.round_weight(on_host(layer, "weight")).dequantize()
+
+    @property
+    def is_dequantized(self) -> bool:
+        return isinstance(self.packed, DenseWeight)
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.packed is not None, "the weights are not loaded"

@@ -51,6 +51,12 @@ class WeightMethod(ABC, Generic[Layer]):
         """Fill a part of an optional parameter for which the checkpoint has no tensor."""
         raise AssertionError(f"{place.param_name} is not optional")
 
+    @property
+    def is_dequantized(self) -> bool:
+        """Whether quantized weights have become dense, as the device has nothing for them. Known
+        once the layer is finished."""
+        return False
+
     def fill_indices(self, layer: Layer) -> None:
         """Give the parameters that are indices or shapes values that fit the layer.
 

@@ -198,11 +198,27 @@ def _read(
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
+    log_dequantized(model)
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,
         time.perf_counter() - started,
     )
+
+
+def log_dequantized(model: nn.Module) -> None:
+    """Say which quantized layers take as much memory as dense ones, in one line."""
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, MethodLayer) and layer.method.is_dequantized
+    ]
+    if names:
+        logger.warning(
+            "%d quantized layers are dense in memory, as this device has no kernel for how they "
+            "are stored: %s%s",
+            *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
+        )
 
 
 _LARGEST_RATIO = 64

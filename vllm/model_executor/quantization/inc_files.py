@@ -105,7 +105,7 @@ def read_file(path: Path, mode: FileMode) -> Measurements:
         ConfigError: it cannot be read, is of the other kind, or a number in it is missing, not
             finite, or negative; scales may not be 0 either.
     """
-    content = read_json_object(path, "the measurement file")
+    content = read_json_object(path, "the measurement file", "Measure the model again")
     if content.get("Mode", mode) != mode:
         raise ConfigError(f"{path}: Mode is {content['Mode']!r}, not {mode!r}")
     nodes = content.get("Nodes")

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
     ParallelLinear,
     UnquantizedLinear,
 )
-from vllm.model_executor.layers.stored_experts import has_stored_kernel
+from vllm.model_executor.layers.stored_experts import are_plain
 from vllm.model_executor.layers.stored_linear import StoredHead
 from vllm.model_executor.quantization.inc_files import (
     Node,
@@ -68,7 +68,7 @@ def head_can_be_fp8(name: str, layer: VocabParallelEmbedding, config: IncConfig)
 def experts_can_be_fp8(name: str, layer: Experts, config: IncConfig) -> bool:
     """The same of the experts of a layer, which are one module of the library."""
     types = ("FusedMoE", "VllmMixtureOfExpertsOp")
-    return has_stored_kernel(layer) and config.covers(experts_name(name), *types)
+    return are_plain(layer) and config.covers(experts_name(name), *types)
 
 
 def experts_name(name: str) -> str:

@@ -76,6 +76,11 @@ _INSTEAD = {
 """What to do about formats that are not supported on purpose."""
 
 
+def format_names() -> tuple[str, ...]:
+    """What `quant_method` of checkpoints and `--quantization` may be."""
+    return tuple(_formats)
+
+
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
     """Add a format of checkpoints."""
     _formats[name] = Format(create)

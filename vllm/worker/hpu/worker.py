@@ -48,6 +48,7 @@ from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.speculator_runner import HPUSpeculatorRunner
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.widened import log_widened
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
 from vllm.worker.model_runner import StepHandle
@@ -107,6 +108,7 @@ class HPUWorker(WorkerBase):
                     self._add_drafter(draft_config, draft_model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
+        log_widened(self.config, self.model)
 
     def _load_weights(self) -> CausalLM | PoolingModel:
         """The model on the card; some of its layers on the host, if that was asked for."""

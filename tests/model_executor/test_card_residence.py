@@ -1,0 +1,351 @@
+"""What quantized weights are in the memory of a simulated card, and which operators multiply them,
+against the table of docs/quantization.md. Each format is a tiny model, all in one process."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub import constants
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.gpt_oss_checkpoint import write_gpt_oss
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.model_executor.helpers import make_config
+from tests.model_executor.inc_models import load_inc, measure, quantize_config
+from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
+from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader.model_loader import log_dequantized
+from vllm.model_executor.quantization.registry import format_names
+from vllm.ops import get_ops, set_ops
+from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_quantized import HPUNarrowWeight
+from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import GroupedWeight
+from vllm.platforms.habana.operators import QuantizedKernels
+from vllm.platforms.habana.sim import SimBridge
+from vllm.transformers_utils.gguf.folder import unpack
+
+PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+OPERATORS = {
+    "cast_to_fp8": "cast_to_fp8_v2",
+    "fp8_gemm": "fp8_gemm_v2",
+    "from_uint4": "convert_from_uint4",
+    "moe": "mixture_of_experts.fused_weights",
+    "bias_moe": "mixture_of_experts.bias_fused_weights",
+    "fp8_moe": "mixture_of_experts.fp8_fused_weights_dynamic",
+}
+"""Method of the bridge -> operator of the card."""
+FP8 = torch.float8_e4m3fn
+
+
+class Recorder(TorchFunctionMode):
+    """The kernels of a card; which of them were called, and whether torch multiplied."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPERATORS:
+            self.called.add(OPERATORS[name])
+        return getattr(self._kernels, name)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (F.linear, Tensor.matmul, Tensor.__matmul__):
+            self.called.add("matmul")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one layer."""
+
+    bits: float
+    """Of a number in memory, without its scales."""
+    all_bits: float
+    """With everything that its product reads."""
+    operators: frozenset[str]
+
+
+def bits_of(packed: torch.nn.Module, num_weights: int) -> tuple[float, float]:
+    numbers = [
+        p.nbytes
+        for name, p in packed.named_parameters()
+        if name.rpartition(".")[2] in ("weight", "words", "numbers", "gate_up", "down")
+    ]
+    total = sum(p.nbytes for p in packed.parameters())
+    return 8 * sum(numbers) / num_weights, 8 * total / num_weights
+
+
+@dataclass
+class Card:
+    """A simulated card with the operators of this process."""
+
+    name: str
+    quantized: Callable[[str], tuple[Path, Path]]
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.bridge = SimBridge(self.name, is_lazy=True, is_strict=True)
+        self.ops = HPUOps(self.bridge)
+        set_ops(self.ops)
+
+    def load(self, folder: Path, quantization: str | None = None, **load: Any):
+        config = make_config(folder, "bfloat16", **load)
+        config = replace(config, model=replace(config.model, quantization=quantization))
+        return load_model(config, TPGroup(), self.bridge.device)
+
+    @torch.inference_mode()
+    def layers_of(self, model: Any) -> Iterator[tuple[str, Found]]:
+        """The quantized layers of a model, each run once."""
+        for name, layer in model.named_modules():
+            packed = getattr(getattr(layer, "method", None), "packed", None)
+            if packed is None or not isinstance(layer, ParallelLinear | Experts):
+                continue
+            for parameter in packed.parameters():
+                if parameter.dtype == FP8:  # as the card reads it
+                    assert parameter.cpu().float().abs().max() <= self.bridge.fp8_max
+            yield name, self._run(layer, packed)
+
+    def _run(self, layer: Any, packed: Any) -> Found:
+        recorder = Recorder(self.bridge.kernels)
+        for module in packed.modules():
+            if "_kernels" in vars(module):
+                module._kernels = recorder
+            if "_card" in vars(module):
+                module._card = replace(module._card, kernels=recorder)
+        if isinstance(layer, Experts):
+            ids = torch.zeros(3, 2, dtype=torch.int64).to("hpu")
+            given = [ids, torch.ones(3, 2).to("hpu")]
+            num_in, size = layer.hidden_size, layer.intermediate_size
+            num_weights = 3 * len(layer.expert_ids) * num_in * size
+        else:
+            given, num_in = [None], layer.input_size
+            num_weights = num_in * layer.output_size
+        x = torch.randn(3, num_in).bfloat16().to("hpu")
+        with recorder:
+            layer.method.apply(layer, x, *given)
+        bits, all_bits = bits_of(packed, num_weights)
+        return Found(bits, all_bits, frozenset(recorder.called))
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    return made_once(tmp_path_factory.mktemp("quantized"))
+
+
+@pytest.fixture
+def make_card(quantized, tmp_path, monkeypatch) -> Iterator[Callable[[str], Card]]:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    before = get_ops()
+
+    def make(name: str) -> Card:
+        folder = tmp_path / name
+        folder.mkdir()
+        return Card(name, quantized, folder)
+
+    yield make
+    set_ops(before)
+
+
+def of_checkpoint(name: str) -> Callable[[Card], Any]:
+    return lambda card: card.load(card.quantized(name)[0])
+
+
+def of_dense(quantization: str) -> Callable[[Card], Any]:
+    return lambda card: card.load(card.quantized("gptq-4")[1], quantization)
+
+
+def of_gguf(kind: str) -> Callable[[Card], Any]:
+    def load(card: Card) -> Any:
+        gguf_files = pytest.importorskip("tests.gguf_files", reason="gguf is not installed")
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        source = make_tiny_model("llama", card.folder / f"{kind}-source", **sizes)
+        target = card.folder / kind
+        target.mkdir()
+        path = gguf_files.write_gguf(source, target, lambda _: gguf_files.Type[kind])
+        return card.load(unpack(path))
+
+    return load
+
+
+def of_experts(name: str) -> Callable[[Card], Any]:
+    def load(card: Card) -> Any:
+        sizes = {"moe_intermediate_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+        source = make_tiny_model("qwen3_moe", card.folder / f"{name}-source", **sizes)
+        return card.load(write(name, card.folder, source)[0])
+
+    return load
+
+
+def of_gpt_oss(card: Card) -> Any:
+    (card.folder / "gpt_oss").mkdir()
+    return card.load(write_gpt_oss(card.folder / "gpt_oss")[1])
+
+
+def of_inc(method: str) -> Callable[[Card], Any]:
+    def load(card: Card) -> Any:
+        dense = card.quantized("gptq-4")[1]
+        set_ops(NativeOps())
+        measure(dense, card.folder)
+        set_ops(card.ops)
+        of_card = {"device_for_scales": card.name.upper(), "scale_method": method}
+        inc = quantize_config(card.folder, **of_card)
+        return load_inc(dense, inc, device="hpu", dtype="bfloat16")
+
+    return load
+
+
+CASES: dict[str, list[Callable[[Card], Any]]] = {
+    "FP8": [
+        *(of_checkpoint(name) for name in FORMATS if "fp8" in name or name == "modelopt"),
+        of_dense("fp8"),
+        of_inc("maxabs_hw"),
+        of_inc("act_maxabs_pow2_weights_pcs_opt_pow2"),
+        of_inc("maxabs_pcs_pow2"),
+        of_experts("fp8-block"),
+        of_experts("ct-fp8-static"),
+    ],
+    "2 to 4 bits": [
+        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-[234]|awq|w4a16", name)),
+        of_dense("int4"),
+        of_gguf("Q4_0"),
+        of_experts("gptq-4"),
+    ],
+    "8 bits": [
+        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a", name)),
+        of_dense("int8"),
+        *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
+        of_experts("ct-w8a8"),
+    ],
+    "4 bits with minimums": [of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")],
+    "5 bits with minimums": [of_gguf(kind) for kind in ("Q5_1", "Q5_K")],
+    "MXFP4": [of_gpt_oss],
+}
+"""Row of the table -> what its numbers hold for."""
+
+
+def table() -> dict[str, list[str]]:
+    """The rows below the heading of the page, by their first cell."""
+    _, _, section = PAGE.read_text().partition("## What is in the memory of a card")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_quantized_layer_is_in_memory_and_multiplied_as_the_table_says(make_card, kind):
+    _, bits, linear, experts = table()[kind]
+    cards = ("gaudi2", "gaudi3") if kind == "FP8" else ("gaudi2",)
+    for card in map(make_card, cards):
+        for load in CASES[kind]:
+            model = load(card)
+            found = dict(card.layers_of(model))
+            assert found
+            for name, layer in found.items():
+                is_experts = name.endswith("experts")
+                wanted = set(re.findall("`(.*?)`", experts if is_experts else linear))
+                assert layer.bits == float(bits), name
+                assert layer.all_bits < 16 * 0.75, name
+                assert layer.operators == wanted, name
+
+
+def test_the_table_has_every_format():
+    named = {name for names, *_ in table().values() for name in re.findall("`(.*?)`", names)}
+    assert named == set(format_names())
+    assert table().keys() >= CASES.keys()
+
+
+def test_a_projection_that_attention_absorbs_has_the_numbers_of_the_checkpoint(make_card):
+    """Whatever the scale is that its inputs are rounded with."""
+    card = make_card("gaudi2")
+    source = make_tiny_model("deepseek_v2", card.folder / "source", num_hidden_layers=1)
+    stored, dense = write("fp8-static", card.folder, source)
+    got, want = (
+        next(m for m in card.load(folder).modules() if isinstance(m, LatentUpProjection))
+        for folder in (stored, dense)
+    )
+    assert torch.equal(got.key_up.dense().cpu(), want.key_up.dense().cpu())
+    assert torch.equal(got.value_up.dense().cpu(), want.value_up.dense().cpu())
+
+
+CACHES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "per tensor": ("gptq-8", {"kv_cache_dtype": "fp8"}, FP8),
+    "per head": ("gptq-8", {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, FP8),
+    "e5m2": ("gptq-8", {"kv_cache_dtype": "fp8_e5m2"}, torch.float8_e5m2),
+    "latent": ("deepseek_v2", {"kv_cache_dtype": "fp8_inc"}, FP8),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_in_fp8_is_cast_by_the_card_and_the_log_says_what_is_widened(
+    kind, quantized, tmp_path, monkeypatch
+):
+    name, settings, dtype = CACHES[kind]
+    folder = quantized(name)[0] if name in FORMATS else make_tiny_model(name, tmp_path / "model")
+    called = set()
+    for operator in ("cast_to_fp8", "cast_from_fp8"):
+        real = getattr(QuantizedKernels, operator)
+
+        def noted(self, *args, real=real):
+            called.add(real.__name__)
+            return real(self, *args)
+
+        monkeypatch.setattr(QuantizedKernels, operator, noted)
+    card = {"PT_HPU_LAZY_MODE": 1, "has_profiling_run": False, **FEW_BUCKETS}
+    with simulated_hpu(**card) as bridge, captured_log() as messages:
+        engine = SMALL_ENGINE | {"dtype": "bfloat16", "skip_tokenizer_init": True} | settings
+        llm = LLM(str(folder), **engine)
+        compilations = bridge.counters().compilations
+        params = SamplingParams(max_tokens=3, detokenize=False)
+        llm.generate({"prompt_token_ids": list(range(5, 25))}, params, use_tqdm=False)
+        assert bridge.counters().compilations == compilations
+        assert llm.collective_rpc(cache_dtypes) == [{dtype}]
+    assert called == {"cast_to_fp8", "cast_from_fp8"}
+    (line,) = (message for message in messages if "widens" in message)
+    assert line.endswith(f"the KV cache in {str(dtype).removeprefix('torch.')}")
+    assert ("8 quantized weights" in line) == (name in FORMATS)
+
+
+def cache_dtypes(worker) -> set[torch.dtype]:
+    layers = worker.runner.attention_layers
+    return {getattr(layer, name).dtype for layer in layers for name in layer.cache_names}
+
+
+def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
+    """Act-order with a zero point of 16, and columns that have to be added: none of them is 0."""
+    card = make_card("gaudi2")
+    weight = GroupedWeight(
+        words=torch.zeros(8, 16, dtype=torch.int32),
+        bits=4,
+        scales=torch.ones(2, 16),
+        zeros=torch.full((2, 16), 16, dtype=torch.int16),
+        groups=torch.tensor([0] * 30 + [1] * 34, dtype=torch.int32),
+    )
+    method = RoundedLinear("layer", lambda dense: weight)
+    model = torch.nn.Module()
+    model.layer = ColumnParallelLinear(64, {"": 16}, TPGroup())
+    model.layer.use_method(method)
+    model.layer.finish()
+    with captured_log() as messages:
+        log_dequantized(model)
+    assert messages == [
+        "1 quantized layers are dense in memory, as this device has no kernel for how they are "
+        "stored: layer"
+    ]
+    in_order = replace(weight, groups=None)  # as bytes
+    assert isinstance(card.ops.prepare_weight(in_order, torch.bfloat16), HPUNarrowWeight)
