@@ -171,9 +171,8 @@ def _framed_numbers(step: SchedulerOutput) -> bytes | None:
     n, m = len(rows), len(block_rows)
     size = _NUMBERS.size + 4 * (3 * n + m + len(block_ids))
     sizes = _FRAMED_NUMBERS.pack(size, _NUMBERS_MARK, step.num_decodes, n, m, step.step_id)
-    return b"".join(
-        (sizes, rows, step.num_computed_tokens, step.num_scheduled_tokens, block_rows, block_ids)
-    )
+    parts: Any = rows, step.num_computed_tokens, step.num_scheduled_tokens, block_rows, block_ids
+    return b"".join((sizes, *parts))
 
 
 def decode_to_rank(data: bytes) -> ToRank:
