@@ -116,6 +116,7 @@ class DecodeStep {
  private:
   bool is_plain() {
     int64_t num_tokens = 0;
+    if (launch_.given != nullptr && launch_.num_decodes > 1) return false;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
       const int64_t count = launch_.num_scheduled[i];
@@ -161,6 +162,7 @@ class DecodeStep {
     }
     buffers_.query_starts[n] = static_cast<int32_t>(t);
     forward_.input_ids = buffers_.input_ids;
+    forward_.given = launch_.given;
     forward_.positions = buffers_.positions;
     forward_.slot_mapping = buffers_.slots;
     forward_.block_tables = buffers_.tables;

@@ -34,12 +34,14 @@ VLLM_STRUCT(DecodeStepLaunch,
   int32_t* token_ids;  // [num_tokens * num_decodes] out: new tokens of the rows one after the other;
                        // -1 where the logits allow none for the first token of a row
   int32_t* counts;     // [n] out: new tokens of each row, at least 1
+  const void* given;             // [num_tokens, width] what the decoder takes in place of token ids, which
+                                 // may be overwritten; null: it takes them
   const AdaptedRows* adapted;    // adapters of the tokens; null: none has one
   void* hidden;                  // [num_tokens, width of the decoder's result] out; null: not asked for
   void* const* taps;             // of the decoder, as in ProgramLaunch
   char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
   int64_t n, num_tokens;  // rows, and what they run in all; num_tokens == n: there are no drafts
-  int64_t num_decodes;    // 1 where there are drafts
+  int64_t num_decodes;    // 1 where there are drafts, and with `given`
   int64_t num_done;       // set: decodes that have run
   int64_t num_new;        // set: entries of token_ids
   int64_t num_invalid;    // set: rows whose first token is -1

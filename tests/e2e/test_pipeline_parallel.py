@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from tests.e2e.ranks import (
     ENGINE,
@@ -20,10 +21,11 @@ from tests.e2e.ranks import (
 from tests.executor.thread_ranks import ThreadRanks
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tools.save_sharded_state import save
-from vllm import LLM, envs
+from vllm import LLM, RequestOutput, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor.rank_group import RankError
+from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.program import Program
 
@@ -84,24 +86,50 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(family, tmp_path,
     assert_stages_are_one(family, 1, 2, tmp_path, monkeypatch)
 
 
+def generate_plain(llm: LLM) -> list[RequestOutput]:
+    """A load whose decodes want nothing but a distribution of the sampler."""
+    params = [
+        replace(each, logprobs=None, prompt_logprobs=None, presence_penalty=0.0) for each in PARAMS
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
 def test_stages_on_the_cpu_run_as_programs_and_give_the_bits_of_one(folder, monkeypatch):
     if load_cpu_kernels() is None:
         pytest.skip("the kernels are not built")
     # Weights of float32 are not packed. Prompts are cut; nobody is preempted, since outputs that
     # are computed again as a prompt round elsewhere, in one process, too.
     values = MORE_BLOCKS | {"dtype": "bfloat16"}
-    want = generate(LLM(folder, **values))
-    num_launches = []
-    forward = Program.forward
+    one = LLM(folder, **values)
+    want, want_plain = generate(one), generate_plain(one)
+    widths, given, in_one_call = [], [], []
+    forward, run = Program.forward, FusedDecodeStep.run
+
+    def note_step(self, *args, **options):
+        given.append(options["given"])
+        found = run(self, *args, **options)
+        in_one_call.append(found is not None)
+        return found
+
     monkeypatch.setattr(
         Program,
         "forward",
-        lambda self, *args: num_launches.append(self.given_width) or forward(self, *args),
+        lambda self, *args: widths.append(self.given_width) or forward(self, *args),
     )
+    monkeypatch.setattr(FusedDecodeStep, "run", note_step)
     llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **values)
     assert_same(generate(llm), want, tolerance=0)
     assert llm.llm_engine.engine_core.scheduler.num_preemptions == 0
-    assert num_launches.count(0) * 2 == num_launches.count(64) > 0
+    # A step that asks for more is refused when its hidden states are there: they serve its launch.
+    assert given and not any(in_one_call) and not any(each is None for each in given)
+    assert widths.count(0) * 2 == widths.count(64) > 0
+    # The last stage runs plain decodes in one call.
+    widths.clear(), in_one_call.clear()
+    assert_same(generate_plain(llm), want_plain)
+    num_calls = in_one_call.count(True)
+    assert widths.count(64) == 2 * widths.count(0) - num_calls
+    assert num_calls > widths.count(0) // 2
     executor_of(llm).shutdown()
 
 

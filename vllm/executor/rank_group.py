@@ -31,10 +31,10 @@ from vllm.executor.rank_wire import (
     StepResult,
     ToRank,
     decode_from_rank,
-    frame,
+    framed,
 )
 from vllm.logger import init_logger
-from vllm.message_codec import decode_value, encode, encode_arguments
+from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -131,7 +131,7 @@ class RankGroup:
             RankError: a rank has failed, or does not take messages.
         """
         self.check()
-        data = frame(encode(message))
+        data = framed(message)
         for each in self._ranks:
             if ranks is None or each.rank in ranks:
                 self._send_bytes(each, data)
@@ -382,9 +382,9 @@ class RankGroup:
             each.connection.close()
 
     def _send(self, each: ChildRank, message: ToRank) -> None:
-        self._send_bytes(each, frame(encode(message)))
+        self._send_bytes(each, framed(message))
 
-    def _send_bytes(self, each: ChildRank, data: bytes) -> None:
+    def _send_bytes(self, each: ChildRank, data: bytes | bytearray) -> None:
         try:
             each.connection.sendall(data)
         except BlockingIOError as error:

@@ -21,10 +21,9 @@ from vllm.executor.rank_wire import (
     StartRank,
     ToRank,
     decode_to_rank,
-    frame,
+    framed,
 )
 from vllm.logger import init_logger
-from vllm.message_codec import encode
 from vllm.utils.child_process import name_process, obey_parent
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class RankLoop:
 
     def _send(self, message: FromRank) -> None:
         with self._lock:  # answers come from several threads
-            self._connection.sendall(frame(encode(message)))
+            self._connection.sendall(framed(message))
 
     def fail(self, failure: RankFailed) -> None:
         """Tell the engine, if it is still there, why this rank ends."""

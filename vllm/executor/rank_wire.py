@@ -1,5 +1,5 @@
 """Messages between the process of the engine and those of its other ranks, as msgpack over a socket
-pair. No pickle, no code.
+pair, or numbers alone. No pickle, no code.
 
 engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest,
                    ReleaseRequests
@@ -15,9 +15,10 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from vllm.config import VllmConfig
-from vllm.message_codec import CallError, decode_array, decoder
+from vllm.message_codec import CallError, decode_array, decoder, encode_array
 from vllm.messages import (
     EngineRequest,
     ModelRunnerOutput,
@@ -27,7 +28,16 @@ from vllm.messages import (
 )
 
 _HEADER = struct.Struct("<Q")
-_PART_BYTES = 2**20
+_PART_BYTES = 2**16
+_NUMBERS = struct.Struct("<B3xiiiq")
+"""Before the arrays of a step: the mark, `num_decodes`, number of rows and of `block_rows`, and
+`step_id`. They are int32 in the byte order of the machine."""
+_FRAMED_NUMBERS = struct.Struct("<QB3xiiiq")
+"""The same behind the length of the message."""
+_NUMBERS_MARK = 0xC1
+"""No message in msgpack begins with it."""
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -128,13 +138,65 @@ class RankFailed(_Message, frozen=True, kw_only=True):
 ToRank = StartRank | RunStep | RecordTokens | CallRank | PrepareRequest | ReleaseRequests
 FromRank = RankResult | StepResult | RankFailed
 
-decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
+_decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).decode
 
 
-def frame(data: bytes) -> bytes:
+def framed(message: _Message) -> bytes | bytearray:
     """A message as it is sent: its length before it."""
-    return _HEADER.pack(len(data)) + data
+    if isinstance(message, RunStep) and (data := _framed_numbers(message.step)):
+        return data
+    framed = bytearray(_HEADER.size)
+    _encoder.encode_into(message, framed, _HEADER.size)
+    _HEADER.pack_into(framed, 0, len(framed) - _HEADER.size)
+    return framed
+
+
+def _framed_numbers(step: SchedulerOutput) -> bytes | None:
+    """A step that has nothing but rows, tokens and blocks, as most have; None: another one.
+
+    Weights have emptied the caches when a step is sent, and each object and each call waits for
+    memory. So the arrays are put one behind the other, with their sizes before them."""
+    if (
+        step.freed_rows
+        or step.new_requests
+        or step.passed_blocks
+        or step.shortened_tables
+        or step.num_draft_tokens is not None
+        or step.drafts_in_flight is not None
+        or step.block_moves is not None
+    ):
+        return None
+    rows, block_rows, block_ids = step.rows, step.block_rows, step.block_ids
+    n, m = len(rows), len(block_rows)
+    size = _NUMBERS.size + 4 * (3 * n + m + len(block_ids))
+    sizes = _FRAMED_NUMBERS.pack(size, _NUMBERS_MARK, step.num_decodes, n, m, step.step_id)
+    parts: Any = rows, step.num_computed_tokens, step.num_scheduled_tokens, block_rows, block_ids
+    return b"".join((sizes, *parts))
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """The message that `framed` was given, without its length.
+
+    Raises:
+        msgspec.ValidationError: the data are no such message.
+    """
+    if data[0] != _NUMBERS_MARK:
+        return _decode_to_rank(data)
+    _, num_decodes, n, m, step_id = _NUMBERS.unpack_from(data)
+    numbers = np.frombuffer(data, np.int32, offset=_NUMBERS.size)
+    step = SchedulerOutput(
+        step_id=step_id,
+        num_decodes=num_decodes,
+        freed_rows=[],
+        new_requests=[],
+        rows=numbers[:n],
+        num_computed_tokens=numbers[n : 2 * n],
+        num_scheduled_tokens=numbers[2 * n : 3 * n],
+        block_rows=numbers[3 * n : 3 * n + m],
+        block_ids=numbers[3 * n + m :],
+    )
+    return RunStep(step=step)
 
 
 class FrameReader:
@@ -147,13 +209,14 @@ class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = bytearray()
+        self._part = memoryview(bytearray(_PART_BYTES))
 
     def receive(self) -> bool:
         """Take what has arrived; waits for the first byte if the socket does. Returns False when
         the other end is closed."""
-        part = self._connection.recv(_PART_BYTES)
-        self._data += part
-        return bool(part)
+        count = self._connection.recv_into(self._part)
+        self._data += self._part[:count]
+        return count > 0
 
     def messages(self) -> Iterator[bytes]:
         """The messages that are complete; each is given once."""

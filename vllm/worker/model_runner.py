@@ -467,10 +467,14 @@ class ModelRunner:
         self._inner = []
         if self.stage.is_first:
             return input_ids
-        size = self.model.arch.hidden_size * (1 + self._inner_layers.num_before)
-        received = self.stage.receive(len(input_ids), size, self._dtype, self.device)
-        inputs, self._inner = self._inner_layers.split(received)
+        inputs, self._inner = self._inner_layers.split(self._receive(len(input_ids)))
         return inputs
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        """What the stage before has sent for a launch: hidden states, and inputs of inner
+        layers."""
+        size = self.model.arch.hidden_size * (1 + self._inner_layers.num_before)
+        return self.stage.receive(num_tokens, size, self._dtype, self.device)
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""

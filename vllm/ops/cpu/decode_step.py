@@ -51,7 +51,7 @@ class FusedDecodeStep:
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
     Args:
-        decoder: from token ids to hidden states.
+        decoder: from token ids, or from hidden states of another stage, to hidden states.
         head: from hidden states to logits.
         arrays: of the running requests.
         known_features: the bits of `arrays.features` that a step can serve; what they mean is in
@@ -123,6 +123,7 @@ class FusedDecodeStep:
         *,
         num_drafts: int = 0,
         num_decodes: int = 1,
+        given: torch.Tensor | None = None,
     ) -> tuple[IntArray, IntArray] | None:
         """One step, if every row of it is a plain decode: runs the newest token, which is one of
         the output, and drafts behind it, samples behind each, and wants nothing of the sampler but
@@ -136,7 +137,9 @@ class FusedDecodeStep:
             adapted: the adapters of the tokens; None: no row has one.
             num_drafts: of all rows.
             num_decodes: how many to run one after the other, without drafts. The first that ends a
-                row is the last.
+                row is the last. 1 with `given`.
+            given: [T, given_width of the decoder] hidden states of the T tokens, which a step that
+                runs may overwrite; None: the decoder takes token ids.
 
         Returns:
             (token_ids, counts), row by row, and [n] how many of each: up to the first that is not
@@ -146,7 +149,7 @@ class FusedDecodeStep:
             no plain decode, and nothing was done.
 
         Raises:
-            ValueError: the arguments are not of one length.
+            ValueError: the arguments are not of one length, or `given` does not fit the decoder.
             IndexError: a token or a block is out of range.
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
@@ -155,6 +158,7 @@ class FusedDecodeStep:
         if not n == len(num_computed) == len(num_scheduled):
             raise ValueError(f"{n} rows, {len(num_computed)} and {len(num_scheduled)} numbers")
         num_tokens = n + num_drafts
+        self._launch.given = self._address_of(given, num_tokens)
         most_tokens, most_decodes, threads = self._scratch_for
         if num_tokens > most_tokens or num_decodes > most_decodes or num_threads != threads:
             self._grow(max(num_tokens, most_tokens), max(num_decodes, most_decodes), num_threads)
@@ -178,6 +182,17 @@ class FusedDecodeStep:
         if status != self._not_plain:
             self._refuse(self._status(status), rows)
         return None
+
+    def _address_of(self, given: torch.Tensor | None, num_tokens: int) -> int | None:
+        width = self._decoder.given_width
+        shape = None if given is None else given.shape
+        if shape != ((num_tokens, width) if width else None):
+            raise ValueError(f"{shape} is given to a decoder that takes rows of {width} elements")
+        if given is None:
+            return None
+        if given.dtype != self._decoder.dtype or not given.is_contiguous():
+            raise ValueError(f"the rows given must be dense {self._decoder.dtype}")
+        return given.data_ptr()
 
     @property
     def num_invalid(self) -> int:

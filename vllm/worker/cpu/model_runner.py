@@ -47,6 +47,8 @@ class CPUModelRunner(ModelRunner):
         self._is_fused_known = False
         self._fused: Program | None = None
         self._decode_step: FusedDecodeStep | None = None
+        self._received: Tensor | None = None
+        """Of the stage before, for a step that turned out not to run in one call."""
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
@@ -65,6 +67,12 @@ class CPUModelRunner(ModelRunner):
                 if adapters.need_modules or self.adapters.change_head(rows):
                     return super()._start(step)
                 adapted = adapters.rows
+        given = None
+        if not self.stage.is_first:
+            num_tokens = int(counts.sum())
+            if num_tokens != len(rows) + num_drafts:  # it has prompts
+                return super()._start(step)
+            given = self._receive(num_tokens)
         found = self._decode_step.run(
             rows,
             step.num_computed_tokens,
@@ -72,8 +80,10 @@ class CPUModelRunner(ModelRunner):
             adapted,
             num_drafts=num_drafts,
             num_decodes=step.num_decodes,
+            given=given,
         )
         if found is None:
+            self._received = given
             return super()._start(step)
         self.batch.note_values(rows)
         if self.reader is not None and self._fused is not None:
@@ -101,6 +111,10 @@ class CPUModelRunner(ModelRunner):
             num_tokens=counts if has_counts else None,
             errors=errors,
         )
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        received, self._received = self._received, None
+        return super()._receive(num_tokens) if received is None else received
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
@@ -145,8 +159,8 @@ class CPUModelRunner(ModelRunner):
             return
         self._is_fused_known = True
         self._fused = fuse(self.model, self._inner_layers.own)
-        if self._fused is None or self.stage.count > 1:
-            return  # a stage has only a part of a step
+        if self._fused is None or not self.stage.is_last or self._inner_layers.num_before:
+            return  # only the last stage samples; inputs of inner layers come with hidden states
         head = fuse_head(self.model, self._fused)
         if head is None:
             return

@@ -1,0 +1,106 @@
+"""Steps as they are sent to ranks, and what a stream is cut into."""
+
+import socket
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm.executor.rank_wire import (
+    CallRank,
+    FrameReader,
+    ReleaseRequests,
+    RunStep,
+    decode_to_rank,
+    framed,
+)
+from vllm.messages import BlockMoves, EngineRequest, NewRequest, SchedulerOutput
+from vllm.sampling_params import SamplingParams
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+PLAIN: dict[str, Any] = {
+    "step_id": 7,
+    "num_decodes": 3,
+    "freed_rows": [],
+    "new_requests": [],
+    "rows": ints(4, 1, 9),
+    "num_computed_tokens": ints(10, 20, 30),
+    "num_scheduled_tokens": ints(1, 1, 8),
+    "block_rows": ints(9, 9),
+    "block_ids": ints(5, 6, 7, 8),  # of two groups
+}
+REQUEST = EngineRequest(
+    request_id="a",
+    prompt_token_ids=[1],
+    sampling_params=SamplingParams(),
+    seed=1,
+    eos_token_id=None,
+    max_total_tokens=9,
+    arrival_time=0.0,
+)
+OTHERS: dict[str, Any] = {
+    "freed_rows": [2],
+    "new_requests": [NewRequest(row=3, request=REQUEST, output_token_ids=[], block_ids=[1])],
+    "passed_blocks": [(1, 0, 2)],
+    "num_draft_tokens": ints(0, 0, 2),
+    "draft_token_ids": ints(5, 6),
+    "drafts_in_flight": ints(-1, 0, 1),
+    "shortened_tables": [(1, 2)],
+    "block_moves": BlockMoves(renamed=np.array([[1, 2]], np.int32), copied=ints()),
+}
+
+
+def received(message: Any) -> Any:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(message))
+        reader = FrameReader(theirs)
+        assert reader.receive()
+        (data,) = reader.messages()
+    return decode_to_rank(data)
+
+
+def plain_values(value: Any) -> Any:
+    """What can be compared with `==`."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tolist()
+    if isinstance(value, msgspec.Struct):
+        return {name: plain_values(getattr(value, name)) for name in value.__struct_fields__}
+    return [plain_values(each) for each in value] if isinstance(value, list) else value
+
+
+def test_every_field_of_a_step_arrives():
+    assert PLAIN.keys() | OTHERS.keys() == set(SchedulerOutput.__struct_fields__)
+    steps = [SchedulerOutput(**PLAIN)]
+    steps += [SchedulerOutput(**PLAIN | {name: value}) for name, value in OTHERS.items()]
+    # Drafts come with their numbers.
+    steps[5] = msgspec.structs.replace(steps[5], num_draft_tokens=OTHERS["num_draft_tokens"])
+    for step in steps:
+        assert plain_values(received(RunStep(step=step)).step) == plain_values(step)
+    assert len(framed(RunStep(step=steps[0]))) < 100 < len(framed(RunStep(step=steps[1])))
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 100_000])
+def test_messages_are_whole_however_they_arrive(part_bytes):
+    sent = [
+        ReleaseRequests(request_ids=["a" * 70_000]),
+        CallRank(call_id=1, method="load", arguments=b"", is_user=False),
+    ]
+    data = b"".join(map(framed, sent))
+    got = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = FrameReader(theirs)
+        for start in range(0, len(data), part_bytes):
+            ours.sendall(data[start : start + part_bytes])
+            assert reader.receive()
+            got += map(decode_to_rank, reader.messages())
+        ours.close()
+        while reader.receive():
+            got += map(decode_to_rank, reader.messages())
+    assert got == sent
