@@ -23,7 +23,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, ranks_text
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, VllmError
 from vllm.executor.rank_wire import (
     CallRank,
     FrameReader,
@@ -52,7 +52,7 @@ _NOTICE_TIMEOUT_S = 0.5
 _TIMEVAL = struct.Struct("ll")
 
 
-class RankError(RuntimeError):
+class RankError(VllmError, RuntimeError):
     """A rank has failed, so the engine has to stop."""
 
 

@@ -128,8 +128,8 @@ def load_speculator(
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
                 f"{folder} has the files of ranks (tools/save_sharded_state.py), which do not have "
-                "the weights of a speculator. Name the folder of the whole checkpoint as "
-                "speculative_config.model"
+                "the weights of its speculator. Load the whole checkpoint, without --load-format "
+                "sharded_state, or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
