@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.process.core_replicas import CoreReplicas
 from vllm.engine.process.startup_state import StartupState
 from vllm.errors import ConfigError
+from vllm.executor.external import ExternalExecutor
 
 pytestmark = pytest.mark.e2e
 
@@ -90,6 +91,34 @@ def test_a_launcher_that_does_not_fit_is_one_line(variables, message, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         LLM(tensor_parallel_size=2, distributed_executor_backend=EXTERNAL)
+
+
+class OtherRank:
+    """The meeting with a rank that was started differently."""
+
+    def __init__(self, **differs):
+        self.differs = differs
+
+    def exchange(self, name, value, what):
+        return [value, json.dumps(json.loads(value) | self.differs).encode()]
+
+    def close(self):
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("differs", [{"version": "0.1"}, {"max_num_seqs": "3"}])
+def test_a_rank_that_was_started_differently_is_refused_before_it_loads(differs, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    config = EngineArgs(
+        tensor_parallel_size=2, distributed_executor_backend=EXTERNAL, max_num_seqs=5
+    ).create_engine_config()
+    executor = ExternalExecutor(config)
+    executor._meeting = OtherRank(**differs)
+    ((name, value),) = differs.items()
+    with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value} on rank 1\. Start"):
+        executor.start()
 
 
 def test_it_has_no_replicas():

@@ -116,6 +116,6 @@ def test_a_machine_with_other_flags_is_refused(tmp_path):
         start_server(*FLAGS, *flags, is_awaited=False) as server,
     ):
         assert server.process.wait(START_TIMEOUT_S) != 0
-        wanted = "other flags than the server: --max-model-len is 128 on this machine and 256"
+        wanted = "differs from the server: --max-model-len is 128 on this machine and 256"
         assert wanted in server.log_text()
         assert wanted.replace("--max-model-len", "max_model_len") in log.read_text()

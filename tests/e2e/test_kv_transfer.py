@@ -4,6 +4,7 @@ files are computed again."""
 import json
 import random
 import runpy
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,6 +20,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.errors import ConfigError
 from vllm.model_executor.model_memory import model_storages
 
 pytestmark = pytest.mark.e2e
@@ -153,6 +155,22 @@ def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expe
     assert other.reset_prefix_cache()
     tokens, cached = generate(other)
     assert tokens == expected and not all(cached)
+
+
+class NeverStarts(ThreadRanks):
+    """Workers that nobody may load."""
+
+    def start_workers(self):
+        raise AssertionError("the model is loaded")
+
+
+def test_an_address_in_use_is_reported_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(engine_core, "make_executor", NeverStarts)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = {"kv_connector": "TCPConnector", "kv_role": "kv_producer"}
+        config["kv_port"] = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="kv_port to a free port"):
+            LLM(**SMALL, kv_transfer_config=config)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

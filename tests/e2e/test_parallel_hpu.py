@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e.ranks import assert_same, generate
+from tests.e2e.test_transformers_model import make, needs_backend
 from tests.gpt_oss_checkpoint import write_gpt_oss
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
@@ -14,12 +15,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> None:
+    """`name`: of a family or a format of quantized checkpoints; or the folders of a model and of
+    the same one for the CPU."""
     if name == "gpt-oss-mxfp4":
         dense, folder = write_gpt_oss(tmp_path)
     elif name in ALL_FAMILIES:
         folder = dense = make_tiny_model(name, tmp_path)
     else:
-        folder, dense = write(name, tmp_path)
+        folder, dense = write(name, tmp_path) if isinstance(name, str) else name
     engine = SMALL_ENGINE | {
         "skip_tokenizer_init": True,
         "sampling_warmup": "all",
@@ -112,6 +115,15 @@ def test_blocks_of_fp8_may_be_on_two_cards(family, tmp_path, monkeypatch):
 def test_stages_on_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_path, monkeypatch):
     settings = {"pipeline_parallel_size": 2} | settings
     assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@needs_backend
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_the_modules_of_transformers_on_two_cards(sizes, tmp_path, monkeypatch):
+    folder = make("smollm3", tmp_path)
+    settings = {"model_impl": "transformers", **sizes}
+    assert_cards_are_the_cpu((folder, folder), settings, "HPU graphs", tmp_path, monkeypatch)
 
 
 @pytest.mark.exhaustive

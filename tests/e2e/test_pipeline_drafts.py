@@ -1,5 +1,7 @@
 """Drafts of all methods in stages of a pipeline change no token."""
 
+from dataclasses import replace as replace_field
+
 import pytest
 from msgspec.structs import replace
 
@@ -20,9 +22,11 @@ from tests.e2e.test_speculators import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tools.save_sharded_state import save
 from vllm import LLM, envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.engine import engine_core
+from vllm.errors import WeightLoadError
 from vllm.model_executor.speculators.eagle import Eagle3
 from vllm.ops.cpu.library import load_cpu_kernels
 
@@ -76,6 +80,25 @@ def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
     executor.shutdown()
+
+
+@pytest.mark.parametrize("sizes_", [(2, 1), (1, 2), (2, 2)])
+def test_a_speculator_reads_the_files_of_the_stages(sizes_, made, expected, in_threads, tmp_path):
+    """The last stage finds the embedding in the file of the first one."""
+    tensor, stages = sizes_
+    save(str(made["eagle"].target), tmp_path, tensor, num_stages=stages)
+    split = replace_field(made["eagle"], target=tmp_path)
+    values = FEW_BLOCKS | {"load_format": "sharded_state"}
+    llm = with_speculator(split, **values, **sizes(tensor, stages))
+    assert run(llm) == expected["eagle"]
+    llm.llm_engine.engine_core.executor.shutdown()
+
+
+def test_a_speculator_of_the_checkpoint_is_not_in_files_of_ranks(made, in_threads, tmp_path):
+    save(str(made["mtp"].target), tmp_path, 1)
+    split = replace_field(made["mtp"], target=tmp_path)
+    with pytest.raises(WeightLoadError, match="Load the whole checkpoint, without --load-format"):
+        with_speculator(split, **FEW_BLOCKS, load_format="sharded_state")
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")

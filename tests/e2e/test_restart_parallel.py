@@ -28,6 +28,7 @@ def is_lost(answer: tuple[int, str]) -> bool:
     """A stream says so in its last event."""
     status, text = answer
     assert (status in (200, 500)) and ("was ended by signal 9" in text) >= (status == 500)
+    assert "RankError" not in text  # a sentence, not the name of a class
     return "was ended by signal 9" in text
 
 

@@ -1,6 +1,6 @@
 """The name of the format of a quantized checkpoint, as its config.json says it."""
 
-from vllm.config.model import ModelArch
+from vllm.config.model_arch import ModelArch
 from vllm.errors import ConfigError
 
 

@@ -13,6 +13,7 @@ from vllm.core.cache_events import CacheEventLog
 from vllm.core.draft_sources import make_drafts
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
@@ -25,6 +26,7 @@ from vllm.errors import (
     EngineAsleepError,
     EngineDeadError,
     RequestError,
+    VllmError,
 )
 from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
@@ -74,6 +76,12 @@ class EngineCore:
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
         try:
+            # Likewise its address, or its folder.
+            self._connector = _make_connector(config)
+        except BaseException:
+            self._close_publisher()
+            raise
+        try:
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
             self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
@@ -81,7 +89,7 @@ class EngineCore:
                 self.executor.collective_rpc("reset_measurements")
             self._has_measured = False
         except BaseException:
-            self._close_publisher()
+            self._close_connections()
             raise
         cache = KVCacheManager(
             num_blocks,
@@ -114,19 +122,16 @@ class EngineCore:
         self._failure: str | None = None
 
     def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
-        config = self.config.connector.kv_transfer
-        if config is None:
+        connector = self._connector
+        if connector is None:
             return None
-        try:
-            if self.executor.cache_windows != (None,):
-                raise ConfigError(
-                    "kv_transfer_config: this model has layers with sliding windows, whose blocks "
-                    "are not kept outside of the KV cache. Leave it out"
-                )
-            connector = make_connector(config)
-        except ConfigError:
+        if self.executor.cache_windows != (None,):
             self.executor.shutdown()
-            raise
+            self._close_connections()
+            raise ConfigError(
+                "kv_transfer_config: this model has layers with sliding windows, whose blocks "
+                "are not kept outside of the KV cache. Leave it out"
+            )
         return KVTransfer(connector, cache, self.executor, self.config.scheduler.max_num_seqs)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -284,10 +289,14 @@ class EngineCore:
 
     def _fail(self, what: str, failure: BaseException) -> NoReturn:
         """Stop the engine: the state of the workers is unknown after a failure."""
-        self._failure = repr(failure)
+        is_explained = isinstance(failure, VllmError)
+        self._failure = str(failure) if is_explained else repr(failure)
         if not isinstance(failure, Exception):
             raise failure  # Ctrl-C is raised unchanged, for programs that catch every Exception
-        logger.error("%s failed; the engine stops", what, exc_info=failure)
+        logger.error(
+            *("%s failed: %s; the engine stops", what, self._failure),
+            exc_info=None if is_explained else failure,
+        )
         raise EngineDeadError(f"{what} failed: {self._failure}") from failure
 
     @property
@@ -435,6 +444,12 @@ class EngineCore:
         if events := self._events.drain():
             self._publisher.publish(events)
 
+    def _close_connections(self) -> None:
+        """After a start that has failed."""
+        if self._connector is not None:
+            self._connector.close()
+        self._close_publisher()
+
     def _close_publisher(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
@@ -442,3 +457,8 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
+
+
+def _make_connector(config: VllmConfig) -> KVConnector | None:
+    transfer = config.connector.kv_transfer
+    return None if transfer is None else make_connector(transfer)

@@ -9,6 +9,7 @@ where the other stages find it.
 """
 
 import itertools
+import json
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed
 
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.config.facts import difference, facts_of_rank
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError
 from vllm.executor.rank_server import failure_of
@@ -81,11 +83,24 @@ class ExternalExecutor(UniProcExecutor):
         """Load the rank of this process, and meet the other ones.
 
         Raises:
-            ConfigError: this rank or another one cannot be loaded.
+            ConfigError: this rank or another one cannot be loaded, or was started differently.
             CollectiveError: another rank has failed.
         """
+        self._compare_facts()
         self._agree("load", self._load_worker)
         self.call_workers("join", self._meeting)
+
+    def _compare_facts(self) -> None:
+        """Refuse ranks that would decide otherwise than this one about the steps."""
+        ours = facts_of_rank(self._config)
+        found = self._meeting.exchange("facts", json.dumps(ours).encode(), "settings")
+        for rank, data in enumerate(found):
+            if (differs := difference(ours, json.loads(data))) is not None:
+                raise ConfigError(
+                    f"distributed_executor_backend='external_launcher': {differs.name} is "
+                    f"{differs.ours} on rank {self._rank} and {differs.theirs} on rank {rank}. "
+                    "Start all ranks with the same version and the same arguments"
+                )
 
     def _load_worker(self) -> None:
         worker = make_worker(self._config, self._rank, self._place)

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, ranks_text
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, VllmError
 from vllm.executor.child_rank import END_TIMEOUT_S, ChildRank
 from vllm.executor.rank_wire import (
     CallRank,
@@ -44,7 +44,7 @@ _NOTICE_TIMEOUT_S = 0.5
 """From the end of a connection between two ranks to the end of the process that has closed it."""
 
 
-class RankError(RuntimeError):
+class RankError(VllmError, RuntimeError):
     """A rank has failed, so the engine has to stop."""
 
 

@@ -102,9 +102,11 @@ class WorkerBase(ABC):
                 parallel.pipeline_layer_partition,
             )
         observed = self.config.observability
-        self.profile = TorchProfile(
-            observed.torch_profiler_dir, f"rank{rank}", observed.profiled_steps
-        )
+        parallel = self.config.parallel
+        name = f"rank{rank}"
+        if parallel.data_parallel_size > 1:
+            name = f"replica{parallel.data_parallel_rank}.{name}"
+        self.profile = TorchProfile(observed.torch_profiler_dir, name, observed.profiled_steps)
         self.grammars.preload_beside_weights()
         self._load_model()
 

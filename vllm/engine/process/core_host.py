@@ -13,6 +13,7 @@ import signal
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.config.facts import difference, facts_of_replica
 from vllm.engine.process.core_client import CoreClient
 from vllm.engine.process.far_wire import (
     BEGIN,
@@ -23,8 +24,6 @@ from vllm.engine.process.far_wire import (
     Ended,
     FarError,
     Hello,
-    difference,
-    facts_of,
     frame,
     notice_loss,
     read_frame,
@@ -120,13 +119,19 @@ class CoreHost:
         if kind != BEGIN:
             raise FarError("its first message is not the one that starts a replica")
         replica = config.parallel.data_parallel_rank
-        differs = difference(facts_of(config), msgspec.msgpack.decode(data, type=Begin).facts)
+        differs = difference(
+            facts_of_replica(config), msgspec.msgpack.decode(data, type=Begin).facts
+        )
         if differs is not None:
-            text = f"replica {replica} was started with other flags than the server: {differs}"
+            text = (
+                f"replica {replica} differs from the server: {differs.name} is {differs.ours} on "
+                f"this machine and {differs.theirs} on that of the server. Start all machines with "
+                "the same version and the same flags"
+            )
             logger.error("%s", text)
             failed = CoreFailed(message=text, is_config_error=True)
             writer.write(frame(MESSAGE, encode(failed)))
-            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended("other flags"))))
+            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended("it differs from the server"))))
             await writer.drain()
             return None
         core = await asyncio.to_thread(CoreClient)

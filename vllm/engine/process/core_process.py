@@ -41,7 +41,7 @@ from vllm.engine.process.wire import (
     encode,
     ids_of_requests,
 )
-from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.errors import CapacityError, ConfigError, RequestError, VllmError
 from vllm.executor import make_executor
 from vllm.logger import init_logger
 from vllm.message_codec import CallError, decode_arguments, encode_value
@@ -275,7 +275,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
     except ConfigError as error:
         send(CoreFailed(message=str(error), is_config_error=True))
         return 2
-    except EngineDeadError as error:  # logged where the step failed
+    except VllmError as error:  # whose message says it all
         send(CoreFailed(message=str(error), is_config_error=False))
         return 1
     except Exception as error:  # last resort: the parent must be told about any error

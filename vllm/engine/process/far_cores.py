@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.config.facts import facts_of_replica
 from vllm.engine.process.core_supervisor import Core
 from vllm.engine.process.far_wire import (
     BEGIN,
@@ -19,7 +20,6 @@ from vllm.engine.process.far_wire import (
     Ended,
     FarError,
     Hello,
-    facts_of,
     frame,
     notice_loss,
     read_frame,
@@ -59,7 +59,7 @@ class FarCore:
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
         """See `Core`. The machine has a config of its own, and is told what both have to agree
         on."""
-        data = msgspec.msgpack.encode(Begin(facts_of(config)))
+        data = msgspec.msgpack.encode(Begin(facts_of_replica(config)))
         self._loop.call_soon_threadsafe(self._write, BEGIN, data)
 
     def attach(

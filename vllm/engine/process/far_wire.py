@@ -12,11 +12,9 @@ Every frame is its length, 8 bytes, little endian, a kind of one byte, and msgpa
 import asyncio
 import socket
 import struct
-from dataclasses import replace
 
 import msgspec
 
-from vllm.config import VllmConfig
 from vllm.version import __version__
 
 _HEADER = struct.Struct("<QB")
@@ -51,30 +49,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     """The process of the core has ended."""
 
     cause: str
-
-
-def facts_of(config: VllmConfig) -> dict[str, str]:
-    """What the replicas of a server have in common: name of a flag -> value."""
-    model, parallel = config.model, config.parallel
-    return {
-        "model": repr(replace(model.resolved_arch, hf_config={})),
-        "dtype": model.dtype_name,
-        "quantization": str(model.quantization),
-        "lm_head_quantization": model.lm_head_quantization,
-        "max_model_len": str(config.scheduler.max_model_len),
-        "max_num_seqs": str(config.scheduler.max_num_seqs),
-        "enable_lora": str(config.lora.enable_lora),
-        "speculative_config": str(dict(config.speculative.speculative_config)),
-        "data_parallel_size": str(parallel.data_parallel_size),
-    }
-
-
-def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """The first flag that differs, with both values; None: they agree."""
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            return f"{name} is {value} on this machine and {theirs.get(name)} on that of the server"
-    return None
 
 
 def frame(kind: int, data: bytes) -> bytes:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.gguf_file import stored_format
-from vllm.model_executor.loader.sharded_state import shard_of
+from vllm.model_executor.loader.sharded_state import shards_of, tensors_once
 from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
@@ -36,7 +36,7 @@ from vllm.model_executor.quantization import (
 )
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import machine_memory_bytes
-from vllm.transformers_utils.weight_files import find_files
+from vllm.transformers_utils.weight_files import find_files, shard_name
 from vllm.utils import startup_progress
 from vllm.utils.imports import load_class
 
@@ -78,11 +78,13 @@ def load_model(
     """
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
+    last_embeds = config.speculative.method in SPECULATORS
     files: list[Path] = []
     if config.load.load_format != "dummy":
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
     if config.load.load_format == "sharded_state":
-        files = [shard_of(files, tp, stage or Stage(0, arch.num_layers))]
+        own = stage or Stage(0, arch.num_layers)
+        files = shards_of(files, tp, own, last_embeds=last_embeds)
     formats = _formats(config.model, files, device, dense_format)
     for quantization in formats:
         quantization.start(tp, stage)
@@ -95,7 +97,7 @@ def load_model(
         formats=formats,
         files=files,
         stage=stage,
-        last_embeds=config.speculative.method in SPECULATORS,
+        last_embeds=last_embeds,
     )
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
     _read(model, config, files, formats, tp, device, on_host)
@@ -127,6 +129,12 @@ def load_speculator(
     names: frozenset[str] | None = None
     if config.load.load_format != "dummy":
         folder = Path(config.model.resolved_path)
+        if (folder / shard_name(0)).exists():
+            raise WeightLoadError(
+                f"{folder} has the files of ranks (tools/save_sharded_state.py), which do not have "
+                "the weights of its speculator. Load the whole checkpoint, without --load-format "
+                "sharded_state, or leave --speculative-config out"
+            )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
     formats = _formats(config.model, [], device, dense_format)
@@ -185,9 +193,8 @@ def _read(
             )
         ) as tensors:
             if config.load.load_format == "sharded_state":
-                load_parameters(
-                    model, tensors, prepare=memory.allocate, finish=finisher.finish_filled
-                )
+                once = tensors_once(tensors)
+                load_parameters(model, once, prepare=memory.allocate, finish=finisher.finish_filled)
             else:
                 load_weights(
                     model, tensors, tp, prepare=memory.allocate, finish=finisher.finish_filled

@@ -5,7 +5,7 @@ them into the layout that runs. So it does not depend on the device. Its metadat
 the model that is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,14 +18,23 @@ from vllm.attention import Attention
 from vllm.attention.cache_scales import is_one_number
 from vllm.distributed import RankLayout, Stage, TPGroup, place_in_engine
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import find_files, shard_name
 
 
-def shard_of(files: list[Path], tp: TPGroup, stage: Stage) -> Path:
-    """The file of this rank, of all files of a folder.
+def shards_of(
+    files: list[Path], tp: TPGroup, stage: Stage, *, last_embeds: bool = False
+) -> list[Path]:
+    """The files that this rank reads, of all files of a folder: its own, and the one with the
+    embedding if it needs that as well.
+
+    Args:
+        files: of all ranks.
+        tp, stage: place of this rank.
+        last_embeds: see `keep_stage`.
 
     Raises:
         WeightLoadError: they are for another number of ranks, or for other parts of the model.
@@ -47,7 +56,20 @@ def shard_of(files: list[Path], tp: TPGroup, stage: Stage) -> Path:
             f"{_named(wanted)}. {again} for these sizes, or load them with those they were saved "
             f"for"
         )
-    return file
+    if not last_embeds or not stage.is_last or stage.is_first:
+        return [file]
+    first = layout.tensor_groups[0][tp.rank]
+    return [file, files[names.index(shard_name(first))]]
+
+
+def tensors_once(tensors: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
+    """The first tensor of each name: of two files both may have an embedding that is the output
+    head, too."""
+    seen: set[str] = set()
+    for name, source in tensors:
+        if name not in seen:
+            seen.add(name)
+            yield name, source
 
 
 def _file_name(tp: TPGroup, stage: Stage) -> str:
