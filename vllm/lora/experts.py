@@ -5,7 +5,7 @@ from torch import Tensor
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.ops.low_rank import AdaptedExperts
-from vllm.ops.prepared import SingleExperts, ExpertProducts
+from vllm.ops.prepared import ExpertProducts, SingleExperts
 
 
 def can_adapt(layer: Experts) -> bool:
