@@ -92,6 +92,8 @@ def write_stacked_expert_adapter(
             continue
         for inner, weight in ((".base_layer", module.gate_up_proj), ("", module.down_proj)):
             count, outputs, inputs = weight.shape
+            if getattr(module, "is_transposed", False):
+                outputs, inputs = inputs, outputs
             for part, shape in (("A", (rank * count, inputs)), ("B", (outputs, rank * count))):
                 values = torch.randn(shape, generator=rng) * size
                 tensors[f"base_model.model.{name}{inner}.lora_{part}.weight"] = values

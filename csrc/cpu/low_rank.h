@@ -15,6 +15,7 @@ namespace VLLM_ISA {
 using vllm_cpu::AdaptedRows;
 using vllm_cpu::LowRank;
 using vllm_cpu::LowRankArgs;
+using vllm_cpu::TileArgs;
 
 using vllm_cpu::kRankBlock;
 using vllm_cpu::kRankInputs;
@@ -277,6 +278,41 @@ class LowRankCall {
   LowRankPiece* pieces_ = nullptr;
   int64_t num_pieces_ = 0, num_blocks_ = 0, num_panels_ = 0;
 };
+
+template <int64_t kBytes>
+void copy_tiles(const TileArgs& args) {
+  const int64_t row_bytes = args.columns * kBytes;
+  const char* const from = static_cast<const char*>(args.matrix);
+  char* to = static_cast<char*>(args.to);
+  for (int64_t first = 0; first < args.rows; first += args.tile_rows) {
+    const int64_t left = args.rows - first, count = left < args.tile_rows ? left : args.tile_rows;
+    for (int64_t column = 0; column < args.columns; ++column) {
+      const char* next = from + first * row_bytes + column * kBytes;
+      for (int64_t r = 0; r < count; ++r, next += row_bytes, to += kBytes) {
+        __builtin_memcpy(to, next, kBytes);
+      }
+      __builtin_memset(to, 0, (args.tile_rows - count) * kBytes);
+      to += (args.tile_rows - count) * kBytes;
+    }
+  }
+}
+
+// Copies a matrix of A or B tile by tile. 0; or 1 for tiles of another width.
+inline int64_t tile_matrix(const TileArgs& args) {
+  switch (args.column_bytes) {
+    case 4:
+      copy_tiles<4>(args);
+      return 0;
+    case kRankInputs * int64_t{sizeof(bf16)}:
+      copy_tiles<kRankInputs * int64_t{sizeof(bf16)}>(args);
+      return 0;
+    case kRankInputs * int64_t{sizeof(float)}:
+      copy_tiles<kRankInputs * int64_t{sizeof(float)}>(args);
+      return 0;
+    default:
+      return 1;
+  }
+}
 
 // -1; or a row whose adapter is out of range, nothing is computed then; or kNoMemory.
 template <typename T>

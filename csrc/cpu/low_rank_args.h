@@ -19,6 +19,16 @@ VLLM_STRUCT(LowRank,
 
 constexpr int64_t kRankBlock = 8, kRankInputs = 32;
 
+// A matrix that becomes tiles: those of its first rows come first. The last rows of tiles are zeros
+// where there are not as many.
+VLLM_STRUCT(TileArgs,
+  const void* matrix;  // [rows, columns] of column_bytes each, dense
+  void* to;
+  int64_t rows, columns;
+  int64_t tile_rows;     // of a tile, which is one column wide
+  int64_t column_bytes;  // 4, or kRankInputs elements of W
+);
+
 // The adapters of a launch of T tokens.
 VLLM_STRUCT(AdaptedRows,
   const LowRank* const* adapters;  // [num_adapters] each with all adapted projections of the model,

@@ -9,7 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
 from tests.executor.thread_ranks import ThreadRanks
-from tests.lora_files import write_adapter, write_expert_adapter
+from tests.lora_files import (
+    write_adapter,
+    write_expert_adapter,
+    write_stacked_expert_adapter,
+)
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
 from vllm.engine import engine_core
@@ -48,6 +52,24 @@ def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path,
     found = generate(llm, [down, None, stacked])
     assert found[0][0] == found[2][0] != base[0]
     assert found[0][1] == pytest.approx(found[2][1], abs=1e-4)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_ranks_share_parameters_of_all_experts(family, is_whole, tmp_path, monkeypatch):
+    """gpt_oss: with biases, which are added once; llama4: A is of the outputs."""
+    model = make_tiny_model(family, tmp_path / "model")
+    folder = write_stacked_expert_adapter(tmp_path / "adapter", model, 1, 4, size=0.3)
+    adapter = LoRARequest("experts", 1, str(folder))
+    want = generate(LLM(str(model), **ENGINE), [None, adapter])
+    assert want[0][0] != want[1][0]
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": is_whole}
+    llm = LLM(str(model), **ranks, **ENGINE)
+    for got, wanted in zip(generate(llm, [None, adapter]), want, strict=True):
+        assert got[0] == wanted[0]
+        assert got[1] == pytest.approx(wanted[1], abs=1e-4)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -113,8 +135,8 @@ def test_wrong_adapters_of_experts_are_refused(model, adapter, tmp_path):
             config,
             "experts.0.gate_proj.lora_A has the shape",
         ),
-        (whole, config, "does not belong to a layer that adapters can change here"),
-        (whole, parameters, "needs 16 rows of A and columns of B"),
+        (whole, config, "target_parameters of the config is [], which does not name it"),
+        (whole, parameters, "rank 4 of 4 experts needs [16, 64] and [352, 16]"),
     ):
         save_file(
             {n: t.contiguous() for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors"

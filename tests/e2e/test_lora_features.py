@@ -55,7 +55,7 @@ def assert_merged(found, model: Path, folder: Path) -> None:
         ("qwen2", ALL),
         ("gemma2", ALL),
         ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj")),
+        ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
     ],
 )
 def test_families_give_what_merged_weights_give(family, modules, tmp_path):
@@ -68,11 +68,11 @@ def test_families_give_what_merged_weights_give(family, modules, tmp_path):
     assert base == again != adapted
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 4), ("phi3", 2)])
+@pytest.mark.parametrize(("family", "size"), [("llama", 4), ("phi3", 2), ("deepseek_v2", 2)])
 def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     """llama: fewer KV heads than ranks, which share their adapters."""
     model = make_tiny_model(family, tmp_path / "model")
-    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    modules = ("qkv_proj", "kv_b_proj", "o_proj", "gate_up_proj", "down_proj")
     if family == "llama":
         modules = (*ALL, "embed_tokens", "lm_head")
     folders = [
@@ -190,13 +190,13 @@ def test_drafts_and_grammars_know_the_adapter(coder):
             json.loads(output.outputs[0].text)
 
 
-def test_an_adapter_of_an_absorbed_projection_is_refused(tmp_path):
-    """kv_b_proj of latent attention is multiplied into queries and outputs."""
+def test_adapters_of_an_absorbed_projection_keep_the_bits_of_other_rows(tmp_path):
+    """kv_b_proj of latent attention is multiplied into queries and outputs; in one call."""
     model = make_tiny_model("deepseek_v2", tmp_path / "model")
-    folder = write_adapter(tmp_path / "adapter", model, 1, 4, ("kv_b_proj",))
-    llm = LLM(str(model), **ENGINE)
-    prompt = {"prompt_token_ids": TOKENS}
-    adapter = LoRARequest("a", 1, str(folder))
-    output = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapter)[0].outputs[0]
-    assert output.finish_reason == "error"
-    assert "does not belong to a layer that adapters can change here" in output.stop_reason
+    folder = write_adapter(tmp_path / "adapter", model, 1, 4, ("kv_b_proj",), size=0.3)
+    llm = LLM(str(model), **ENGINE | {"dtype": "bfloat16"})
+    (alone,) = generate(llm, [None])
+    first, adapted, last = generate(llm, [None, LoRARequest("a", 1, str(folder)), None])
+    assert first == last == alone != adapted
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    assert runner._fused is not None and runner._decode_step is not None

@@ -129,7 +129,7 @@ def assert_base_rows_keep_their_bits(
                 assert not is_whole or (got == wanted) == (adapter is None)
 
 
-WITH_EXPERTS = ["q_proj", "experts"]
+WITH_EXPERTS = ["o_proj", "experts"]
 
 
 def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | None]]]:
@@ -137,9 +137,14 @@ def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | 
     model = make_tiny_model(family, root / "model")
     write = write_expert_adapter if family == "mixtral" else write_stacked_expert_adapter
     folders = [write(root / str(n), model, n, rank, size=0.2) for n, rank in enumerate((4, 16))]
-    folders.append(write_adapter(root / "q", model, 2, 8, ("q_proj",), size=0.2))
-    a, b, c = [LoRARequest(f.name, n, str(f)) for n, f in enumerate(folders, 1)]
-    return str(model), [[a, None, b, b, None, a], [c, a, None, c, b, None], [None] * 6]
+    return str(model), mixes_of(model, root, folders)
+
+
+def mixes_of(model: Path, root: Path, folders: list[Path]) -> list[list[LoRARequest | None]]:
+    other = write_adapter(root / "other", model, 2, 8, ("o_proj",), size=0.2)
+    requests = [LoRARequest(f.name, n, str(f)) for n, f in enumerate([*folders, other], 1)]
+    a, b, c = requests
+    return [[a, None, b, b, None, a], [c, a, None, c, b, None], [None] * 6]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +152,37 @@ def with_experts(family: str, root: Path) -> tuple[str, list[list[LoRARequest | 
     [
         ("mixtral", ("HPU graphs",)),
         ("qwen3_moe", ("HPU graphs",)),
+        ("gpt_oss", ("HPU graphs",)),
+        pytest.param("llama4", ("HPU graphs",), marks=pytest.mark.exhaustive),
         pytest.param("mixtral", ("lazy", "eager"), marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", ("torch.compile",), marks=pytest.mark.exhaustive),
     ],
 )
 def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
-    """mixtral: each matrix by itself; qwen3_moe: parameters that have all experts."""
-    model, mixes = with_experts(family, tmp_path)
+    """mixtral: each matrix by itself; others: parameters that have all experts."""
+    assert_as_on_the_cpu(*with_experts(family, tmp_path), modes, WITH_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("HPU graphs",),
+        pytest.param(("lazy", "eager", "torch.compile"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_of_absorbed_projections_give_what_the_cpu_gives(modes, tmp_path):
+    model = make_tiny_model("deepseek_v2", tmp_path / "model")
+    folders = [
+        write_adapter(tmp_path / str(n), model, n, rank, ("kv_b_proj", "o_proj"), size=0.2)
+        for n, rank in enumerate((4, 16))
+    ]
+    mixes = mixes_of(model, tmp_path, folders)
+    assert_as_on_the_cpu(str(model), mixes, modes, ["kv_b_proj", "o_proj"])
+
+
+def assert_as_on_the_cpu(
+    model: str, mixes: list[list[LoRARequest | None]], modes: tuple[str, ...], targets: list[str]
+) -> None:
     plain = LLM(model, device="cpu", **ENGINE)
     want = [outputs_of(plain, mix) for mix in mixes]
     assert all(want[0][n] != want[2][n] for n in (0, 2, 3, 5))
@@ -162,7 +191,7 @@ def test_adapters_of_experts_give_what_the_cpu_gives(family, modes, tmp_path):
         card = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": is_lazy, "has_profiling_run": False}
         with simulated_hpu(**card) as bridge:
             settings = ENGINE | {"enforce_eager": is_eager, "sampling_warmup": "all"}
-            llm = LLM(model, device="hpu", lora_target_modules=WITH_EXPERTS, **settings)
+            llm = LLM(model, device="hpu", lora_target_modules=targets, **settings)
             assert_same_without_compilation(bridge, llm, mixes, want)
 
 

@@ -152,17 +152,24 @@ def test_embeddings_and_heads_are_those_of_peft(family, tmp_path):
     assert_outputs(model, adapters, wanted)
 
 
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-"""Parameters with the matrices of all experts of a layer."""
 OF_EXPERTS: list[dict[str, Any]] = [
     {
         "target_modules": _ATTENTION,
-        "target_parameters": ["mlp.gate.weight", *EXPERTS],
-        "rank_pattern": {"mlp.experts.down_proj": 5},
+        "target_parameters": ["gate.weight", "experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 5},
     },
-    {"target_modules": [], "target_parameters": EXPERTS[:1]},
-    {"target_modules": [], "target_parameters": EXPERTS[1:]},
+    {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
+    {"target_modules": [], "target_parameters": ["experts.down_proj"]},
 ]
+"""Parameters with the matrices of all experts of a layer, and that of the router."""
+ROUTERS = {
+    "gpt_oss": ["router.weight"],
+    "llama4": ["router.weight"],
+    "granite_moe": [],  # no parameter of one matrix
+    "deepseek_v2": [],  # in float32
+    "deepseek_v3": [],
+}
+"""Where peft does not call it gate.weight."""
 
 
 @pytest.mark.parametrize(
@@ -170,6 +177,8 @@ OF_EXPERTS: list[dict[str, Any]] = [
     [
         "mixtral",
         "qwen2_moe",
+        "gpt_oss",  # [in, out], gates and ups in turn, and biases
+        "llama4",  # [in, out], which peft takes for [out, in]
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("deepseek_v2", "deepseek_v3")),
         pytest.param("granite_moe", marks=pytest.mark.exhaustive),
@@ -181,12 +190,14 @@ def test_experts_are_those_of_peft(family, tmp_path):
     for number, targets in enumerate(OF_EXPERTS, 1):
         folder = tmp_path / str(number)
         options = {"r": 3 * number, "lora_alpha": 8, "use_rslora": number == 2}
-        chosen = targets
+        names = [
+            name
+            for given in targets["target_parameters"]
+            for name in (ROUTERS.get(family, [given]) if given == "gate.weight" else [given])
+        ]
+        chosen = targets | {"target_parameters": names}
         if family.startswith("deepseek") and targets["target_modules"]:
-            chosen = targets | {"target_modules": _LATENT, "target_parameters": EXPERTS}
-        if family == "granite_moe":  # its router is no parameter of this name
-            names = [name.replace("mlp", "block_sparse_moe") for name in EXPERTS[number % 2 :]]
-            chosen = targets | {"target_parameters": names}
+            chosen |= {"target_modules": _LATENT}
         wanted.append(save(family, model, folder, number, options | chosen, size=3))
         adapters.append(LoRARequest(str(number), number, str(folder)))
     assert_outputs(model, adapters, wanted)

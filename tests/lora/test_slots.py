@@ -13,6 +13,7 @@ from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.low_rank import (
     AdaptedExpert,
     AdaptedExperts,
+    AdaptedHeads,
     AdaptedLayer,
     AdaptedRows,
     LowRank,
@@ -89,6 +90,32 @@ def test_slots_on_a_device_give_what_the_host_gives():
         torch.testing.assert_close(got, want)
         assert torch.equal(got[1].view(torch.int32), y[1].view(torch.int32))
     assert slots.num_bytes == 4 * 3 * 4 * (2 * 12 + 8 + 4 + 6 + 10)
+
+
+def test_heads_on_a_device_give_what_the_host_gives():
+    """What is behind the product of a head stays as it is."""
+    torch.manual_seed(0)
+    heads = [AdaptedLayer(number, number, 6, ((0, 5),)) for number in range(3)]
+    places = AdaptedPlaces(heads, 3, alike=[range(3)])
+    adapters = random_parts(2, heads), random_parts(4, heads, without=1)
+    slots = torch.tensor([0, -1, 1, 0], dtype=torch.int32)
+    x, y = torch.randn(4, 3, 8)[..., 1:-1], torch.randn(4, 3, 7)
+    found = []
+    for store in (
+        HostSlots(places, 2, torch.float32),
+        DeviceSlots(places, 2, 4, torch.float32, torch.device("cpu"), lambda: None),
+    ):
+        for slot, parts in enumerate(adapters):
+            store.put(slot, store.prepare(parts))
+        found.append(store.of_tokens(slots).adapt_heads(AdaptedHeads(heads), x, y.clone()))
+    for slot, parts in enumerate(adapters):
+        rows = slots == slot
+        for number, part in enumerate(parts):
+            if part is not None:
+                y[rows, number, :5] += x[rows, number] @ part.a.T @ part.b.T
+    for got in found:
+        torch.testing.assert_close(got, y)
+        assert torch.equal(got[1], y[1]) and torch.equal(got[..., 5:], y[..., 5:])
 
 
 class _Products:

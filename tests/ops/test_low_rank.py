@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
 from vllm.ops.native import NativeOps
 
 NATIVE = NativeOps()
@@ -64,6 +64,25 @@ def test_kernels_give_what_torch_gives(isa, dtype, weights, num_threads, monkeyp
                 one = slice(row, row + 1)
                 alone = apply(CPUOps(), layer, y[one], x[one], of_rows[one], dtype, weights)
                 assert torch.equal(alone, got[one])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_have_inputs_and_outputs_of_their_own(isa, dtype):
+    """What is behind the product of a head stays as it is; one A or B may be that of all heads."""
+    torch.manual_seed(2)
+    heads = [AdaptedLayer(number, number, 40, ((0, 70),)) for number in range(3)]
+    shared = torch.randn(70, 5, dtype=dtype)
+    parts = [LowRank(torch.randn(40, 5, dtype=dtype).T, shared) for _ in heads]
+    x, y = torch.randn(9, 3, 44, dtype=dtype)[..., 3:-1], torch.randn(9, 3, 72, dtype=dtype)
+    of_rows = torch.tensor([0, -1, 0, 0, -1, 0, 0, 0, -1], dtype=torch.int32)
+    found = []
+    for ops in (NATIVE, CPUOps()):
+        rows = AdaptedRows([ops.prepare_adapter(heads, parts, dtype)], of_rows)
+        found.append(ops.add_low_rank(y.clone(), x, AdaptedHeads(heads), rows))
+    rtol, atol = (1e-5, 1e-4) if dtype == torch.float32 else (2**-7, 2**-4)
+    torch.testing.assert_close(*found, rtol=rtol, atol=atol)
+    assert torch.equal(found[1][of_rows < 0], y[of_rows < 0])
+    assert torch.equal(found[1][..., 70:], y[..., 70:]) and not torch.equal(found[1], y)
 
 
 @pytest.mark.parametrize("ops", [NATIVE, CPUOps()], ids=["native", "cpu"])

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
-from vllm.lora.files import NAME_PREFIX, AdapterConfig, check_files, shown, weights_file
+from vllm.lora.files import (
+    EXPERT_PARAMETERS,
+    NAME_PREFIX,
+    AdapterConfig,
+    check_files,
+    shown,
+    weights_file,
+)
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.places import AdaptedPlaces
 from vllm.lora.targets import Target
@@ -88,7 +95,13 @@ class AdapterReader:
                         stem = whole.removesuffix(_INNER)  # as peft calls the module
                         name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
-                            raise self._misfit(path, pair[0])
+                            raise RequestError(
+                                f"{path}: {pair[0]} is of a parameter of experts, and "
+                                f"target_parameters of the config is "
+                                f"{shown(list(config.parameters))}, which does not name it. "
+                                f"Correct the config: accepted are "
+                                f"{' and '.join(EXPERT_PARAMETERS)} of {stem}"
+                            )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):
                             rest()

@@ -8,7 +8,7 @@ Rest = Callable[[], None]
 
 _TURN_S = 0.0005
 """Processor time without a rest."""
-_SHARE = 8
+_SHARE = 12
 """While steps run, a rest takes so many times as long as the work before it."""
 _LONGEST_REST_S = 0.02
 

@@ -59,7 +59,7 @@ class PackedAdapter:
         self._memory = memory = torch.empty(size, dtype=dtype)
         for each in found.values():
             rest()
-            each.fill(memory)
+            each.fill(memory, kernels)
         first, item = memory.data_ptr(), memory.element_size()
         for layer in layers:
             for index, part in _parts_of(layer, parts):
@@ -112,14 +112,25 @@ class _Tiled:
         )
         self.start, self.end = start, start + self.padded_rows * self._padded_columns
 
-    def fill(self, memory: Tensor) -> None:
+    def fill(self, memory: Tensor, kernels: Any) -> None:
         """Copy the matrix to its place."""
         rows, columns = self._tile
         count, length = self._matrix.shape
-        missing = (0, self._padded_columns - length, 0, self.padded_rows - count)
-        whole = F.pad(self._matrix, missing) if any(missing) else self._matrix
-        tiles = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
-        memory[self.start : self.end].view(tiles.shape).copy_(tiles)
+        matrix = self._matrix.to(memory.dtype)
+        if missing := self._padded_columns - length:
+            matrix = F.pad(matrix, (0, missing))
+        matrix = matrix.contiguous()
+        item = memory.element_size()
+        args = kernels.TileArgs(
+            matrix=matrix.data_ptr(),
+            to=memory.data_ptr() + item * self.start,
+            rows=count,
+            columns=self._padded_columns // columns,
+            tile_rows=rows,
+            column_bytes=columns * item,
+        )
+        if kernels.tile_matrix(ctypes.byref(args)):
+            raise ValueError(f"the kernels make no tiles of {columns} columns of {memory.dtype}")
 
 
 class PackedRows:
