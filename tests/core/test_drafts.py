@@ -228,6 +228,24 @@ def test_a_request_waits_while_its_drafts_are_in_flight_and_others_run():
     loop.run()
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_no_step_begins_that_would_split_the_batch_while_drafts_are_in_flight(follows):
+    """As the parts would take turns from then on, and each step runs the whole model."""
+    source = RightSource(3)
+    scheduler = make_scheduler(draft_source=source, follows_drafts=follows)
+    loop = Loop(scheduler)
+    loop.add(make_request("a", 4, 30))
+    loop.step()
+    assert scheduler.may_schedule
+    first = scheduler.schedule()
+    assert first.draft_token_ids is not None
+    loop.add(make_request("b", 40, 30))
+    assert scheduler.may_schedule == follows
+    scheduler.update(loop.runner.execute(first))
+    assert scheduler.may_schedule
+    assert len(scheduler.schedule().rows) == 2
+
+
 def test_a_request_with_logits_processors_is_never_given_drafts():
     source = RightSource(3)
     scheduler = make_scheduler(draft_source=source)

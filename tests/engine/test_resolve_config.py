@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.hpu import simulated_hpu
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
@@ -391,3 +392,19 @@ def test_settings_of_drafts_that_change_nothing_are_accepted_with_a_line_each(ca
     assert len(lines) == len(names)
     for line, name in zip(lines, names, strict=True):
         assert name in line
+
+
+@pytest.mark.parametrize(
+    ("given", "num_seqs", "num_drafts"),
+    [
+        ({"method": "ngram"}, 128, 7),
+        ({"method": "suffix"}, 16, 10),
+        ({"method": "ngram"}, 1, 16),
+        ({"method": "ngram", "num_speculative_tokens": 12}, 128, 12),
+    ],
+)
+def test_a_card_looks_up_fewer_drafts_the_more_requests_may_run(given, num_seqs, num_drafts):
+    with simulated_hpu():
+        config = resolve(device="hpu", speculative_config=given, max_num_seqs=num_seqs)
+    assert config.scheduler.max_draft_tokens == num_drafts
+    assert config.speculative.drafts.num_speculative_tokens == num_drafts

@@ -92,6 +92,11 @@ class RunningBatch:
         return self._order
 
     @property
+    def some_await_results(self) -> bool:
+        """Whether a request waits for a step in flight."""
+        return bool(self.awaits_result[self.order].any())
+
+    @property
     def all_await_results(self) -> bool:
         """Whether none of the running requests can run before a step in flight has its result."""
         return bool(self.awaits_result[self.order].all())

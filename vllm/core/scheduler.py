@@ -86,6 +86,9 @@ class Scheduler:
         self._max_decodes = config.num_scheduler_steps
         if draft_source is not None or num_stages > 1:
             self._max_decodes = 1
+        self._keeps_together = (
+            draft_source is not None and num_stages == 1 and not config.follows_drafts
+        )
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
@@ -170,7 +173,11 @@ class Scheduler:
     @property
     def may_schedule(self) -> bool:
         """False: `schedule` would find nothing to run, as there are no requests, or all run and
-        wait for a step in flight. This is much cheaper to ask."""
+        wait for a step in flight, or a step now would run only those that do not wait for their
+        drafts, and parts of the batch would take turns from then on. This is much cheaper to
+        ask."""
+        if self._in_flight and self._keeps_together and self.running.some_await_results:
+            return False
         if not self._in_flight or self.waiting:
             return bool(self._requests)
         return not self.running.all_await_results

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from vllm import envs
 from vllm.config.cache import CacheDType
+from vllm.config.speculative import LOOKUP_DRAFTS
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _DEV = Path("/dev")
+_TOKENS_OF_A_READ = 176
+"""A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
+432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
+_LEAST_LOOKUP_DRAFTS = 7
+"""Where fewer drafts are looked up, texts that repeat themselves gain too little."""
 
 
 class HPUPlatform(Platform):
@@ -120,6 +126,11 @@ class HPUPlatform(Platform):
     @property
     def follows_drafts(self) -> bool:
         return True
+
+    def max_lookup_drafts(self, max_num_seqs: int) -> int:
+        """Each decode with drafts is padded to all of them, so what a step costs depends on this
+        number, and not on how many drafts there are."""
+        return min(LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, _TOKENS_OF_A_READ // max_num_seqs - 1))
 
     @property
     def can_run_speculators(self) -> bool:

@@ -7,6 +7,8 @@ platform it runs on: there is no `is_hpu()`.
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm.config.speculative import LOOKUP_DRAFTS
+
 if TYPE_CHECKING:
     import torch
 
@@ -107,6 +109,11 @@ class Platform(ABC):
     def can_run_speculators(self) -> bool:
         """Its runner hands hidden states of the model to a network that makes drafts."""
         return False
+
+    def max_lookup_drafts(self, max_num_seqs: int) -> int:
+        """Drafts of a request in one step that the methods ngram and suffix have by default, by the
+        most requests that run."""
+        return LOOKUP_DRAFTS
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

@@ -48,6 +48,7 @@ from vllm.engine.resolve.speculative import (
     follows_drafts,
     max_draft_tokens,
     resolve_decodes,
+    resolve_lookup,
 )
 from vllm.engine.resolve.speculators import check_speculator, find_method, resolve_speculator
 from vllm.errors import ConfigError
@@ -107,6 +108,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         speculative = replace(speculative, draft_model=draft)
     lora = _resolve_lora(settings, model)
     scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
+    speculative = resolve_lookup(speculative, scheduler, platform)
     scheduler = replace(
         scheduler,
         max_draft_tokens=max_draft_tokens(speculative, model, platform),

@@ -70,6 +70,20 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
     return draft
 
 
+def resolve_lookup(
+    speculative: SpeculativeConfig, scheduler: SchedulerConfig, platform: Platform
+) -> SpeculativeConfig:
+    """The settings with the number of drafts that lookups have on this platform, where none is
+    given."""
+    options, given = speculative.drafts, speculative.speculative_config
+    if options is None or options.method not in ("ngram", "suffix"):
+        return speculative
+    if given.get("num_speculative_tokens"):
+        return speculative
+    most = platform.max_lookup_drafts(scheduler.max_num_seqs)
+    return replace(speculative, speculative_config={**given, "num_speculative_tokens": most})
+
+
 def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platform: Platform) -> int:
     """Drafts that a step verifies for one request; 0: there are none."""
     drafts = speculative.drafts
