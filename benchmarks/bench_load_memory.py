@@ -9,7 +9,6 @@ folder is kept for the next run; delete it when you are done.
 """
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from vllm.model_executor.model_memory import model_storages
 # hidden size, features between, layers, heads, key/value heads, vocabulary
 SHAPES = {
     "125m": (768, 2048, 12, 12, 4, 32_768),
+    "1b": (2048, 8192, 16, 32, 8, 32_768),
     "2b": (2560, 8704, 26, 20, 4, 32_768),
     "8b": (4096, 14_336, 32, 32, 8, 128_256),
 }
@@ -91,8 +91,13 @@ def write_checkpoint(shape: str, folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Most memory that this process has had, since it runs this program.
+
+    `getrusage` would count what the process had that started this one, and has written a checkpoint.
+    """
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:

@@ -53,6 +53,15 @@ def test_a_part_fills_a_part_of_a_tensor_of_any_dtype(tmp_path, part, dtype):
     assert (target == -1).sum() == target.numel() - want.numel()
 
 
+@pytest.mark.parametrize("part", [(), (slice(3, 9),), (slice(0, 12), slice(0, 5))], ids=str)
+def test_whole_rows_need_no_memory_beside_their_own(tmp_path, monkeypatch, part):
+    stored = torch.arange(60.0).view(12, 5)
+    save_file({"a": stored}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(safetensors_file, "_buffers", None)
+    for _, source in read_safetensors(tmp_path / "x.safetensors"):
+        assert torch.equal(source.read(part), stored[part])
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0), (7,), (2, 3, 4)])
 def test_any_number_of_dimensions(tmp_path, shape):
     stored = torch.randn(shape)

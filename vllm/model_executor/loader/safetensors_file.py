@@ -8,6 +8,7 @@ less the copy than the first touch of new memory.
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -94,6 +95,23 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
     return places
 
 
+class _Buffers(threading.local):
+    """One buffer for each thread that reads, which ends with it. Memory that is taken and given
+    back for each part would stay with the process."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of_bytes(self, num_bytes: int) -> Tensor:
+        """Uninitialised, until the same thread asks again."""
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(max(num_bytes, _PART_BYTES), dtype=torch.uint8)
+        return self._memory[:num_bytes]
+
+
+_buffers = _Buffers()
+
+
 @dataclass(frozen=True)
 class _TensorInFile:
     path: Path
@@ -123,20 +141,26 @@ class _TensorInFile:
         rows = target.view(end - first, *target.shape[1:])
         row_bytes = shape[1:].numel() * self.dtype.itemsize
         in_rows = (slice(None), *index[1:])
+        has_whole_rows = all(
+            part_of_dim.indices(size) == (0, size, 1)
+            for part_of_dim, size in zip(index[1:], shape[1:], strict=False)
+        )
+        is_direct = target.dtype == self.dtype and target.is_contiguous() and has_whole_rows
         step = max(1, _PART_BYTES // max(1, row_bytes))
 
         def fill(row: int) -> None:
             part = rows[row : row + step]
             start = self.start + (first + row) * row_bytes
-            if part.dtype == self.dtype and part.is_contiguous() and not index[1:]:
+            if is_direct:
                 self._read_bytes(part, start)
                 return
-            buffer = torch.empty(len(part), *shape[1:], dtype=self.dtype)
+            memory = _buffers.of_bytes(len(part) * row_bytes)
+            buffer = memory.view(self.dtype).view(len(part), *shape[1:])
             self._read_bytes(buffer, start)
             part.copy_(buffer[in_rows])
 
         starts = range(0, len(rows), step)
-        if len(starts) == 1:
+        if is_direct and len(starts) == 1:
             fill(0)
             return
         for _ in self.pool.map(fill, starts):  # an error of a thread is raised here
