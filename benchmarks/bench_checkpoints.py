@@ -5,8 +5,13 @@
 
 Every engine is a process, and all of them are in memory at a time. They take turns within a round,
 because a shared machine changes its speed from one second to the next; ratios are those to the
-first engine in the same round. A run is one batch of random prompts that starts at once: `prefill`
-is tokens of prompts until all of them have their first output, `decode` is what follows.
+first engine in the same round, and every second round goes through the engines backwards. Where
+the rate of the memory changes within seconds, take short turns and many of them:
+`--run "decode, batch 1" --scale 0.125 --rounds 100` compares 7 tokens of one engine with 7 of the
+next within a second.
+
+A run is one batch of random prompts that starts at once: `prefill` is tokens of prompts until all
+of them have their first output, `decode` is what follows.
 
 `--peer` is any other command that speaks the same protocol: it prints the line `ready`, then reads
 lines with a JSON object (`batch`, `input_len`, `output_len`, `vocab_size`, `seed`) from standard
@@ -147,7 +152,10 @@ def rate(run: dict[str, int], result: dict[str, float]) -> float:
 
 
 def spread(values: list[float], digits: int) -> dict[str, float]:
+    """The median, what half of the values are between, and what all are between."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    if len(values) > 1:
+        found["quarter"], _, found["three_quarters"] = statistics.quantiles(values)
     return {name: round(value, digits) for name, value in found.items()}
 
 
@@ -165,6 +173,7 @@ def main() -> None:
             help=text,
         )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--run", choices=RUNS, action="append", help="default: all of them")
     parser.add_argument("--vocab-size", type=int, default=4096, help="prompts have ids below it")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, for a quick look")
     args = parser.parse_args()
@@ -186,9 +195,9 @@ def main() -> None:
 def measure(engines: list[Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
     rates: dict[tuple[str, str], list[float]] = {}
     for number in range(args.rounds + 1):
-        for title, whole in RUNS.items():
-            run = scaled(whole, args.scale * (1 if number else WARM_UP_SCALE))
-            for engine in engines:
+        for title in args.run or RUNS:
+            run = scaled(RUNS[title], args.scale * (1 if number else WARM_UP_SCALE))
+            for engine in engines[:: -1 if number % 2 else 1]:
                 asked = {**run, "vocab_size": args.vocab_size, "seed": number}
                 value = rate(run, engine.run(asked))
                 if number:

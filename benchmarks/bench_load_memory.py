@@ -93,7 +93,7 @@ def write_checkpoint(shape: str, folder: Path) -> None:
 def peak_bytes() -> int:
     """Most memory that this process has had, since it runs this program.
 
-    `getrusage` would count what the process had that started this one, and has written a checkpoint.
+    `getrusage` counts what the process had that started this one, and has written a checkpoint.
     """
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))

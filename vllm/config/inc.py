@@ -47,6 +47,9 @@ _KNOWN = _WITHOUT_EFFECT | {
 }
 
 
+_SCALE_PARAMS = {"input_backoff", "weight_backoff"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class IncConfig:
     """What one of these files asks for."""
@@ -128,8 +131,9 @@ def read_inc_config(path: str) -> IncConfig:
     if not isinstance(stats, str) or (not stats and not is_dynamic):
         raise reader.wrong("dump_stats_path", "it must be the beginning of a path")
     params = given.get("scale_params") or {}
-    if not isinstance(params, Mapping):
-        raise reader.wrong("scale_params", "it must be an object")
+    if not isinstance(params, Mapping) or not params.keys() <= _SCALE_PARAMS:
+        known = " and ".join(sorted(_SCALE_PARAMS))
+        raise reader.wrong("scale_params", f"it must be an object with the keys {known}, or fewer")
     allowed, blocked = reader.module_list("allowlist"), reader.module_list("blocklist")
     device = reader.choice("device_for_scales", (None, "GAUDI2", "GAUDI3"), None)
     return IncConfig(
