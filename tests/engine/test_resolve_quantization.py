@@ -56,7 +56,7 @@ def test_without_the_kernels_there_is_none(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "int8"}, "on the device 'hpu'; available: fp8"),
+        ({"quantization": "gptq"}, "on the device 'hpu'; available: fp8, inc, int8, int4"),
         (
             {"enable_prompt_embeds": True},
             "enable_prompt_embeds=True is not available on the device",
