@@ -129,7 +129,8 @@ def test_the_kernel_of_the_norm_gets_at_least_three_dimensions():
         shapes.append(tuple(x.shape))
         return x.clone()
 
-    kernels = SimpleNamespace(rms_norm=rms_norm, has_moe=False)
+    lacking = dict.fromkeys(("has_moe", "has_bias_moe", "has_fp8_moe"), False)
+    kernels = SimpleNamespace(rms_norm=rms_norm, **lacking)
     ops = HPUOps(SimpleNamespace(kernels=kernels, is_lazy=True, fp8_max=240.0))
     for shape in [(7, 16), (7, 2, 16), (16,)]:
         assert ops.rms_norm(torch.randn(shape), torch.ones(16), 1e-5).shape == shape
