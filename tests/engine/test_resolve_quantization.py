@@ -64,7 +64,7 @@ def test_without_the_kernels_there_is_none(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "int8"}, "on the device 'hpu'; available: fp8"),
+        ({"quantization": "gptq"}, "on the device 'hpu'; available: fp8, inc, int8, int4"),
         ({"lm_head_quantization": "int8"}, "are not in use here .device 'hpu'"),
         (
             {"enable_prompt_embeds": True},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
-from vllm.ops.hpu_experts import CardExperts
+from vllm.ops.hpu_experts import CardExperts, ExpertOperators
 from vllm.ops.hpu_narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native import NativeOps
@@ -41,7 +41,7 @@ class HPUOps(NativeOps):
             assert isinstance(platform, HPUPlatform)
             bridge = platform.bridge
         self._kernels = bridge.kernels
-        self._is_lazy = bridge.is_lazy
+        self._is_lazy, self._operators = bridge.is_lazy, ExpertOperators.of(bridge.kernels)
         self._fp8_max = bridge.fp8_max
 
     @property
@@ -79,7 +79,7 @@ class HPUOps(NativeOps):
         return HPUFp8Experts(gates, ups, downs, *biases, self._fp8_max, card)
 
     def _card(self, options: ExpertOptions, first_expert: int | None) -> CardExperts:
-        return CardExperts(self._kernels, self._is_lazy, options, first_expert)
+        return CardExperts(self._kernels, self._is_lazy, self._operators, options, first_expert)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:

@@ -1,6 +1,7 @@
 """Gated experts of a Gaudi card whose weights are dense: one operator where there is one."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,19 @@ from torch import Tensor, nn
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import FusedKernels
+
+
+class ExpertOperators(NamedTuple):
+    """Which operators for experts a bridge has. Asked for once: compiled code cannot ask."""
+
+    plain: bool
+    biased: bool
+    fp8: bool
+
+    @classmethod
+    def of(cls, kernels: FusedKernels) -> "ExpertOperators":
+        """Those of a card."""
+        return cls(kernels.has_moe, kernels.has_bias_moe, kernels.has_fp8_moe)
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class CardExperts:
     kernels: FusedKernels
     is_lazy: bool
     """Operators are recorded."""
+    operators: ExpertOperators
     options: ExpertOptions = SILU_EXPERTS
     first_expert: int | None = None
     """See `Ops.moe`."""
@@ -53,9 +68,9 @@ class CardExperts:
         if self.can_fuse and not self.options.scales_inputs:
             given = (x, ids, weights.to(x.dtype), gate_up.unbind(0), down.unbind(0))
             first = self.first_expert or 0
-            if is_plain and self.kernels.has_moe:
+            if is_plain and self.operators.plain:
                 return self.kernels.moe(*given, first, has_inputs_first)
-            if self.options.limit is not None and self.kernels.has_bias_moe:
+            if self.options.limit is not None and self.operators.biased:
                 dim = 2 if has_inputs_first else 1
                 added = [  # the operator has no form without them
                     weight.new_zeros(len(weight), weight.shape[dim]) if bias is None else bias

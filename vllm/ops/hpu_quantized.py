@@ -149,7 +149,7 @@ class HPUFp8Experts(nn.Module):
         """See `PreparedExperts`."""
         card = self._card
         is_plain = card.options == SILU_EXPERTS and self.gate_up_bias is self.down_bias is None
-        if not (is_plain and card.can_fuse and card.kernels.has_fp8_moe):
+        if not (is_plain and card.can_fuse and card.operators.fp8):
             return sum_of_experts(
                 *(get_ops(), x, topk_ids, topk_weights, len(self.down)),
                 lambda expert, given: self._biased(

@@ -153,7 +153,8 @@ class CPUWorker(WorkerBase):
         if device.counts_threads and device.bound_cores is None:
             found, num_ranks = torch.get_num_threads(), self.num_local_ranks
             num_replicas = self.config.parallel.num_local_replicas
-            num_physical = count_physical(usable_cores())
+            # A core alone with its two hardware threads reads memory faster with both.
+            num_physical = max(2, count_physical(usable_cores()))
             if self._has_own_cores:
                 num_cores = count_cores(num_replicas * num_ranks)
             else:
