@@ -326,9 +326,12 @@ OFFLOAD = ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnect
 def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down():
     ended = []
     core = SimpleNamespace(
-        config=SimpleNamespace(connector=OFFLOAD),
-        executor=SimpleNamespace(cache_windows=(None, 64), shutdown=lambda: ended.append(1)),
+        _connector=object(),
+        executor=SimpleNamespace(
+            cache_windows=(None, 64), shutdown=lambda: ended.append("workers")
+        ),
+        _close_connections=lambda: ended.append("connector"),
     )
     with pytest.raises(ConfigError, match="sliding windows"):
         EngineCore._make_transfer(core, None)
-    assert ended == [1]
+    assert ended == ["workers", "connector"]
