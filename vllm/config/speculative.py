@@ -155,8 +155,9 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                f"speculative_config needs the key 'method': {', '.join(_METHODS)}; for "
-                'example {"method": "ngram", "num_speculative_tokens": 5}'
+                f"speculative_config, which --num-speculative-tokens and --ngram-prompt-lookup-max "
+                f"are parts of, needs the key 'method': {', '.join(_METHODS)}; for example "
+                '{"method": "ngram", "num_speculative_tokens": 5}, or --speculative-model [ngram]'
             )
         return _OTHER_NAMES.get(str(method), str(method))
 
