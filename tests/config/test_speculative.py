@@ -16,11 +16,11 @@ def test_defaults_and_the_names_of_the_fork():
     assert SpeculativeConfig().drafts is None
     ngram = drafts_of(method="ngram")
     assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (
-        16,
+        32,
         2,
         8,
     )
-    assert drafts_of(method="suffix").num_speculative_tokens == 16
+    assert drafts_of(method="suffix").num_speculative_tokens == 32
     assert drafts_of(method="ngram", prompt_lookup_max=1).prompt_lookup_min == 1
     args = EngineArgs(
         speculative_model="[ngram]",

@@ -385,7 +385,7 @@ def test_settings_of_drafts_that_change_nothing_are_accepted_with_a_line_each(ca
     given = {"method": "ngram", "acceptance_method": "typical", "posterior_alpha": 0.3}
     given |= {"draft_tensor_parallel_size": 1, "disable_logprobs": None}
     config = resolve(speculative_config=given, num_scheduler_steps=4)
-    assert config.scheduler.max_draft_tokens == 16
+    assert config.scheduler.max_draft_tokens == 32
     assert config.scheduler.num_scheduler_steps == 1, "drafts take their place"
     lines = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
     names = ["acceptance_method", "posterior_alpha", "draft_tensor_parallel_size", "num_scheduler"]

@@ -24,7 +24,7 @@ KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Keys of `speculative_config` that are accepted and change nothing, and why."""
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
-LOOKUP_DRAFTS = 16
+LOOKUP_DRAFTS = 32
 """Most drafts of a request in one step that are looked up in known text, unless the user or the
 platform says less (`Platform.max_lookup_drafts`): they cost nothing to make."""
 _DEFAULT_DRAFTS = {
@@ -47,7 +47,7 @@ class DraftOptions:
     others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 16 for ngram and suffix (7 to 16 on a
+    """Maximum number of drafts of a request in one step. 0: 32 for ngram and suffix (7 to 16 on a
     Gaudi, by max_num_seqs), 2 for mtp, as many as there are heads for mlp_speculator and medusa,
     4 for the others."""
 
@@ -155,8 +155,9 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                f"speculative_config needs the key 'method': {', '.join(_METHODS)}; for "
-                'example {"method": "ngram", "num_speculative_tokens": 5}'
+                f"speculative_config, which --num-speculative-tokens and --ngram-prompt-lookup-max "
+                f"are parts of, needs the key 'method': {', '.join(_METHODS)}; for example "
+                '{"method": "ngram", "num_speculative_tokens": 5}, or --speculative-model [ngram]'
             )
         return _OTHER_NAMES.get(str(method), str(method))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, get_args
 
 from vllm import envs
 from vllm.config.cache import CacheDType
-from vllm.config.speculative import LOOKUP_DRAFTS
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -24,8 +23,9 @@ _DEV = Path("/dev")
 _TOKENS_OF_A_READ = 176
 """A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
 432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
-_LEAST_LOOKUP_DRAFTS = 7
-"""Where fewer drafts are looked up, texts that repeat themselves gain too little."""
+_LEAST_LOOKUP_DRAFTS, _MOST_LOOKUP_DRAFTS = 7, 16
+"""With fewer drafts, texts that repeat themselves gain too little; with more, a launch whose drafts
+are wrong computes too much for nothing."""
 
 
 class HPUPlatform(Platform):
@@ -130,7 +130,8 @@ class HPUPlatform(Platform):
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
         """Each decode with drafts is padded to all of them, so what a step costs depends on this
         number, and not on how many drafts there are."""
-        return min(LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, _TOKENS_OF_A_READ // max_num_seqs - 1))
+        hidden = _TOKENS_OF_A_READ // max_num_seqs - 1
+        return min(_MOST_LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, hidden))
 
     @property
     def can_run_speculators(self) -> bool:

@@ -51,7 +51,10 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
             f"{name} keeps states (Mamba layers), which cannot go back to where a draft was wrong. "
             f"Name a model without them, or use the method ngram"
         )
-    draft = resolve_quantization(draft, platform)
+    try:
+        draft = resolve_quantization(draft, platform)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     sizes = draft.resolved_arch.vocab_size, model.resolved_arch.vocab_size
     if draft.tokenizer is not None and model.tokenizer is not None:
         vocabularies = _vocabulary(draft.tokenizer), _vocabulary(model.tokenizer)
