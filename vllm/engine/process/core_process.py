@@ -217,12 +217,12 @@ class _Connection:
         made = self._context.socket(zmq.PAIR)
         made.set_hwm(0)
         made.linger = _LINGER_MS
-        if os.getppid() == self._parent:
-            monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            made.connect(self._address)
-            monitor.poll(_CONNECT_TIMEOUT_MS)  # it has ended if this takes longer
-            made.disable_monitor()
-        socket_folder.remove(self._address)
+        monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        made.connect(self._address)
+        # The parent removes the file otherwise, when it closes its socket.
+        if os.getppid() != self._parent or monitor.poll(_CONNECT_TIMEOUT_MS):
+            socket_folder.remove(self._address)
+        made.disable_monitor()
         end_with_parent(self._parent)
         return made
 
