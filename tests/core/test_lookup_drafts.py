@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.helpers import make_request
 from tests.core.test_any_load import random_event, random_setup, run_program
-from vllm.config.speculative import DraftOptions
+from vllm.config.speculative import LOOKUP_DRAFTS, DraftOptions
 from vllm.core.draft_control import DraftControl, StepCost
 from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts
 from vllm.core.token_index import TokenIndex
@@ -65,7 +65,7 @@ def test_a_long_prompt_is_indexed_in_parts():
     request = request_of([*text, 7, 8, 9])
     source = NgramDrafts(DraftOptions(method="ngram"))
     found = [source.propose([request])[0] for _ in range(3)]
-    assert found == [[], [], list(range(10, 26))]
+    assert found == [[], [], list(range(10, 10 + LOOKUP_DRAFTS))]
 
 
 def test_suffix_drafts_also_follow_outputs_of_earlier_requests_in_bounded_memory():

@@ -7,7 +7,7 @@ import pytest
 from vllm.utils import pace
 
 
-@pytest.mark.parametrize(("is_busy", "rests"), [(True, [0.008, 0.02]), (False, [])])
+@pytest.mark.parametrize(("is_busy", "rests"), [(True, [0.012, 0.02]), (False, [])])
 def test_rests_are_as_long_as_the_work_before_says(monkeypatch, is_busy, rests):
     now, slept = [0.0], []
     clock = SimpleNamespace(thread_time=lambda: now[0], sleep=slept.append)

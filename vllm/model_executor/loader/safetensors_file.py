@@ -147,6 +147,7 @@ class _TensorInFile:
         )
         is_direct = target.dtype == self.dtype and target.is_contiguous() and has_whole_rows
         step = max(1, _PART_BYTES // max(1, row_bytes))
+        is_inference = torch.is_inference_mode_enabled()
 
         def fill(row: int) -> None:
             part = rows[row : row + step]
@@ -157,7 +158,8 @@ class _TensorInFile:
             memory = _buffers.of_bytes(len(part) * row_bytes)
             buffer = memory.view(self.dtype).view(len(part), *shape[1:])
             self._read_bytes(buffer, start)
-            part.copy_(buffer[in_rows])
+            with torch.inference_mode(is_inference):  # each thread has a mode of its own
+                part.copy_(buffer[in_rows])
 
         starts = range(0, len(rows), step)
         if is_direct and len(starts) == 1:
