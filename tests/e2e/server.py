@@ -150,8 +150,13 @@ class Server:
         return []
 
     def engine_process(self) -> psutil.Process:
-        """The engine core."""
-        (core,) = (p for p in self.children() if "vllm.engine.process.core_process" in p.cmdline())
+        """The engine core. Its ranks may be copies of it, with its command line."""
+        (core,) = (
+            each
+            for each in self.children()
+            if "vllm.engine.process.core_process" in each.cmdline()
+            and not each.name().startswith("vllm-rank-")
+        )
         return core
 
     def send_signal(self, signum: int = signal.SIGTERM) -> None:
