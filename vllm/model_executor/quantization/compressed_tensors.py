@@ -152,16 +152,15 @@ class _Scheme:
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
         self.rounds_inputs = bool(inputs)
-        is_dynamic = choice(inputs, "dynamic", (True, False, "local"), True)
+        of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
+        is_dynamic = of_inputs("dynamic", (True, False, "local"), True)
         self.has_input_scale = self.rounds_inputs and is_dynamic is False
         if self.rounds_inputs:
-            choice(inputs, "num_bits", (8,), 8)
-            choice(inputs, "strategy", ("token", "tensor", "group"), "token")
+            of_inputs("num_bits", (8,), 8)
+            of_inputs("strategy", ("token", "tensor", "group"), "token")
             # Numbers of words are multiplied with inputs as they are.
-            choice(
-                inputs, "type", ("int", "float") if self.format == _FORMATS[0] else (kind,), kind
-            )
-            self.has_input_zero = not choice(inputs, "symmetric", (True, False), True)
+            of_inputs("type", ("int", "float") if self.format == _FORMATS[0] else (kind,), kind)
+            self.has_input_zero = not of_inputs("symmetric", (True, False), True)
 
     def method(self, name: str) -> LinearMethod:
         if self.format == "float-quantized":

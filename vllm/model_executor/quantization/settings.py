@@ -16,15 +16,24 @@ MAX_GROUP = 1 << 16
 """Largest number of inputs or outputs that share a scale."""
 
 
-def choice(settings: Settings, key: str, accepted: Sequence[Any], default: Any = None) -> Any:
+def choice(
+    settings: Settings, key: str, accepted: Sequence[Any], default: Any = None, within: str = ""
+) -> Any:
     """The value of a key, which must be one of those accepted.
+
+    Args:
+        settings: has the key.
+        key: its name.
+        accepted: values.
+        default: where there is no such key.
+        within: where the settings are in quantization_config, with a dot at the end.
 
     Raises:
         ConfigError: it is another one.
     """
     value = settings.get(key, default)
     if not any(value is each or (type(value) is type(each) and value == each) for each in accepted):
-        raise wrong(key, value, ", ".join(map(str, accepted)))
+        raise wrong(within + key, value, ", ".join(map(str, accepted)))
     return value
 
 
