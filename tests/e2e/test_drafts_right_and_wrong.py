@@ -9,21 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.test_every_draft import METHODS
+from tests.e2e.test_every_draft import COMMON, METHODS
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.core.lookup_drafts import NgramDrafts
 
-COMMON: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": 8,
-    "num_gpu_blocks_override": 33,
-    "skip_tokenizer_init": True,
-}
+ROOMY = COMMON | {"num_gpu_blocks_override": 33, "skip_tokenizer_init": True}
 RIGHT, LIES = "is right", "lies"
 PROMPTS = [[5, 8, 9, 4, 4], [3, 4, 3, 3, 3, 3, 3], [9] * 20]
 """The model repeats the last token of each for ever; lookups find that there, too. An
@@ -64,7 +56,7 @@ def another_token(source: NgramDrafts, request: Any) -> list[int]:
 
 def run(made: Made, *, adaptive: bool, num_tokens: int, **more: Any) -> LLM:
     config = {"adaptive": adaptive, **made.config}
-    llm = LLM(str(made.target), speculative_config=config, **COMMON, **more)
+    llm = LLM(str(made.target), speculative_config=config, **ROOMY, **more)
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     for output in llm.generate(prompts, params, use_tqdm=False):
