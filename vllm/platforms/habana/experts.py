@@ -42,17 +42,8 @@ class FusedExperts:
         has_inputs_first: bool = False,
     ) -> Tensor:
         """See `FusedKernels.moe`."""
-        operator: Any = getattr(torch.ops.hpu, _NAME)
-        out: Tensor = operator(
-            hidden_states=x,
-            expert_routing_table=ids,
-            router_weights=weights,
-            w12=list(gate_up),
-            w3=list(down),
-            activation="silu",
-            **_options(first_expert, len(down), has_inputs_first),
-        )
-        return out
+        options = _options(first_expert, len(down), has_inputs_first)
+        return _call(x, ids, weights, gate_up, down, activation="silu", **options)
 
     def bias_moe(
         self,
@@ -69,20 +60,14 @@ class FusedExperts:
         has_inputs_first: bool = False,
     ) -> Tensor:
         """See `FusedKernels.bias_moe`."""
-        operator: Any = getattr(torch.ops.hpu, _NAME)
-        out: Tensor = operator(
-            hidden_states=x,
-            expert_routing_table=ids,
-            router_weights=weights,
-            w12=list(gate_up),
-            w3=list(down),
+        return _call(
+            *(x, ids, weights, gate_up, down),
             w12_bias=list(gate_up_bias),
             w3_bias=list(down_bias),
             alpha=alpha,
             limit=limit,
             **_options(first_expert, len(down), has_inputs_first),
         )
-        return out
 
     def fp8_moe(
         self,
@@ -97,20 +82,35 @@ class FusedExperts:
         first_expert: int = 0,
     ) -> Tensor:
         """See `FusedKernels.fp8_moe`."""
-        operator: Any = getattr(torch.ops.hpu, _NAME)
-        out: Tensor = operator(
-            hidden_states=numbers,
-            expert_routing_table=ids,
-            router_weights=weights,
-            w12=list(gate_up),
-            w3=list(down),
+        return _call(
+            *(numbers, ids, weights, gate_up, down),
             d_scale_hidden_states=scale,
             d_scale_w12=list(gate_up_scales),
             d_scale_w3=list(down_scales),
             activation="silu",
             **_options(first_expert, len(down)),
         )
-        return out
+
+
+def _call(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    **more: Any,
+) -> Tensor:
+    """Run the overload that has these arguments."""
+    operator: Any = getattr(torch.ops.hpu, _NAME)
+    out: Tensor = operator(
+        hidden_states=x,
+        expert_routing_table=ids,
+        router_weights=weights,
+        w12=list(gate_up),
+        w3=list(down),
+        **more,
+    )
+    return out
 
 
 def _overloads() -> list[str]:
