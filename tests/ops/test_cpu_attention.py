@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]

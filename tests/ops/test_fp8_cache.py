@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
 NATIVE = NativeOps()

@@ -10,7 +10,7 @@ from vllm.attention.cache_scales import CacheScale, CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
-from vllm.ops.interface import FP8_DTYPES
+from vllm.ops.attention_interface import FP8_DTYPES
 
 
 class Attention(CachedLayer, ReadsContext):

@@ -3,34 +3,30 @@
 Knows tensors. Knows no model, no request, no scheduler, and no device: `native` (torch), `cpu`
 (csrc) and `hpu` (bridge) each implement this class, and the platform picks one at start.
 
-Letters used in shapes: T tokens of one launch, B requests, H query heads, G key/value heads
-(H is a multiple of G), D head size, N blocks of the cache, S block size, W sliding window.
-Float tensors of one call have one dtype unless a line says otherwise. Rows may be strided (a
-slice of a packed QKV tensor): only the dimensions after the first have to be dense.
+In shapes, T is tokens of one launch. Float tensors of one call have one dtype unless a line says
+otherwise. Rows may be strided (a slice of a packed QKV tensor): only the dimensions after the first
+have to be dense.
 
-A position, slot, length or block id out of range raises IndexError where the host can see it (on
-the CPU); on a device its effect is undefined.
+An index out of range raises IndexError where the host can see it (on the CPU); on a device its
+effect is undefined.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.attention_interface import AttentionOps
 from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.pace import Rest, no_rest
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a KV cache may hold besides the dtype of the model."""
 
-
-class Ops(ABC):
-    """One implementation of every operator.
+class Ops(AttentionOps):
+    """One implementation of every operator; those of attention are in `AttentionOps`.
 
     Stateless: the same object serves every layer and every launch. Operators run under
     `torch.inference_mode()`; none of them supports autograd.
@@ -240,7 +236,7 @@ class Ops(ABC):
         Args:
             x: any shape.
             factor: [1] float32.
-            dtype: one of FP8_DTYPES.
+            dtype: one of `attention_interface.FP8_DTYPES`.
         """
 
     @abstractmethod
@@ -248,7 +244,7 @@ class Ops(ABC):
         """x * scale, of `dtype`.
 
         Args:
-            x: of one of FP8_DTYPES, any shape.
+            x: of one of `attention_interface.FP8_DTYPES`, any shape.
             scale: [1] float32.
             dtype: of the result.
         """
@@ -419,183 +415,4 @@ class Ops(ABC):
 
         Returns:
             [T, W], zeros for ids of other parts.
-        """
-
-    @abstractmethod
-    def rotary_embedding(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        cos_sin_cache: Tensor,
-        is_neox: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate the first rot_dim elements of every head by its token's position.
-
-        May write over query and key (they are usually slices of a packed QKV tensor that
-        nobody reads again); the caller uses only what is returned.
-
-        Args:
-            positions: [T], int64, each below P.
-            query: [T, H, D].
-            key: [T, G, D].
-            cos_sin_cache: [P, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
-                are rounded to the dtype of query before use, as Hugging Face models do.
-            is_neox: True pairs element i with i + rot_dim / 2 (Llama, NeoX); False pairs
-                2 i with 2 i + 1 (GPT-J).
-
-        Returns:
-            (query, key), shapes and dtypes as given. Elements from rot_dim on pass through.
-
-        Raises:
-            ValueError: rot_dim is odd or above D, or the numbers of tokens differ.
-        """
-
-    @abstractmethod
-    def rotary_angles(
-        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
-        """What `rotate` takes of the tokens; layers with the same table can share it.
-
-        Args:
-            positions, cos_sin_cache, is_neox: see `rotary_embedding`.
-            dtype: of the queries.
-        """
-
-    @abstractmethod
-    def rotate(
-        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`rotary_embedding` of tokens whose angles have been looked up."""
-
-    @abstractmethod
-    def reshape_and_cache(
-        self,
-        key: Tensor,
-        value: Tensor | None,
-        key_cache: Tensor,
-        value_cache: Tensor | None,
-        slot_mapping: Tensor,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-    ) -> None:
-        """Store the keys and values of new tokens in the cache, in place.
-
-        Args:
-            key: [T, G, D].
-            value: [T, G, D]; None, and no value_cache, where values are a part of the keys.
-            key_cache: [N, S, G, D], dense. Written. Of the dtype of key, or of a dtype in
-                FP8_DTYPES: then it holds key / key_scales, rounded to nearest; what is too large
-                becomes the largest number, and NaN stays NaN.
-            value_cache: [N, S, G, D], dense, as key_cache. Written.
-            slot_mapping: [T], int64: block id * S + offset. A negative slot is not written
-                (padding). No slot may occur twice.
-            key_scales: [G] float32 on the host, dense, one above 0 for each head; None: 1. Has no
-                effect on a cache of the dtype of key.
-            value_scales: the same.
-
-        Raises:
-            ValueError: the shapes or dtypes do not fit each other.
-        """
-
-    @abstractmethod
-    def paged_attention_decode(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        """Attention of one new token per request over everything its request has cached.
-
-        The key and value of the new token are already in the cache; its position is
-        seq_len - 1, and it sees itself. No step depends on values of a device tensor on the
-        host, so this can be captured in a graph.
-
-        Args:
-            query: [B, H, D].
-            key_cache: [N, S, G, D], dense, of the dtype of query or of one in FP8_DTYPES.
-            value_cache: [N, S, G, V] of the dtype and strides of key_cache, V at most D: a tensor
-                of its own with V = D, or the first V numbers of each key (latent attention).
-            block_tables: [B, max_blocks], int32. Entries after the last block of a request are
-                never used as content but must be valid block ids (NULL_BLOCK_ID).
-            seq_lens: [B], int32, the new token included. 0 marks a padding row.
-            scale: multiplies query @ key, usually 1 / sqrt(D).
-            sliding_window: None sees all keys; W sees the W most recent ones, itself included.
-            alibi_slopes: [H] float32, dense: each score gets minus the slope of its head times
-                the distance of the key (after the soft cap); None without ALiBi.
-            logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
-            key_scales: [G] float32 on the host, dense: multiplies what an fp8 cache holds of each
-                head; None: 1. No effect on another cache.
-            value_scales: the same.
-            sinks: [H] float32, dense: the score of one more key of each head, whose value is zero
-                (after soft cap and ALiBi); None without sinks (Xiao et al. 2023, arXiv
-                2309.17453).
-            chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
-
-        Returns:
-            [B, H, V], new and dense. Padding rows are zero. What the unused part of a block
-            holds (even NaN) has no effect.
-
-        Raises:
-            ValueError: H is not a multiple of G, or shapes, dtypes, the window or the cap are
-                wrong.
-        """
-
-    @abstractmethod
-    def paged_attention_prefill(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Sequence[int] | np.ndarray,
-        seq_lens: Sequence[int] | np.ndarray,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        """Causal attention of several new tokens per request, ragged.
-
-        Request b owns rows query_start_loc[b] to query_start_loc[b + 1] of query. They are the
-        LAST tokens of its seq_lens[b] tokens; the ones before them (an earlier chunk, a prefix
-        hit) are only in the cache. Keys and values of the new tokens are already there too.
-
-        Args:
-            query: [T, H, D].
-            key_cache: [N, S, G, D], dense, as for decode.
-            value_cache: [N, S, G, V], as for decode.
-            block_tables: [B, max_blocks], int32.
-            query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
-            seq_lens: [B], on the host: context and new tokens.
-            scale: multiplies query @ key, usually 1 / sqrt(D).
-            sliding_window: None sees all earlier keys; W sees the W most recent ones of each
-                query token, itself included.
-            alibi_slopes: as for decode.
-            logits_soft_cap: as for decode.
-            key_scales: as for decode.
-            value_scales: as for decode.
-            sinks: as for decode.
-            chunk_size: as for decode.
-
-        Returns:
-            [T, H, V], new and dense. Rows from query_start_loc[B] on (padding) are zero.
-
-        Raises:
-            ValueError: H is not a multiple of G, a request has more new tokens than tokens, or
-                a table is too short.
         """

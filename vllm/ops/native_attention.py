@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.interface import Ops
 
 
 class NativeAttention(Ops):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.attention import (
     AttentionOptions,
     fp8_arguments,
@@ -35,7 +36,6 @@ from vllm.ops.cpu.row_operations import (
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
-from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.low_rank import (
     AdaptedHeads,
     AdaptedLayer,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.attention import cache_type
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.head_linear import PackedHeads
@@ -21,7 +22,6 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
-from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
 

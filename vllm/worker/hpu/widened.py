@@ -5,8 +5,8 @@ from torch import nn
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.hpu_narrow_rows import NarrowRows
-from vllm.ops.interface import FP8_DTYPES
 from vllm.worker.kv_cache import cache_dtype
 
 logger = init_logger(__name__)
