@@ -107,7 +107,11 @@ class RankGroup:
             try:
                 self._start(are_copies=True)
             except OSError as error:  # no memory, where the system counts all that a copy could use
-                logger.warning("this process cannot be copied (%s); the start takes longer", error)
+                logger.warning(
+                    "this process cannot be copied (%s): each rank is a new interpreter, so the "
+                    "start takes a second longer",
+                    error,
+                )
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._watch, args=(started,), name="ranks", daemon=True

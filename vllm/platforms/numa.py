@@ -56,7 +56,8 @@ def interleave(nodes: Collection[int]) -> bool:
     """
     calls = _POLICY_CALLS.get(platform.machine())
     if calls is None:
-        raise OSError(0, f"not known how to on {platform.machine()}")
+        machine = platform.machine()
+        raise OSError(0, f"the system call for it is not known for the processor {machine}")
     set_policy, get_policy = calls
     libc = ctypes.CDLL(None, use_errno=True)
     mode = ctypes.c_int(-1)
