@@ -223,7 +223,8 @@ def log_dequantized(model: nn.Module) -> None:
     if names:
         logger.warning(
             "%d quantized layers are dense in memory, as this device has no kernel for how they "
-            "are stored: %s%s",
+            "are stored: %s%s. They take as much memory as unquantized ones; docs/quantization.md "
+            "says which formats stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
         )
 
