@@ -28,13 +28,15 @@ namespace vllm_cpu {
 
 using Function = void (*)();
 
-// A kernel for one dtype, compiled for one instruction set.
+// A kernel for one dtype, compiled for one instruction set. Functions give the addresses, as the
+// table has to be a constant: code that fills it when the library is loaded would be compiled for
+// the instruction set, too, and end processes whose processor does not have it.
 struct Kernel {
   const char* name;
   const char* dtype;         // f32, bf16; - for a kernel without one
   const char* types;         // of the result and the arguments, a letter each
-  Function function;         // the kernel
-  Function entry;            // calls the one that was chosen last
+  Function (*function)();    // the kernel
+  Function (*entry)();       // calls the one that was chosen last
   void (*choose)(Function);  // another instruction set's
 };
 

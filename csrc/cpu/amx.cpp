@@ -57,7 +57,7 @@ bool ask_permission() {
 
 Function find(const Kernel* kernels, const char* name) {
   while (std::strcmp(kernels->name, name) != 0 || std::strcmp(kernels->dtype, "f32") == 0) ++kernels;
-  return kernels->function;
+  return kernels->function();
 }
 
 // A product of each kind, of sizes that do not fill the tiles. The numbers are small and whole, so

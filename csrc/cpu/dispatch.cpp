@@ -54,7 +54,7 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   for (const Isa& found : kIsas) {
     if ((name != nullptr && std::strcmp(name, found.name) != 0) || !found.runs_here()) continue;
     for (int64_t i = 0; found.kernels[i].name != nullptr; ++i) {
-      vllm_base::kernels[i].choose(found.kernels[i].function);
+      vllm_base::kernels[i].choose(found.kernels[i].function());
     }
     isa = found.name;
     return true;
@@ -75,7 +75,7 @@ VLLM_EXPORT const char* vllm_cpu_abi() {
   std::fprintf(out, "build %s\n", VLLM_BUILD);
   for (const auto* k = vllm_base::kernels; k->name != nullptr; ++k) {
     std::fprintf(out, "kernel %s %s %s %" PRIuPTR "\n", k->name, k->dtype, k->types,
-                 reinterpret_cast<uintptr_t>(k->entry));
+                 reinterpret_cast<uintptr_t>(k->entry()));
   }
   for (const auto* t = vllm_base::types; t->name != nullptr; ++t) {
     std::fprintf(out, "%s %s %zu %s\n", t->kind, t->name, t->size, t->text);

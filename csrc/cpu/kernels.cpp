@@ -43,9 +43,10 @@ struct Entry<function> {
 
   static Result call(Args... args) { return chosen(args...); }
   static void choose(vllm_cpu::Function other) { chosen = reinterpret_cast<Result (*)(Args...)>(other); }
-  static vllm_cpu::Kernel row(const char* name, const char* dtype) {
-    return {name, dtype, types, reinterpret_cast<vllm_cpu::Function>(function),
-            reinterpret_cast<vllm_cpu::Function>(call), choose};
+  static vllm_cpu::Function own() { return reinterpret_cast<vllm_cpu::Function>(function); }
+  static vllm_cpu::Function entry() { return reinterpret_cast<vllm_cpu::Function>(call); }
+  static constexpr vllm_cpu::Kernel row(const char* name, const char* dtype) {
+    return {name, dtype, types, own, entry, choose};
   }
 };
 
@@ -59,7 +60,8 @@ struct Entry<function> {
 #define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
 // Up to one without a name.
-extern const vllm_cpu::Kernel kernels[] = {
+extern const vllm_cpu::Kernel kernels[];
+constexpr vllm_cpu::Kernel kernels[] = {
     KERNEL(row_operation),
     KERNEL(rotary_embedding),
     KERNEL(reshape_and_cache),
@@ -91,7 +93,8 @@ extern const vllm_cpu::Kernel kernels[] = {
 
 // What callers tell a kernel, and what it answers: constants, enums and structs. A struct is the same
 // for each dtype.
-extern const vllm_cpu::Type types[] = {
+extern const vllm_cpu::Type types[];
+constexpr vllm_cpu::Type types[] = {
     CONSTANT(kPanel),
     CONSTANT(kRankBlock),
     CONSTANT(kRankInputs),

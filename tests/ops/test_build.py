@@ -109,6 +109,13 @@ def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_modu
     assert b"libgomp" not in library.read_bytes()
 
 
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
+def test_loading_the_library_runs_no_code_of_an_instruction_set():
+    """A constructor of its tables would be compiled for each of them, and end a process with SIGILL
+    where the processor has not all of them."""
+    assert b"_GLOBAL__sub_I_" not in LIBRARY_PATH.read_bytes()
+
+
 def test_requirement_files_are_read_with_the_files_they_include(setup_module, tmp_path):
     (tmp_path / "common.txt").write_text("# why\nnumpy>=1,<2  # arrays\n\n")
     (tmp_path / "cpu.txt").write_text("-r common.txt\ntorch>=2,<3\n")
