@@ -77,17 +77,20 @@ def make_scheduler(
     draft_source: DraftSource | None = None,
     draft_control: DraftControl | None = None,
     num_stages: int = 1,
+    num_pipelined_steps: int | None = None,
     is_dense: bool = False,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
-    the groups of layers, `limits` are of SchedulerConfig."""
+    the groups of layers, `limits` are of SchedulerConfig. As many steps run at the same time as
+    there are stages, unless told otherwise."""
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
     cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups, is_dense)
-    return Scheduler(config, cache, draft_source, draft_control, num_stages)
+    num_steps = num_stages if num_pipelined_steps is None else num_pipelined_steps
+    return Scheduler(config, cache, draft_source, draft_control, num_stages, num_steps)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:

@@ -43,6 +43,7 @@ class Setup:
     stalls_every: int = 0
     num_stages: int = 1
     """Of a pipeline."""
+    num_pipelined_steps: int = 1
     is_dense: bool = False
     reads_tokens: bool = True
     guesses: random.Random | None = None
@@ -58,6 +59,7 @@ class Setup:
             enable_caching=self.enable_caching,
             max_model_len=MAX_MODEL_LEN,
             num_stages=self.num_stages,
+            num_pipelined_steps=self.num_pipelined_steps,
             is_dense=self.is_dense,
             **self.limits,
         )
@@ -91,14 +93,16 @@ def setups(draw: st.DrawFn) -> Setup:
     }
     least_blocks = -(-MAX_MODEL_LEN // block_size)
     num_stages = draw(st.sampled_from([1, 1, 2, 3]))
+    num_steps = draw(st.integers(1, num_stages))
     return Setup(
         limits=limits,
         num_blocks=draw(st.integers(max(2, least_blocks // 2), least_blocks * 3)),
         block_size=block_size,
         enable_caching=draw(st.sampled_from([True, True, False])),
-        depth=draw(st.integers(0, num_stages - 1)) if num_stages > 1 else draw(st.integers(0, 1)),
+        depth=draw(st.integers(0, num_steps - 1)) if num_stages > 1 else draw(st.integers(0, 1)),
         is_split=draw(st.booleans()),
         num_stages=num_stages,
+        num_pipelined_steps=num_steps,
         fails_at={
             str(i): draw(st.integers(0, 3)) for i in draw(st.sets(st.integers(0, 20), max_size=2))
         },

@@ -34,7 +34,9 @@ MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 
 
 def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) -> LLM:
-    """An engine whose ranks are threads of this process."""
+    """An engine whose ranks are threads of this process, with a step in each stage unless told
+    otherwise."""
+    values.setdefault("pipeline_steps_in_flight", values["pipeline_parallel_size"])
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "make_executor", ThreadRanks)
         return LLM(folder, **values)
@@ -78,6 +80,17 @@ def assert_stages_are_one(family: str, tensor: int, stages: int, tmp_path, monke
 )
 def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path, monkeypatch):
     assert_stages_are_one(family, tensor, stages, tmp_path, monkeypatch)
+
+
+def test_stages_that_take_turns_give_the_tokens_of_one_process(folder, monkeypatch):
+    want = generate(LLM(folder, **MORE_BLOCKS))
+    llm = in_stages(
+        monkeypatch, folder, pipeline_parallel_size=2, pipeline_steps_in_flight=1, **MORE_BLOCKS
+    )
+    assert_same(generate(llm), want)
+    assert executor_of(llm).most_in_flight == 1
+    assert executor_of(llm).most_rows == len(PROMPTS), "a step has all requests"
+    executor_of(llm).shutdown()
 
 
 @pytest.mark.exhaustive

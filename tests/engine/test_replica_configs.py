@@ -7,10 +7,12 @@ import pytest
 
 from tests.engine.fakes import make_config
 from vllm import envs
-from vllm.config import ObservabilityConfig
+from vllm.config import DeviceConfig, ObservabilityConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.resolve import parallel as resolve_module
 from vllm.engine.resolve import replicas
+from vllm.engine.resolve.parallel import resolve_parallel
 from vllm.engine.resolve.replicas import replica_configs, resolve_device
 from vllm.errors import ConfigError
 from vllm.platforms import resolve_platform
@@ -90,6 +92,50 @@ def test_wrong_lists_of_cores_are_refused(machine, text, message):
     machine(text)
     with pytest.raises(ConfigError, match=message):
         configs(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_threads", "num_nodes", "num_replicas", "num_steps"),
+    [
+        ("auto", None, 1, 1, 1),
+        ("auto", None, 2, 1, 2),  # each stage has a node of memory
+        ("auto", None, 1, 2, 1),
+        ("0-3|4-7", None, 1, 1, 2),
+        ("0-7", None, 1, 1, 1),  # of both stages
+        ("0-4|4-7", None, 1, 1, 1),
+        ("0-3|4-7", None, 1, 2, 1),  # of the stages of each replica
+        ("all", None, 1, 1, 1),
+        ("auto", "4", 1, 1, 2),
+        ("auto", "5", 1, 1, 1),
+        ("auto", "4,2", 1, 2, 1),
+        ("auto", "2", 1, 2, 2),
+    ],
+)
+def test_stages_on_the_same_cores_take_turns(
+    machine, monkeypatch, text, num_threads, num_nodes, num_replicas, num_steps
+):
+    monkeypatch.setattr(resolve_module, "usable_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr(resolve_module, "nodes_of", lambda cores: list(range(num_nodes)))
+    if num_threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", num_threads)
+    machine(text)
+    asked = ParallelConfig(pipeline_parallel_size=2, data_parallel_size=num_replicas)
+    device = resolve_device(resolve_platform("cpu"), asked)
+    model = make_config().model
+    assert resolve_parallel(asked, model, device).num_pipelined_steps == num_steps
+    for steps in (1, 2):
+        given = replace(asked, pipeline_steps_in_flight=steps)
+        assert resolve_parallel(given, model, device) == replace(
+            given, pipeline_layer_partition=(3, 3)
+        )
+
+
+def test_cards_do_not_share_cores_and_a_pipeline_has_no_more_steps_than_stages():
+    asked = ParallelConfig(pipeline_parallel_size=2)
+    found = resolve_parallel(asked, make_config().model, DeviceConfig(device="hpu"))
+    assert found.num_pipelined_steps == 2
+    with pytest.raises(ConfigError, match="is 3; accepted: 1 to pipeline_parallel_size=2"):
+        replace(asked, pipeline_steps_in_flight=3)
 
 
 def test_memory_is_divided(machine):

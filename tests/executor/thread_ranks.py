@@ -24,7 +24,7 @@ class ThreadRanks(Executor):
         self.workers: list[Any] = []
         self._threads: list[ThreadPoolExecutor] = []
         self._meetings: list[Meeting] = []
-        self.most_in_flight = self._num_in_flight = 0
+        self.most_in_flight = self._num_in_flight = self.most_rows = 0
 
     def start_workers(self) -> None:
         parallel = self._config.parallel
@@ -52,6 +52,7 @@ class ThreadRanks(Executor):
         steps = self._start_on_all(lambda worker: worker.execute_model(step).result())
         self.most_in_flight = max(self.most_in_flight, 1 + self._num_in_flight)
         self._num_in_flight += 1
+        self.most_rows = max(self.most_rows, len(step.rows))
         return _Step(self, steps)
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":

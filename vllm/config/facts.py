@@ -41,6 +41,7 @@ def facts_of_rank(config: VllmConfig) -> dict[str, str]:
     return facts_of_replica(config) | {
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+        "pipeline_steps_in_flight": str(parallel.num_pipelined_steps),
         "VLLM_PP_LAYER_PARTITION": str(parallel.pipeline_layer_partition),
         "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),
         "num_scheduler_steps": str(scheduler.num_scheduler_steps),

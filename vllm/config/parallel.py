@@ -20,6 +20,11 @@ class ParallelConfig:
     """Groups of devices that run consecutive layers: stages, which work on different requests at
     the same time."""
 
+    pipeline_steps_in_flight: int | None = None
+    """Steps that the stages of a pipeline run at the same time, each with its share of the
+    requests; 1: the stages take turns. Not set: as many as stages, but 1 where the stages are on
+    the cores of one CPU, all of which each stage then uses in its turn."""
+
     enable_expert_parallel: bool = False
     """Divide the experts of a mixture among the devices of tensor_parallel_size. False: split every
     expert over all of them. No effect on one device, or on a model without experts."""
@@ -70,6 +75,12 @@ class ParallelConfig:
         check_at_least(
             self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
         )
+        steps = self.pipeline_steps_in_flight
+        if steps is not None and not 1 <= steps <= self.pipeline_parallel_size:
+            raise ConfigError(
+                f"pipeline_steps_in_flight is {steps}; accepted: 1 to pipeline_parallel_size="
+                f"{self.pipeline_parallel_size}, as a stage runs one step at a time"
+            )
         self._check_replicas()
         if not self.distributed_timeout_s > 0:
             raise ConfigError(
@@ -127,6 +138,17 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_pipelined_steps(self) -> int:
+        """Steps that the stages of a pipeline run at the same time; 1 without a pipeline."""
+        steps = self.pipeline_steps_in_flight
+        return self.pipeline_parallel_size if steps is None else steps
+
+    @property
+    def stages_take_turns(self) -> bool:
+        """Whether one stage of a pipeline at most runs at a time."""
+        return self.pipeline_parallel_size > 1 and self.num_pipelined_steps == 1
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:

@@ -26,7 +26,7 @@ class Admission:
         running: the running requests.
         cache: the KV cache.
         preemption: which request fits, and which ones give it their place.
-        num_stages: of a pipeline.
+        num_pipelined_steps: that run at the same time.
 
     Attributes:
         num_prefix_queries: tokens of all admitted requests, each counted once.
@@ -40,7 +40,7 @@ class Admission:
         running: RunningBatch,
         cache: KVCacheManager,
         preemption: PreemptionPolicy,
-        num_stages: int,
+        num_pipelined_steps: int,
     ) -> None:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -49,8 +49,8 @@ class Admission:
         self._running = running
         self._cache = cache
         self._preemption = preemption
-        self._max_pooled = -(-config.max_num_seqs // num_stages)
-        """Requests of a pooling model that a step admits: each stage has its share of the rows."""
+        self._max_pooled = -(-config.max_num_seqs // num_pipelined_steps)
+        """Requests of a pooling model that a step admits: each has its share of the rows."""
         self._lacks_room: Request | None = None
         """The request that could not be admitted for lack of a row or blocks; it may preempt
         others."""

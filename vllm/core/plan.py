@@ -111,18 +111,18 @@ def share_budget(want: IntArray, budget: int) -> IntArray:
     return num_tokens
 
 
-def share_of_stage(want: IntArray, num_stages: int) -> IntArray:
+def share_of_step(want: IntArray, num_steps: int) -> IntArray:
     """The tokens of one of the steps that run in the stages of a pipeline at the same time: each
     step has its share of the rows that want one token, so that no stage is idle.
 
-    >>> share_of_stage(np.array([1, 0, 9, 1, 1], np.int32), 2).tolist()
+    >>> share_of_step(np.array([1, 0, 9, 1, 1], np.int32), 2).tolist()
     [1, 0, 9, 1, 1]
-    >>> share_of_stage(np.array([1, 1, 1, 1], np.int32), 2).tolist()
+    >>> share_of_step(np.array([1, 1, 1, 1], np.int32), 2).tolist()
     [1, 1, 0, 0]
     """
-    if num_stages == 1:
+    if num_steps == 1:
         return want
-    most = -(-len(want) // num_stages)
+    most = -(-len(want) // num_steps)
     excess = np.flatnonzero(want == 1)[most:]
     if len(excess):
         want = want.copy()

@@ -25,7 +25,7 @@ from vllm.core.dense_blocks import bring_down
 from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
-from vllm.core.plan import Plan, share_budget, share_of_stage
+from vllm.core.plan import Plan, share_budget, share_of_step
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
@@ -65,8 +65,10 @@ class Scheduler:
         cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
         draft_control: limits the drafts of each request; None: only the source does.
-        num_stages: of a pipeline. Each works on another step, so several are in flight, and a
-            request waits for its token: only the last stage knows it before the result.
+        num_stages: of a pipeline. A request waits for its token, as only the last stage knows it
+            before the result.
+        num_pipelined_steps: steps that the stages run at the same time. Each has its share of the
+            requests.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Scheduler:
         draft_source: DraftSource | None = None,
         draft_control: DraftControl | None = None,
         num_stages: int = 1,
+        num_pipelined_steps: int = 1,
     ) -> None:
         self.config = config
         self.cache = cache
         self.waiting = RequestQueue()
         self.running = RunningBatch(config.max_num_seqs)
         self.num_preemptions = 0
-        self._num_stages = num_stages
+        self._num_stages, self._num_pipelined_steps = num_stages, num_pipelined_steps
         self._max_decodes = config.num_scheduler_steps
         if draft_source is not None or num_stages > 1:
             self._max_decodes = 1
@@ -104,7 +107,7 @@ class Scheduler:
             config.scheduling_policy == "priority", self.running, cache
         )
         self._admission = Admission(
-            config, self.waiting, self.running, cache, self._preemption, num_stages
+            config, self.waiting, self.running, cache, self._preemption, num_pipelined_steps
         )
 
     # ---- requests come and go -------------------------------------------------------------
@@ -311,7 +314,7 @@ class Scheduler:
                 if waits:
                     lacks = computed + want > running.capacity[rows]
                     want[lacks & (running.drafts_in_flight[rows] > 0)] = 0
-            want = share_of_stage(want, self._num_stages)
+            want = share_of_step(want, self._num_pipelined_steps)
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
             num_tokens = want
             if not only_decodes:
@@ -342,7 +345,7 @@ class Scheduler:
             block_rows=block_rows,
             block_ids=block_ids,
             only_decodes=only_decodes,
-            has_idle=bool(self._in_flight) or not only_decodes or self._num_stages > 1,
+            has_idle=bool(self._in_flight) or not only_decodes or self._num_pipelined_steps > 1,
             num_decodes=num_decodes,
         )
 

@@ -104,8 +104,14 @@ class EngineCore:
             follows = config.scheduler.follows_drafts
             source, control = make_drafts(config.speculative, follows_drafts=follows)
         self._num_stages = config.parallel.pipeline_parallel_size
+        self._num_pipelined_steps = config.parallel.num_pipelined_steps
         self.scheduler = Scheduler(
-            config.scheduler, cache, source, control, num_stages=self._num_stages
+            config.scheduler,
+            cache,
+            source,
+            control,
+            num_stages=self._num_stages,
+            num_pipelined_steps=self._num_pipelined_steps,
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -177,8 +183,8 @@ class EngineCore:
     def step(self) -> EngineOutput:
         """Start a step, wait for the result of the oldest step in flight, and return it.
 
-        When scheduling ahead, the next step is started before the wait; in a pipeline, one for each
-        stage. The output is empty when no request waits or runs.
+        When scheduling ahead, the next step is started before the wait; in a pipeline, as many as
+        run at the same time. The output is empty when no request waits or runs.
 
         Raises:
             EngineDeadError: this step or an earlier one failed. The state of the workers is then
@@ -189,7 +195,10 @@ class EngineCore:
             self._queue_prepared()
             if refused := self._resources.take_refused():
                 return EngineOutput(finished=refused)
-        most = self._num_stages if self._num_stages > 1 else 1 + self._run_ahead.is_worthwhile
+        if self._num_stages > 1:
+            most = self._num_pipelined_steps
+        else:
+            most = 1 + self._run_ahead.is_worthwhile
         while len(self._in_flight) < most and self._start_step():
             pass
         if not self._in_flight:

@@ -136,13 +136,14 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     hpu = resolve_hpu_config(
         _section(HPUConfig, settings), has_slices=may_move or not cache.enable_prefix_caching
     )
-    parallel = resolve_parallel(parallel, model)
+    device = resolve_device(platform, parallel)
+    parallel = resolve_parallel(parallel, model, device)
     config = VllmConfig(
         model=model,
         cache=cache,
         scheduler=scheduler,
         parallel=parallel,
-        device=resolve_device(platform, parallel),
+        device=device,
         load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),

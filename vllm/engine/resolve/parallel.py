@@ -3,15 +3,20 @@
 from dataclasses import replace
 
 from vllm import envs
-from vllm.config import ModelConfig, ParallelConfig
+from vllm.config import DeviceConfig, ModelConfig, ParallelConfig
 from vllm.config.parallel import even_partition
 from vllm.errors import ConfigError
+from vllm.platforms.cpu_threads import usable_cores
+from vllm.platforms.numa import nodes_of
 
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
-def resolve_parallel(asked: ParallelConfig, model: ModelConfig) -> ParallelConfig:
-    """The sizes of the groups, with the layers of each stage.
+def resolve_parallel(
+    asked: ParallelConfig, model: ModelConfig, device: DeviceConfig
+) -> ParallelConfig:
+    """The sizes of the groups, with the layers of each stage, and the steps that run at the same
+    time.
 
     Raises:
         ConfigError: the model or another setting needs one worker or one stage.
@@ -21,7 +26,36 @@ def resolve_parallel(asked: ParallelConfig, model: ModelConfig) -> ParallelConfi
         return asked
     num_layers = model.resolved_arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
-    return replace(asked, pipeline_layer_partition=tuple(partition))
+    num_steps = asked.pipeline_steps_in_flight
+    if num_steps is None:
+        num_steps = 1 if _stages_share_cores(asked, device) else size
+    return replace(
+        asked, pipeline_layer_partition=tuple(partition), pipeline_steps_in_flight=num_steps
+    )
+
+
+def _stages_share_cores(parallel: ParallelConfig, device: DeviceConfig) -> bool:
+    """Whether the stages of a replica run on the same cores of this machine, and read one memory.
+
+    In turn, each of them has all cores, and reads each weight once for the whole batch. At the same
+    time they would read it once for each share of it: where memory sets the time, as with small
+    batches, that takes as many times longer as there are stages."""
+    if device.device != "cpu" or parallel.distributed_executor_backend not in (None, "mp"):
+        return False
+    cores_of_ranks = device.bound_cores
+    if device.replica_cores:
+        cores_of_ranks = device.replica_cores[0]
+    if cores_of_ranks is not None:
+        size = parallel.tensor_parallel_size  # ranks of one stage are consecutive
+        starts = range(0, parallel.world_size, size)
+        stages = [set().union(*cores_of_ranks[start : start + size]) for start in starts]
+        return sum(map(len, stages)) > len(set().union(*stages))
+    if not device.counts_threads:
+        first = (envs.get().OMP_NUM_THREADS or "").split(",")[0].strip()
+        num_cores = len(usable_cores()) // max(1, parallel.num_local_replicas)
+        return not first.isdecimal() or int(first) * parallel.world_size > num_cores
+    # Ranks have the cores of a node of memory each, where there are several.
+    return len(nodes_of(usable_cores())) < 2
 
 
 def _asked_partition(size: int, num_layers: int) -> list[int] | None:

@@ -94,12 +94,20 @@ class CPUWorker(WorkerBase):
                 torch.set_num_threads(len(cores))
         elif device.core_share is not None:
             os.sched_setaffinity(0, device.core_share)
-        elif device.counts_threads and self.num_local_ranks > 1 and len(_nodes()) > 1:
+        elif device.counts_threads and self._num_sharing_ranks > 1 and len(_nodes()) > 1:
             # Neighbours on one node: each rank then reads memory that is its own.
-            shares = equal_shares(by_place(usable_cores()), self.num_local_ranks)
-            os.sched_setaffinity(0, shares[rank % self.num_local_ranks])
+            shares = equal_shares(by_place(usable_cores()), self._num_sharing_ranks)
+            os.sched_setaffinity(0, shares[rank % self._num_sharing_ranks])
             self._has_own_cores = True
         self._spread_memory(_nodes())
+
+    @property
+    def _num_sharing_ranks(self) -> int:
+        """Ranks of this machine that compute at the same time, so the cores are divided among them:
+        those of one stage where stages take turns."""
+        if self.config.parallel.stages_take_turns:
+            return min(self.num_local_ranks, self.config.parallel.tensor_parallel_size)
+        return self.num_local_ranks
 
     def _spread_memory(self, nodes: list[int]) -> None:
         """Take weights and cache from all nodes of memory that the threads are on."""
@@ -151,7 +159,7 @@ class CPUWorker(WorkerBase):
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
         if device.counts_threads and device.bound_cores is None:
-            found, num_ranks = torch.get_num_threads(), self.num_local_ranks
+            found, num_ranks = torch.get_num_threads(), self._num_sharing_ranks
             num_replicas = self.config.parallel.num_local_replicas
             # A core alone with its two hardware threads reads memory faster with both.
             num_physical = max(2, count_physical(usable_cores()))
