@@ -1,12 +1,13 @@
-"""Several ranks on one CPU machine: the exchanges between two processes, and two tensor ranks or
-two stages of one thread each against one process of two threads.
+"""Several ranks on one CPU machine: the exchanges between two processes, and against one process of
+two threads: two tensor ranks or two stages of one thread each, and two stages of two threads each
+that take turns.
 
 Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of all
 kinds run in turn, each in a process of its own. Prints JSON, and a table on stderr; times in us are
 the tenth percentile and the median, others the least of the runs, which other work disturbs least.
-The last rows compare both kinds of two ranks with one process: above 1 is faster, of the start it
-is slower. A time of decodes is that of one token of each request. Two stages run 32 requests in
-steps of 16, so they read each weight as often as one process that runs 16.
+The last rows compare each kind of two ranks with one process: above 1 is faster, of the start it
+is slower. A time of decodes is that of one token of each request. Two stages of one thread run 32
+requests in steps of 16, so they read each weight as often as one process that runs 16.
 """
 
 import argparse
@@ -37,9 +38,12 @@ PROMPT_TOKENS = 8
 SIZES: dict[str, dict[str, int]] = {
     "one": {},
     "tp 2": {"tensor_parallel_size": 2},
-    "pp 2": {"pipeline_parallel_size": 2},
+    "pp 2": {"pipeline_parallel_size": 2, "pipeline_steps_in_flight": 2},
+    "pp 2, turns": {"pipeline_parallel_size": 2, "pipeline_steps_in_flight": 1},
 }
-"""Of the groups of ranks of each engine. All of them have two threads."""
+"""Of the groups of ranks of each engine."""
+NUM_THREADS = {"one": 2, "tp 2": 1, "pp 2": 1, "pp 2, turns": 2}
+"""Of each rank: two compute at any time."""
 
 
 def quantiles_us(times: list[float]) -> str:
@@ -146,11 +150,10 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(args: argparse.Namespace, engine: str) -> dict[str, Any]:
-    """The same in a process of its own, with two threads for all ranks."""
+    """The same in a process of its own."""
     arguments = ["--model", args.model, "--load-format", args.load_format, "--engine", engine]
     arguments += ["--output-len", str(args.output_len), "--num-runs", str(args.num_runs)]
-    num_threads = 1 if SIZES[engine] else 2
-    variables = {"OMP_NUM_THREADS": str(num_threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    variables = {"OMP_NUM_THREADS": str(NUM_THREADS[engine]), "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         env=os.environ | variables,
