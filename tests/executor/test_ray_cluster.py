@@ -61,6 +61,15 @@ def test_what_ray_says_of_a_cluster_is_one_line_and_no_usage_data_is_sent(monkey
         initialize_ray_cluster(ray_address="local")
 
 
+def test_cards_that_ray_has_not_found_can_be_told(monkeypatch):
+    cluster = GrowingCluster(most=1)
+    cluster.cluster_resources = lambda: {"CPU": 64.0}
+    monkeypatch.setattr(ray_placement, "import_ray", lambda: cluster)
+    parallel = ParallelConfig(tensor_parallel_size=8, distributed_timeout_s=0.01)
+    with pytest.raises(ConfigError, match=r"""has 0 \(.* `ray start --resources='{"HPU": 8}'`"""):
+        ray_placement.place_ranks(parallel, {"CPU": 1, "HPU": 1})
+
+
 class GrowingCluster:
     """Stands in for the package: a machine joins each time that somebody looks."""
 
