@@ -158,6 +158,12 @@ def test_workers_on_other_machines_get_what_is_not_of_one_machine_and_no_secret(
         "OMP_NUM_THREADS": "4",
         "LD_LIBRARY_PATH": "/lib",
         "HCCL_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "QUANT_CONFIG": "/quant.json",
+        "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
+        "ENABLE_EXPERIMENTAL_FLAGS": "1",
+        "LOG_LEVEL_ALL": "4",
     }
     kept = {
         "VLLM_HOST_IP": "10.0.0.1",

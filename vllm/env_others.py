@@ -15,10 +15,14 @@ class OtherReader:
     names: tuple[str, ...]
     note: str = ""
     """What this package does about them."""
+    is_for_workers: bool = False
+    """Workers on other machines get those of the engine."""
 
 
-def _read_by(reader: str, names: str, note: str = "") -> OtherReader:
-    return OtherReader(reader, tuple(names.split()), note)
+def _read_by(
+    reader: str, names: str, note: str = "", *, is_for_workers: bool = False
+) -> OtherReader:
+    return OtherReader(reader, tuple(names.split()), note, is_for_workers)
 
 
 OTHER_READERS = (
@@ -33,6 +37,7 @@ OTHER_READERS = (
         FUSER_ENABLE_MULTI_THREADED_INVOCATIONS
         """,
         "passed on as they are",
+        is_for_workers=True,
     ),
     _read_by(
         "the driver, the container runtime and the profiler of Habana",
@@ -41,6 +46,7 @@ OTHER_READERS = (
         HABANA_LOGS HABANA_PLUGINS_LIB_PATH HABANA_SCAL_BIN_PATH GC_KERNEL_PATH
         GRAPH_VISUALIZATION LOG_LEVEL_ALL ENABLE_CONSOLE
         """,
+        is_for_workers=True,
     ),
     _read_by(
         "collective libraries and launchers",

@@ -434,8 +434,14 @@ def export(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def export_default(name: str, value: str) -> None:
+    """Set a variable of other software in this process, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
 def of_launcher(name: str) -> str | None:
-    """A variable that a launcher such as torchrun sets for each process; None: it is not set."""
+    """A variable that a launcher such as torchrun or Ray sets for each process; None: it is not
+    set."""
     return os.environ.get(name)
 
 
@@ -500,10 +506,10 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
     return {**defaults, **os.environ, **overrides}
 
 
-_PASSED_PREFIXES = (
-    *(_PREFIX, "HCCL_", "GLOO_", "HF_", "OMP_", "KMP_"),
-    *("PT_", "HABANA_", "HLS_", "GC_KERNEL_PATH", "LD_LIBRARY_PATH"),
-)
+_PASSED_PREFIXES = (_PREFIX, "HCCL_", "GLOO_", "HF_", "OMP_", "KMP_", "PT_", "HABANA_", "HLS_")
+_PASSED_NAMES = frozenset(
+    ("QUANT_CONFIG", "LD_LIBRARY_PATH", "NCCL_SOCKET_IFNAME"),
+).union(*(reader.names for reader in OTHER_READERS if reader.is_for_workers))
 _OF_ONE_MACHINE = (
     *("VLLM_HOST_IP", "HLS_MODULE_ID"),
     *("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),  # Ray sets which a worker has
@@ -517,7 +523,7 @@ def passed_on() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_PASSED_PREFIXES)
+        if (name.startswith(_PASSED_PREFIXES) or name in _PASSED_NAMES)
         and name not in _OF_ONE_MACHINE
         and not name.endswith(_SECRET_ENDINGS)
     }

@@ -17,9 +17,10 @@ from tests.e2e.server import start_server, wait_until
 from tests.e2e.test_server_faults import LONG, SHORT, answers_around
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
 from tests.tiny_models import make_tiny_model
-from vllm import LLM
+from vllm import LLM, envs
 from vllm.config import ParallelConfig
 from vllm.errors import CollectiveError, ConfigError, EngineDeadError
+from vllm.platforms.cpu_threads import count_cores
 
 ray: Any = pytest.importorskip("ray")
 
@@ -114,9 +115,21 @@ def test_tensor_ranks_share_memory_if_they_are_on_one_node(
     assert ray.is_initialized(), "the engine has not joined the cluster, so it does not leave it"
 
 
-def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster, folder):
+def test_more_workers_than_the_cluster_gets_room_for_are_refused(cluster):
+    parallel = ParallelConfig(tensor_parallel_size=5, distributed_timeout_s=0.1)
     with pytest.raises(ConfigError, match="5 workers need 5 CPU, and the Ray cluster has 4"):
-        place_ranks(ParallelConfig(tensor_parallel_size=5), {"CPU": 1})
+        place_ranks(parallel, {"CPU": 1})
+
+
+def test_resources_that_others_keep_are_refused(cluster):
+    parallel = ParallelConfig(tensor_parallel_size=4, distributed_timeout_s=0.1)
+    taken = ray.util.placement_group([{"CPU": 1}])
+    assert taken.wait(60)
+    try:
+        with pytest.raises(ConfigError, match=r"4 times \{'CPU': 1\} were not free"):
+            place_ranks(parallel, {"CPU": 1})
+    finally:
+        ray.util.remove_placement_group(taken)
 
 
 def test_another_version_on_a_machine_is_refused(cluster, folder, monkeypatch):
@@ -144,9 +157,15 @@ def test_two_cards_of_the_cluster_give_the_tokens_of_the_cpu(cluster, folder):
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_named(cluster, folder):
+def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_named(
+    cluster, folder, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    envs.get.cache_clear()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=2.0, **RAY)
     core = llm.llm_engine.engine_core
+    # Ray sets OMP_NUM_THREADS=1, and each is the only worker of its node.
+    assert min(llm.collective_rpc("num_threads")) > 1 or count_cores() == 1
     first, _ = llm.collective_rpc("process_id")
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(CollectiveError, match="rank 0 does not answer: its process is stopped"):

@@ -23,6 +23,10 @@ class WorkerExtension:
         """Of the worker."""
         return os.getpid()
 
+    def num_threads(self) -> int:
+        """Of an operator."""
+        return torch.get_num_threads()
+
     def collectives(self) -> str:
         """Name of the class that exchanges tensors."""
         return type(self.tp.collectives).__name__

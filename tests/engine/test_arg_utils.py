@@ -123,6 +123,11 @@ def test_several_values_make_a_tuple():
 
 def test_short_flags():
     assert parse("-tp", "1", "-pp=1").tensor_parallel_size == 1
+    several = parse("-dp", "4", "-dpl", "2", "-dpr=1", "-dpa", "10.0.0.5", "-dpp", "29551")
+    assert (several.data_parallel_size, several.data_parallel_size_local) == (4, 2)
+    assert several.data_parallel_start_rank == 1
+    assert several.data_parallel_address == "10.0.0.5"
+    assert several.data_parallel_rpc_port == 29551
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from vllm import envs
 from vllm.config import DeviceConfig, ObservabilityConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.process.core_process import _config_of as config_of
+from vllm.engine.process.wire import StartCore
 from vllm.engine.resolve import parallel as resolve_module
 from vllm.engine.resolve import replicas
 from vllm.engine.resolve.parallel import resolve_parallel
@@ -36,9 +38,14 @@ def machine(monkeypatch):
     envs.get.cache_clear()
 
 
-def configs(count, num_ranks=1, **fields):
+def configs(count, num_ranks=1, backend=None, **fields):
     config = make_config()
-    parallel = replace(config.parallel, data_parallel_size=count, tensor_parallel_size=num_ranks)
+    parallel = replace(
+        config.parallel,
+        data_parallel_size=count,
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend=backend,
+    )
     device = resolve_device(resolve_platform("cpu"), parallel)
     return replica_configs(replace(config, device=device, parallel=parallel, **fields))
 
@@ -64,6 +71,19 @@ def test_cores_are_divided(machine, text, count, bound, shares):
     assert [each.device.bound_cores for each in found] == (bound or [None] * count)
     assert [each.device.core_share for each in found] == (shares or [None] * count)
     assert [each.parallel.data_parallel_rank for each in found] == list(range(count))
+
+
+def test_workers_of_ray_are_not_bound_to_cores_of_this_machine(machine):
+    assert [each.device.core_share for each in configs(2, backend="ray")] == [None] * 2
+
+
+def test_replicas_whose_workers_ray_places_need_no_cards_on_this_machine(machine):
+    config = configs(2, backend="ray")[1]
+    config = replace(config, device=DeviceConfig(device="hpu"))
+    assert config_of(StartCore(config=config)).device.device == "hpu"
+    config = replace(config, parallel=replace(config.parallel, distributed_executor_backend=None))
+    with pytest.raises(ConfigError, match="needs 2 cards, and this machine has 0"):
+        config_of(StartCore(config=config))
 
 
 @pytest.mark.parametrize(

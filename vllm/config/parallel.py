@@ -33,17 +33,17 @@ class ParallelConfig:
     """Replicas of the model behind one server, each in a process of its own. Every request goes to
     the replica with the fewest tokens to compute. CPU cores and memory are divided among them."""
 
-    data_parallel_size_local: int | None = None
+    data_parallel_size_local: int | None = field(default=None, metadata={"aliases": ("-dpl",)})
     """Replicas on this machine. The others run on machines where `vllm serve --headless` has the
     same flags; see docs/data_parallel.md. Not set: all of them."""
 
-    data_parallel_start_rank: int = 0
+    data_parallel_start_rank: int = field(default=0, metadata={"aliases": ("-dpr",)})
     """Index of the first replica of this machine, with --headless."""
 
-    data_parallel_address: str = "127.0.0.1"
+    data_parallel_address: str = field(default="127.0.0.1", metadata={"aliases": ("-dpa",)})
     """Address of the machine with the server, where the other machines connect."""
 
-    data_parallel_rpc_port: int = 29550
+    data_parallel_rpc_port: int = field(default=29550, metadata={"aliases": ("-dpp",)})
     """Port there. Neither encrypted nor authenticated: choose an address of a private network."""
 
     data_parallel_rank: int = field(default=0, metadata={"cli": False})

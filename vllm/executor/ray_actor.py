@@ -4,18 +4,27 @@ import socket
 import threading
 import traceback
 
+import torch
+
 from vllm import envs
 from vllm.distributed import Meeting, open_listener
 from vllm.executor.rank_server import RankServer, failure_of, is_result_rank
 from vllm.executor.rank_wire import FromRank, StartRank, decode_to_rank
 from vllm.message_codec import encode
+from vllm.platforms.cpu_threads import usable_cores
 from vllm.version import __version__
 
 
 class RankActor:
-    """Handles messages in the order in which they come."""
+    """Handles messages in the order in which they come.
 
-    def __init__(self) -> None:
+    Args:
+        counts_threads: OMP_NUM_THREADS of this process is by Ray, which sets it to the CPUs that it
+            reserves for the actor.
+    """
+
+    def __init__(self, *, counts_threads: bool = False) -> None:
+        self._counts_threads = counts_threads
         self._server: RankServer | None = None
         self._answers: list[FromRank] = []
         self._listener: socket.socket | None = None
@@ -49,6 +58,9 @@ class RankActor:
         """
         start = decode_to_rank(data)
         assert isinstance(start, StartRank)
+        if self._counts_threads:
+            # As many as a process that Ray has not started has; the worker may take fewer.
+            torch.set_num_threads(len(usable_cores()))
 
         def meet() -> Meeting:
             return Meeting.at(

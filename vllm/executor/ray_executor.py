@@ -118,16 +118,18 @@ class RayExecutor(Executor):
         strategies = ray.util.scheduling_strategies
         more = {name: count for name, count in resources.items() if name != "CPU"}
         actor_class = ray.remote(concurrency_groups={WATCH_GROUP: 2})(RankActor)
+        variables = worker_environment()
+        counts_threads = "OMP_NUM_THREADS" not in variables
         for bundle in placement.bundles:
             options = actor_class.options(
                 num_cpus=resources["CPU"],
                 resources=more,
-                runtime_env={"env_vars": worker_environment()},
+                runtime_env={"env_vars": variables},
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=placement.group, placement_group_bundle_index=bundle
                 ),
             )
-            self._actors.append(options.remote())
+            self._actors.append(options.remote(counts_threads=counts_threads))
         self._check_versions()
         self._watch = ActorWatch(ray, self._actors)
         address = self._get([self._actors[0].open_address.remote()])[0]

@@ -1,7 +1,9 @@
 """The Ray cluster of an engine. Ray is the extra `vllm[ray]`."""
 
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,10 @@ import psutil
 from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
+
+_CONNECT_TIMEOUT_S = 10.0
+"""For the head of a cluster to take a connection. Ray itself tries for up to a quarter of an hour,
+and says nothing to the user meanwhile."""
 
 _caretakers: list[subprocess.Popen[bytes]] = []
 """Of the local cluster of this process, if it has started one."""
@@ -48,7 +54,10 @@ def initialize_ray_cluster(
     """
     ray = import_ray()
     if ray.is_initialized():
+        _refuse_client(ray.util.client.ray.is_connected())
         return
+    _check_address(ray_address)
+    envs.export_default("RAY_USAGE_STATS_ENABLED", "0")  # a local cluster would send usage data
     before = _processes_below()
     try:
         ray.init(address=ray_address, logging_level="WARNING")
@@ -63,6 +72,72 @@ def initialize_ray_cluster(
         names = [f"{each.pid}:{each.create_time()}" for each in cluster]
         command = [sys.executable, str(program), *names]
         _caretakers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+
+
+def _check_address(ray_address: str | None) -> None:
+    """Refuse the address of a cluster that is not there, which Ray would wait for.
+
+    Raises:
+        ConfigError: nothing listens at the address, or it is one of Ray Client.
+    """
+    address, origin = _find_address(ray_address)
+    _refuse_client(address.startswith("ray://"))
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return  # Ray says what is wrong with it, if anything is
+    hosts = [host.strip("[]")]
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):  # for Ray, any address of this machine
+        hosts.append(import_ray().util.get_node_ip_address())
+    reasons = [reason for each in hosts if (reason := _why_silent(each, int(port)))]
+    if len(reasons) == len(hosts):
+        raise ConfigError(
+            f"no Ray cluster answers at {address}, the address {origin}: {reasons[0]}. Start it "
+            f"with `ray start --head`, or set RAY_ADDRESS to the address of one that runs, or to "
+            f"'local' to start one on this machine"
+        )
+
+
+def _refuse_client(is_client: bool) -> None:
+    if is_client:
+        raise ConfigError(
+            "an engine cannot use Ray Client (an address that begins with ray://): its process has "
+            "to run on a machine of the cluster. Start it there, with `ray job submit` for "
+            "example, and set RAY_ADDRESS to HEAD:6379 or leave it out"
+        )
+
+
+def _find_address(ray_address: str | None) -> tuple[str, str]:
+    """The address of a cluster that Ray will join, and where it is from. Empty: Ray will start a
+    cluster, or take one that it finds among the processes of this machine."""
+    if ray_address not in (None, "auto"):
+        return str(ray_address), "in ray_address"
+    ray_address = envs.of_launcher("RAY_ADDRESS") or ray_address
+    if ray_address not in (None, "auto"):
+        return str(ray_address), "in RAY_ADDRESS"
+    if ray_address == "auto" and any(
+        each.info["name"] == "gcs_server" for each in psutil.process_iter(["name"])
+    ):
+        return "", ""
+    folder = Path(envs.of_launcher("RAY_TMPDIR") or tempfile.gettempdir())
+    file = folder / "ray" / "ray_current_cluster"
+    try:
+        return file.read_text().strip(), f"in {file}, of the last `ray start` on this machine"
+    except FileNotFoundError:
+        return "", ""
+
+
+def _why_silent(host: str, port: int) -> str:
+    """Why nothing takes a connection at an address; empty if something does."""
+    try:
+        socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def has_own_cluster() -> bool:
+    """Whether the cluster was started by `initialize_ray_cluster`, so no other machine joins it."""
+    return bool(_caretakers)
 
 
 def leave_ray_cluster() -> None:

@@ -302,7 +302,8 @@ def _config_of(start: StartCore) -> VllmConfig:
     )
     device = replace(config.device, is_beside_server=True)
     parallel = config.parallel
-    if parallel.num_local_replicas > 1:
+    # Ray chooses the devices of its workers, which may be on any machine.
+    if parallel.num_local_replicas > 1 and parallel.distributed_executor_backend != "ray":
         resolve_platform(config.device.device).set_replica(
             parallel.local_replica, parallel.num_local_replicas, parallel.world_size
         )

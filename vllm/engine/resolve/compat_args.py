@@ -78,8 +78,8 @@ _LORA_SHARDS = (
 )
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_LOCAL = (
-    "replicas on other machines are started there by `vllm serve --headless`, "
-    "see docs/data_parallel.md"
+    "replicas on other machines are started there by `vllm serve --headless`, and their workers "
+    "are in a Ray cluster with --distributed-executor-backend ray, see docs/data_parallel.md"
 )
 _MERGE = (
     "adapters are given with enable_lora and lora_modules, or with each request; the model may be "
@@ -189,7 +189,7 @@ _ARGUMENTS = (
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),
     _ignored("max_prompt_adapters", 1, _PROMPT_ADAPTERS_OFF),
     _ignored("max_prompt_adapter_token", 0, _PROMPT_ADAPTERS_OFF),
-    _missing("data_parallel_backend", "mp", _DP_LOCAL),
+    _missing("data_parallel_backend", "mp", _DP_LOCAL, aliases=("-dpb",)),
     _missing(
         "config_format",
         "auto",

@@ -62,8 +62,9 @@ def replica_configs(config: VllmConfig) -> list[VllmConfig]:
     devices = [config.device] * count
     if config.device.device == "cpu":
         share = resolve_platform("cpu").free_memory_bytes() // count
+        is_ray = parallel.distributed_executor_backend == "ray"
         devices = [
-            replace(_cpu_share(device, index, count), memory_share_bytes=share)
+            replace(_cpu_share(device, index, count, is_ray=is_ray), memory_share_bytes=share)
             for index, device in enumerate(devices)
         ]
     cache = config.cache
@@ -83,13 +84,13 @@ def replica_configs(config: VllmConfig) -> list[VllmConfig]:
     ]
 
 
-def _cpu_share(device: DeviceConfig, index: int, count: int) -> DeviceConfig:
+def _cpu_share(device: DeviceConfig, index: int, count: int, *, is_ray: bool) -> DeviceConfig:
     if count == 1:
         return device
     if device.replica_cores:
         return replace(device, bound_cores=device.replica_cores[index], replica_cores=())
-    if not device.counts_threads:
-        return device  # OpenMP's own settings decide
+    if not device.counts_threads or is_ray:
+        return device  # OpenMP's own settings decide; with Ray it may be another machine
     return replace(device, core_share=equal_shares(by_place(usable_cores()), count)[index])
 
 

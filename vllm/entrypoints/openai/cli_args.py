@@ -25,7 +25,7 @@ _ONE_API_PROCESS = "one API process serves all requests"
 SERVER_COMPAT: Mapping[str, CompatArgument] = {
     argument.name: argument
     for argument in (
-        CompatArgument("api_server_count", 1, _ONE_API_PROCESS, available=True),
+        CompatArgument("api_server_count", 1, _ONE_API_PROCESS, available=True, aliases=("-asc",)),
         CompatArgument(
             "disable_frontend_multiprocessing",
             False,
