@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 import subprocess
 import sys
 
@@ -13,11 +12,11 @@ from vllm.executor.rank_wire import FrameReader, RankFailed
 from vllm.logger import configure_again, current_format
 from vllm.utils.child_process import is_stopped
 from vllm.utils.forked_process import ForkedProcess
+from vllm.utils.socket_timeouts import limit_waits
 
 END_TIMEOUT_S = 5.0
 """For a process that was told to end, or killed."""
 _SEND_BUFFER_BYTES = 4 * 2**20
-_TIMEVAL = struct.Struct("ll")
 
 
 class ChildRank:
@@ -40,8 +39,7 @@ class ChildRank:
         self.rank = rank
         self.connection, theirs = socket.socketpair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        timeout = _TIMEVAL.pack(int(meeting.timeout_s) + 1, 0)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        limit_waits(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
         assert meeting.arena_fd is not None, "the ranks are on one machine"
