@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch.torch_version import TorchVersion
 
-from vllm.utils.socket_timeouts import limit_waits
+from vllm.utils.blocking_sockets import limit_waits_of
 
 _LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
 """Before, only the older server of torch.distributed can listen with a socket that is there."""
@@ -72,9 +72,8 @@ def open_store(
     except FutureTimeoutError:
         raise torch.distributed.DistNetworkError(_EAGAIN) from None
     for descriptor in _own_sockets() - before:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
-            if own.getpeername()[1:2] == (port,):
-                limit_waits(own, socket.SO_RCVTIMEO, timeout_s)
+        with contextlib.suppress(OSError):  # it is not that of the connection
+            limit_waits_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
     return store
 
 

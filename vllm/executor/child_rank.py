@@ -10,9 +10,9 @@ from vllm.distributed import Meeting
 from vllm.executor import rank_process
 from vllm.executor.rank_wire import FrameReader, RankFailed
 from vllm.logger import configure_again, current_format
+from vllm.utils.blocking_sockets import blocking_pair, limit_waits
 from vllm.utils.child_process import is_stopped
 from vllm.utils.forked_process import ForkedProcess
-from vllm.utils.socket_timeouts import limit_waits
 
 END_TIMEOUT_S = 5.0
 """For a process that was told to end, or killed."""
@@ -37,7 +37,7 @@ class ChildRank:
 
     def __init__(self, rank: int, meeting: Meeting, *, is_copy: bool) -> None:
         self.rank = rank
-        self.connection, theirs = socket.socketpair()
+        self.connection, theirs = blocking_pair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         limit_waits(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
         self.reader = FrameReader(self.connection)
