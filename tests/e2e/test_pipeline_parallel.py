@@ -299,13 +299,22 @@ def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
 
 
 @pytest.mark.exhaustive
-def test_a_stage_of_four_ranks_that_is_killed_is_the_one_that_is_named(folder):
-    files = set(os.listdir("/dev/shm"))
-    llm = LLM(folder, tensor_parallel_size=2, pipeline_parallel_size=2, **ENGINE)
+@pytest.mark.parametrize(
+    ("rank", "signum", "message"),
+    [
+        (1, signal.SIGKILL, "was ended by signal 9"),
+        (3, signal.SIGSTOP, r"is stopped \(SIGSTOP\): .*rank [0-2] failed: .*rank 3"),
+    ],
+)
+def test_a_rank_of_four_that_fails_is_the_one_that_is_named(folder, rank, signum, message):
+    files, sizes = set(os.listdir("/dev/shm")), {"tensor_parallel_size": 2}
+    sizes |= {"pipeline_parallel_size": 2, "distributed_timeout_s": 2.0}
+    llm = LLM(folder, **sizes, **ENGINE)
     pids = ranks_of(llm)
     assert_same(generate(llm), generate(LLM(folder, **ENGINE)))
-    os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[0]}\) was ended by signal"):
+    pid = pids[rank - 1]
+    os.kill(pid, signum)
+    with pytest.raises(EngineDeadError, match=rf"rank {rank} \(process {pid}\) {message}"):
         generate(llm)
     llm.llm_engine.engine_core.shutdown()
     assert_nothing_left(pids, files)

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,9 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> Iterator[LLM]:
-    """An engine of two processes; the last of its tests kills one."""
+    """An engine of two processes in a program with time-outs of its own. The last of its tests
+    kills one."""
     files = set(os.listdir("/dev/shm"))
-    llm = LLM(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **ENGINE)
+    socket.setdefaulttimeout(0.01)
+    try:
+        llm = LLM(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **ENGINE)
+    finally:
+        socket.setdefaulttimeout(None)
     pids = ranks_of(llm)
     yield llm
     llm.llm_engine.engine_core.shutdown()

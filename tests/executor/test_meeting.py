@@ -2,10 +2,15 @@
 
 import gc
 import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm.config import ParallelConfig
 from vllm.distributed import Meeting
@@ -41,6 +46,88 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
             wait(first)
     second.leave()
     first.close()
+
+
+def second_of_two(port: int) -> Meeting:
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=0.5)
+    return Meeting.at(parallel, 1, ("127.0.0.1", port), is_host=False)
+
+
+def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
+    with socket.create_server(("127.0.0.1", 0)) as other:  # another program has the port
+        port = other.getsockname()[1]
+        message = rf"^connection with .* on rank 1 failed: .* at 127.0.0.1:{port} has not answered"
+        with pytest.raises(CollectiveError, match=message):
+            second_of_two(port).least("free memory", 7)
+
+
+class Wire:
+    """A connection to a port that can be cut, without a word to either end.
+
+    Attributes:
+        port: to connect to.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._far = socket.create_connection(("127.0.0.1", port))
+        self._end, self._ended = socket.socketpair()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        near = self._listener.accept()[0]
+        ends = {near: self._far, self._far: near}
+        with near:
+            while self._ended not in (ready := select.select([*ends, self._ended], [], [])[0]):
+                for end in ready:
+                    ends[end].sendall(end.recv(65536))
+            self._ended.recv(1)
+            self._ended.recv(1)  # both ends stay open, and nothing arrives
+
+    def cut(self) -> None:
+        """From here on nothing arrives."""
+        self._end.sendall(b"c")
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._end.close()
+        self._thread.join()
+        for each in (self._listener, self._far, self._ended):
+            each.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[Meeting, Wire]]:
+    """The meeting of a rank that reaches rank 0 through a wire."""
+    first, _ = meetings_of_two(30.0)
+    assert first.store is not None
+    found = Wire(first.address[1])
+    yield second_of_two(found.port), found
+    found.close()
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda each: each.least("free memory", 7),
+        lambda each: each.store.delete_key("1/result"),
+    ],
+    ids=["wait for a key", "answer to a call"],
+)
+def test_a_rank_whose_host_is_not_reached_any_more_says_so_when_time_is_up(wire, use):
+    meeting, connection = wire
+    meeting.arrive("start")
+    assert meeting.store.check(["start/1"])
+    connection.cut()
+    with pytest.raises((CollectiveError, torch.distributed.DistError)) as found:
+        use(meeting)
+    error = found.value
+    text = meeting.reason_of(error) if isinstance(error, torch.distributed.DistError) else error
+    assert f"at 127.0.0.1:{connection.port} has not answered within 0.5 s" in str(text)
+    meeting.leave()
 
 
 def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():

@@ -68,6 +68,7 @@ class Ranks:
     dtype: str = "float32"
     is_by_expert: bool = False
     timeout_s: float = 60.0
+    first_rank: int = 0
     models: list[CausalLM] = field(default_factory=list)
 
     def __enter__(self) -> "Ranks":
@@ -85,6 +86,7 @@ class Ranks:
                     header_bytes=ARENA_HEADER_BYTES,
                     buffer_bytes=ARENA_BUFFER_BYTES,
                     timeout_s=self.timeout_s,
+                    first_rank=self.first_rank,
                 )
             config = make_config(self.folder, self.dtype)
             model = load_model(config, group, torch.device("cpu"), CPUPacked())
@@ -173,10 +175,10 @@ def test_ranks_may_have_whole_experts(tiny_model, family):
 
 def test_a_program_names_the_rank_that_does_not_come(tiny_model):
     launch = launches()[0]
-    with Ranks(tiny_model("llama"), 2, timeout_s=0.2) as ranks:
+    with Ranks(tiny_model("llama"), 2, timeout_s=0.2, first_rank=2) as ranks:
         program = fuse(ranks.models[0])
         with pytest.raises(
-            CollectiveError, match=r"all_reduce on rank 0 failed: rank 1 has not come"
+            CollectiveError, match=r"all_reduce on rank 2 failed: rank 3 has not come"
         ):
             run_fused(program, *launch)
     with Ranks(tiny_model("llama"), 2) as ranks:

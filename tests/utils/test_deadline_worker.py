@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +21,11 @@ from vllm.utils.deadline_worker import (
 
 @pytest.fixture
 def worker():
+    """In a program with time-outs of its own."""
     worker = DeadlineWorker(make_server("tests.utils.workers:echo", b"<"), max_memory_bytes=2**28)
+    socket.setdefaulttimeout(0.01)
     yield worker
+    socket.setdefaulttimeout(None)
     worker.close()
 
 

@@ -15,20 +15,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from vllm.config import ParallelConfig
 from vllm.distributed.layout import RankLayout, ranks_text
 from vllm.distributed.pipeline import CardLink, GlooLink
+from vllm.distributed.store import has_no_answer, open_store
 from vllm.errors import CollectiveError, ConfigError
 
 ARENA_HEADER_BYTES = 4096
 """Of the shared memory; see csrc/cpu/collectives.h. The first byte says that a rank has failed."""
 ARENA_BUFFER_BYTES = 2**20
 """What a rank can exchange at a time."""
-
-_LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
-"""Before, only the older server of torch.distributed can listen with a socket that is there."""
 
 
 @dataclass(kw_only=True)
@@ -182,18 +179,24 @@ class Meeting:
     def _open_store(self) -> "torch.distributed.Store":
         # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may
         # be long after the engine has ended, when the number is that of another file.
-        host, port = self.address
         listener, self.listener = self.listener, None
-        store = torch.distributed.TCPStore(
-            host,
-            port,
-            self.layout.world_size,
-            is_master=self.is_host,
-            timeout=timedelta(seconds=self.timeout_s),
-            master_listen_fd=None if listener is None else listener.detach(),
-            use_libuv=listener is None or _LIBUV_TAKES_LISTENERS,
-        )
+        try:
+            store = open_store(
+                self.address, is_host=self.is_host, listener=listener, timeout_s=self.timeout_s
+            )
+        except torch.distributed.DistError as error:
+            what = "connection with the other ranks"
+            raise CollectiveError(what, self.rank, self.reason_of(error)) from None
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
+
+    def reason_of(self, error: "torch.distributed.DistError") -> str:
+        """What to say about an error of the store."""
+        if not has_no_answer(error):
+            return str(error)
+        host, port = self.address
+        return (
+            f"the process that listens at {host}:{port} has not answered within {self.timeout_s} s"
+        )
 
     def least(self, name: str, value: int) -> int:
         """The least of the values of all ranks; waits for those that have not called it yet.
@@ -232,7 +235,8 @@ class Meeting:
             self.arrive(name, value)
             return [store.get(f"{name}/{rank}") for rank in ranks]
         except torch.distributed.DistError as error:
-            reason = self._missing(name, ranks) or str(error)
+            reason = None if has_no_answer(error) else self._missing(name, ranks)
+            reason = reason or self.reason_of(error)
             raise CollectiveError(f"exchange of {what or name}", self.rank, reason) from None
 
     def _missing(self, name: str, ranks: Sequence[int]) -> str | None:

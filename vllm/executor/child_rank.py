@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 import subprocess
 import sys
 
@@ -11,13 +10,13 @@ from vllm.distributed import Meeting
 from vllm.executor import rank_process
 from vllm.executor.rank_wire import FrameReader, RankFailed
 from vllm.logger import configure_again, current_format
+from vllm.utils.blocking_sockets import blocking_pair, limit_waits
 from vllm.utils.child_process import is_stopped
 from vllm.utils.forked_process import ForkedProcess
 
 END_TIMEOUT_S = 5.0
 """For a process that was told to end, or killed."""
 _SEND_BUFFER_BYTES = 4 * 2**20
-_TIMEVAL = struct.Struct("ll")
 
 
 class ChildRank:
@@ -38,10 +37,9 @@ class ChildRank:
 
     def __init__(self, rank: int, meeting: Meeting, *, is_copy: bool) -> None:
         self.rank = rank
-        self.connection, theirs = socket.socketpair()
+        self.connection, theirs = blocking_pair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        timeout = _TIMEVAL.pack(int(meeting.timeout_s) + 1, 0)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        limit_waits(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
         assert meeting.arena_fd is not None, "the ranks are on one machine"

@@ -149,25 +149,30 @@ class ExternalExecutor(UniProcExecutor):
             CollectiveError: the last stage has not left it in time.
         """
         own, name = handle.result(), f"result/{next(self._results)}"
-        store: Any = self._meeting.store  # its stubs know of text alone
-        if self._rank == self._layout.result_rank:
-            store.set(name, encode(own))
-            self._left.append(name)
-            # A step needs the other stages, which begin it when they have read the results of
-            # steps that are as far behind as there are stages.
-            if len(self._left) > 2 * self._layout.pipeline_size:
-                store.delete_key(self._left.popleft())
-        if self._rank not in self._layout.ranks_without_tokens:
-            return own
+        source = self._layout.result_rank
         try:
+            if self._rank == source:
+                self._leave(name, encode(own))
+            if self._rank not in self._layout.ranks_without_tokens:
+                return own
+            store: Any = self._meeting.store  # its stubs know of text alone
             output = _decode_output(store.get(name))
         except torch.distributed.DistError as error:
-            source = self._layout.result_rank
-            what = f"the result of rank {source}"
-            raise CollectiveError(what, self._rank, str(error)) from None
+            what = f"the exchange of the result of rank {source}"
+            raise CollectiveError(what, self._rank, self._meeting.reason_of(error)) from None
         if len(output.rows):
             self._record_tokens(StepTokens.of(output))
         return output
+
+    def _leave(self, name: str, result: bytes) -> None:
+        """Leave a result in the store, and remove one that all other stages have read: a step needs
+        them, and they begin it when they have read the results of steps that are as far behind as
+        there are stages."""
+        store: Any = self._meeting.store
+        store.set(name, result)
+        self._left.append(name)
+        if len(self._left) > 2 * self._layout.pipeline_size:
+            store.delete_key(self._left.popleft())
 
     def shutdown(self) -> None:
         """Drop the model and its caches, and leave the other ranks."""

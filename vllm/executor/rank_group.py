@@ -236,14 +236,19 @@ class RankGroup:
         reason; else the error itself, with the ranks that are stopped. All ranks are ended."""
         # The other end of a broken connection may be noticed before the end of the process.
         if not self._has_failed.wait(1.0):
-            stopped = [each.name for each in self._ranks if each.is_stopped]
-            if stopped:
-                error = RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}")
+            error = self._with_stopped(error)
             # Not the error itself, whose traceback references the engine.
             self.end(RankError(f"rank 0 failed: {error!r}"))
             return error
         assert self._failure is not None
         return self._failure
+
+    def _with_stopped(self, error: Exception) -> Exception:
+        """An error, with the ranks that a signal has stopped: it may come from there."""
+        stopped = [each.name for each in self._ranks if each.is_stopped]
+        return (
+            RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}") if stopped else error
+        )
 
     def end(self, failure: Exception) -> None:
         """End all ranks at once, and everything that waits for one: some of them may wait for one
@@ -312,6 +317,13 @@ class RankGroup:
 
     def _read(self, each: ChildRank) -> bool:
         """Take the messages of a rank. Returns False at the end of its connection."""
+        is_open = self._receive(each)
+        if not is_open:
+            self._fail(each)
+        return is_open
+
+    def _receive(self, each: ChildRank) -> bool:
+        """The same, whatever its end means."""
         try:
             is_open = each.reader.receive()
         except OSError:  # it ended with messages of ours unread
@@ -327,8 +339,6 @@ class RankGroup:
                     step.set_result(message.output)
             else:
                 each.last_words = message
-        if not is_open:
-            self._fail(each)
         return is_open
 
     def _finish(self, rank: int, message: RankResult) -> None:
@@ -353,7 +363,7 @@ class RankGroup:
         elif words.is_config_error:
             failure = ConfigError(f"rank {each.rank}: {words.message}")
         else:
-            failure = RankError(f"{each.name} failed: {words.message}")
+            failure = self._with_stopped(RankError(f"{each.name} failed: {words.message}"))
         if self._failure is None:
             logger.error("%s; the engine stops", failure)
         self.end(failure)
@@ -365,7 +375,11 @@ class RankGroup:
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
         while time.monotonic() < deadline:
             for other in self._ranks:
-                if other.process.poll() is not None and other.last_words is None:
+                if other.process.poll() is None:
+                    continue
+                while self._receive(other):
+                    pass
+                if other.last_words is None:
                     return other
             time.sleep(0.01)
         return each
@@ -378,7 +392,8 @@ class RankGroup:
         deadline = time.monotonic() + patience_s
         for each in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(max(0.0, deadline - time.monotonic()))
+                left_s = 0.0 if each.is_stopped else deadline - time.monotonic()
+                each.process.wait(max(0.0, left_s))
             each.process.kill()
         for each in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):

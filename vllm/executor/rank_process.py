@@ -24,6 +24,7 @@ from vllm.executor.rank_wire import (
     framed,
 )
 from vllm.logger import init_logger
+from vllm.utils.blocking_sockets import blocking_socket
 from vllm.utils.child_process import name_process, obey_parent
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class RankLoop:
 
 def main(socket_fd: int, arena_fd: int, port: int) -> int:
     """Run a rank until its engine ends. Returns the exit code."""
-    loop = RankLoop(socket.socket(fileno=socket_fd), arena_fd, port)
+    loop = RankLoop(blocking_socket(socket_fd), arena_fd, port)
     import_module("torch")  # while the engine reads its model
     try:
         loop.run()

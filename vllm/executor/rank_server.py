@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed import Meeting, RankLayout
-from vllm.errors import CollectiveError, ConfigError
+from vllm.errors import CollectiveError, ConfigError, VllmError
 from vllm.executor.rank_wire import (
     CallRank,
     FromRank,
@@ -131,8 +131,10 @@ def failure_of(error: Exception) -> RankFailed:
     """What the engine is told about the error that ends a rank."""
     if isinstance(error, ConfigError):
         return RankFailed(message=str(error), is_config_error=True)
+    # The message of an error of ours says it all.
+    text = str(error) if isinstance(error, VllmError) else f"{type(error).__name__}: {error}"
     return RankFailed(
-        message=f"{type(error).__name__}: {error}",
+        message=text,
         is_config_error=False,
         is_of_another=isinstance(error, CollectiveError),
     )

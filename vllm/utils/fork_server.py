@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 from vllm.errors import VllmError
+from vllm.utils.blocking_sockets import blocking_pair
 
 Handler = Callable[[bytes], bytes]
 
@@ -142,7 +143,7 @@ class ForkServer:
         """A new child. Raises as `start`."""
         with self._lock:
             control = self._running()
-            ours, theirs = socket.socketpair()
+            ours, theirs = blocking_pair()
             deadline = time.monotonic() + _FORK_TIMEOUT_S
             try:
                 while self._dead:
@@ -184,7 +185,7 @@ class ForkServer:
         if self._control is not None and self.is_running:
             return self._control
         self._kill()
-        control, theirs = socket.socketpair()
+        control, theirs = blocking_pair()
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
             stdin=theirs.fileno(),

@@ -25,6 +25,7 @@ class SharedMemoryCollectives:
         rank, size: of this process in the group.
         header_bytes, buffer_bytes: of the arena.
         timeout_s: longest wait for another rank.
+        first_rank: rank in the engine of the first of the group, for messages.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class SharedMemoryCollectives:
         buffer_bytes: int,
         timeout_s: float,
         arena_offset: int = 0,
+        first_rank: int = 0,
     ) -> None:
         plain = kernels.plain
         if size > plain.kMaxRanks:
             raise ValueError(f"{size} ranks; shared memory has room for {plain.kMaxRanks}")
         self.size = size
-        self._rank, self._timeout_s = rank, timeout_s
+        self._first_rank, self._rank, self._timeout_s = first_rank, first_rank + rank, timeout_s
         num_bytes = header_bytes + 2 * size * buffer_bytes
         self._memory = mmap.mmap(arena_fd, num_bytes, offset=arena_offset)
         self._arena = plain.Arena(
@@ -91,8 +93,6 @@ class SharedMemoryCollectives:
         """What a status of csrc/cpu/collectives.h means that an operation has returned."""
         if status == self._aborted:
             return CollectiveError(operation, self._rank, "another rank has failed")
-        return CollectiveError(
-            operation,
-            self._rank,
-            f"rank {status - self._missing} has not come within {self._timeout_s} s",
-        )
+        missing = self._first_rank + status - self._missing
+        text = f"rank {missing} has not come within {self._timeout_s} s"
+        return CollectiveError(operation, self._rank, text)

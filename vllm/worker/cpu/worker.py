@@ -209,6 +209,7 @@ class CPUWorker(WorkerBase):
                 buffer_bytes=ARENA_BUFFER_BYTES,
                 timeout_s=meeting.timeout_s,
                 arena_offset=offset,
+                first_rank=meeting.stage_ranks[0],
             )
         meeting.join(self.platform.collectives_backend)
         group = meeting.open_groups(meeting.layout.tensor_groups)

@@ -1,0 +1,92 @@
+"""The store through which ranks exchange addresses and small values: a `TCPStore` of torch, whose
+waits all have a limit.
+
+The time-out of a `TCPStore` is for connections, and for keys that nobody has set yet. For the
+answer of its host it waits without a limit, also when it gives a key up: for good if the host is
+stopped or another program has its port, and until TCP gives up, after 15 minutes, if its machine
+cannot be reached any more.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+
+import torch
+from torch.torch_version import TorchVersion
+
+from vllm.utils.blocking_sockets import limit_waits_of
+
+_LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
+"""Before, only the older server of torch.distributed can listen with a socket that is there."""
+_EAGAIN = "Socket Timeout"
+"""What torch says when a limit of the kernel is over."""
+
+
+def open_store(
+    address: tuple[str, int],
+    *,
+    is_host: bool,
+    listener: socket.socket | None,
+    timeout_s: float,
+) -> "torch.distributed.TCPStore":
+    """Open the store at an address.
+
+    Args:
+        address: host and port.
+        is_host: this process serves the store.
+        listener: of the host: listens there already; None: the store opens the address itself.
+        timeout_s: longest wait for a connection, a key or an answer.
+
+    Raises:
+        torch.distributed.DistError: it cannot be served, or nobody serves it.
+    """
+    host, port = address
+    before = _own_sockets()
+    opened: Future[torch.distributed.TCPStore] = Future()
+
+    def open_it() -> None:
+        try:
+            store = torch.distributed.TCPStore(
+                host,
+                port,
+                is_master=is_host,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,  # who waits for others in an exchange can name them
+                master_listen_fd=None if listener is None else listener.detach(),
+                use_libuv=listener is None or _LIBUV_TAKES_LISTENERS,
+            )
+        except BaseException as error:
+            opened.set_exception(error)
+        else:
+            opened.set_result(store)
+
+    # In a thread, as there is no limit yet for the answer to its first message.
+    threading.Thread(target=open_it, name="store", daemon=True).start()
+    try:
+        store = opened.result(2 * timeout_s)  # for the connection, and for the answer
+    except FutureTimeoutError:
+        raise torch.distributed.DistNetworkError(_EAGAIN) from None
+    for descriptor in _own_sockets() - before:
+        with contextlib.suppress(OSError):  # it is not that of the connection
+            limit_waits_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
+    return store
+
+
+def has_no_answer(error: "torch.distributed.DistError") -> bool:
+    """Whether a store has failed as its host has not answered in time."""
+    return _EAGAIN in str(error)
+
+
+def _own_sockets() -> set[int]:
+    """File descriptors of the sockets of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it has been closed
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                found.add(int(name))
+    return found
