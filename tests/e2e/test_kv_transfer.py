@@ -54,7 +54,9 @@ def expected():
 
 
 def test_an_evicted_prefix_comes_back_from_host_memory(expected):
-    llm = LLM(**SMALL, kv_transfer_config=transfer("OffloadingConnector"))
+    # All of them wait at once, and the cache has room for some.
+    settings = SMALL | {"max_num_seqs": 32}
+    llm = LLM(**settings, kv_transfer_config=transfer("OffloadingConnector"))
     assert generate(llm) == (expected, [0] * len(PROMPTS))
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)

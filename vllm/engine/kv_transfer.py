@@ -1,6 +1,6 @@
 """Moves KV blocks between the KV cache and a connector, between two steps.
 
-    a request arrives   blocks that the connector has and the cache lacks are written into free
+    a request is next   blocks that the connector has and the cache lacks are written into free
                         blocks, and can then be found as any prefix
     a request leaves    its full blocks are read, before a step can write over them, and saved
 
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, number_of
+from vllm.request import Request
 
 logger = init_logger(__name__)
 
@@ -28,22 +29,13 @@ class KVTransfer:
         connector: closed by `close`.
         cache: with one group of layers, and prefix caching.
         executor: of the workers, started.
-        max_waiting: requests that wait ahead of one whose blocks are loaded. Blocks of further ones
-            would be evicted again before they are used, so they are loaded later.
     """
 
-    def __init__(
-        self,
-        connector: KVConnector,
-        cache: KVCacheManager,
-        executor: Executor,
-        max_waiting: int,
-    ) -> None:
+    def __init__(self, connector: KVConnector, cache: KVCacheManager, executor: Executor) -> None:
         self._connector = connector
         self._cache = cache
         self._executor = executor
-        self._max_waiting = max_waiting
-        self._late: set[str] = set()
+        self._waiting: set[str] = set()
         """Ids of requests whose blocks have not been loaded yet."""
         self._is_open = False
         self._namespace: str | None = None
@@ -63,30 +55,39 @@ class KVTransfer:
         num_cached = len(self._cache.pool.find(keys))
         return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
 
-    def enter(self, request: EngineRequest, num_waiting: int) -> None:
-        """Load the blocks of a request that is about to wait, unless too many others wait."""
-        if not self._can_load(request):
-            return
-        if num_waiting < self._max_waiting:
-            self._restore(request)
-        else:
-            self._late.add(request.request_id)
+    def enter(self, request: EngineRequest) -> None:
+        """A request waits from now on."""
+        if self._can_load(request):
+            self._waiting.add(request.request_id)
 
-    def enter_late(self, requests: Iterable[EngineRequest]) -> None:
-        """Load the blocks of requests that may be admitted next, if that was put off."""
+    def load_next(self, requests: Iterable[Request]) -> None:
+        """Load the blocks of the requests that may be admitted next.
+
+        As many as have room beside each other: blocks of further ones would take the place of these
+        before they are used.
+
+        Args:
+            requests: that wait, in the order of admission.
+        """
+        if not self._waiting:
+            return
+        cache, pool = self._cache, self._cache.pool
+        room, taken = pool.num_free, set[int]()
         for request in requests:
-            if request.request_id in self._late:
-                self._late.discard(request.request_id)
-                self._restore(request)
+            shared = cache.find_prefix(request)
+            own = cache.num_blocks_for(len(request.token_ids)) - len(shared)
+            room -= own + pool.num_free_among([each for each in shared if each not in taken])
+            if room < 0:
+                return
+            if request.request_id in self._waiting:
+                self._waiting.discard(request.request_id)
+                self._restore(request.spec)
+                shared = cache.find_prefix(request)
+            taken.update(shared)
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Requests were aborted; unknown ids are ignored."""
-        self._late.difference_update(request_ids)
-
-    @property
-    def has_late(self) -> bool:
-        """Whether there are requests whose loading was put off."""
-        return bool(self._late)
+        """Requests have ended; unknown ids are ignored."""
+        self._waiting.difference_update(request_ids)
 
     def save_freed(self) -> None:
         """Save the blocks of requests that have left. To be called before a step or a load is
