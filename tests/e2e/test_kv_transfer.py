@@ -60,6 +60,9 @@ def test_an_evicted_prefix_comes_back_from_host_memory(expected):
     assert generate(llm) == (expected, [0] * len(PROMPTS))
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)
+    stats = llm.llm_engine.engine_core.stats().transfer
+    assert stats.num_hits == sum(cached) and stats.num_queries == 2 * stats.num_hits
+    assert 0 < stats.num_loaded_bytes < stats.num_saved_bytes
     assert llm.reset_prefix_cache()
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)  # of the same weights still

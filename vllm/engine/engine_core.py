@@ -32,7 +32,13 @@ from vllm.errors import (
 from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
+from vllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    ModelRunnerOutput,
+    SchedulerStats,
+    TransferStats,
+)
 from vllm.utils.futures import when_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
@@ -327,6 +333,7 @@ class EngineCore:
             num_waiting=num_waiting,
             running_adapters=running,
             waiting_adapters=waiting,
+            transfer=TransferStats() if self._transfer is None else self._transfer.stats,
             runner=self.executor.stats(),
         )
 

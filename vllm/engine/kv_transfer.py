@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from hashlib import sha256
 
+from vllm.config import KVTransferConfig
 from vllm.core.block_hash import block_hashes, root_hash
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, number_of
+from vllm.messages import EngineRequest, TransferStats, number_of
 from vllm.request import Request
 
 logger = init_logger(__name__)
@@ -42,6 +43,15 @@ class KVTransfer:
         self._is_mixed = False
         """The KV cache has blocks of other weights, so none may be saved."""
         self._saves, self._loads = connector.config.saves, connector.config.loads
+        self._num_queries = self._num_hits = 0
+        self._num_loaded_bytes = self._num_saved_bytes = 0
+        logger.info(
+            "KV blocks are kept outside of the KV cache as well: %s, %s, at most %.2f GB of host "
+            "memory",
+            connector.config.kv_connector,
+            connector.config.kv_role,
+            connector.config.kv_buffer_size / 1e9,
+        )
         if self._saves:
             cache.freed = []
         self._open()
@@ -110,6 +120,9 @@ class KVTransfer:
             "read_blocks", args=([block_ids[index] for index in wanted],)
         )
         blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
+        if not self._num_saved_bytes:
+            _check_room(self._connector.config, blocks[0])
+        self._num_saved_bytes += _num_bytes(blocks)
         self._connector.save(keys, blocks)
 
     def reset(self) -> None:
@@ -122,6 +135,16 @@ class KVTransfer:
     def check_weights(self) -> None:
         """The workers have run a method of the user, who may have changed the weights."""
         self._is_open = False
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was looked up, loaded and saved since the start."""
+        return TransferStats(
+            num_queries=self._num_queries,
+            num_hits=self._num_hits,
+            num_loaded_bytes=self._num_loaded_bytes,
+            num_saved_bytes=self._num_saved_bytes,
+        )
 
     def close(self) -> None:
         """Finish writing."""
@@ -157,7 +180,8 @@ class KVTransfer:
 
     def _restore(self, request: EngineRequest) -> None:
         self._open()
-        keys = self._keys(request)
+        keys, size = self._keys(request), self._cache.block_size
+        self._num_queries += (len(keys) - len(self._cache.pool.find(keys))) * size
         num_loaded = self._cache.restore(
             keys,
             request.prompt_token_ids,
@@ -165,9 +189,28 @@ class KVTransfer:
             self._write,
             number_of(request.adapter),
         )
+        self._num_hits += num_loaded * size
         if num_loaded:
             logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
-        return all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks)))
+        if not all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks))):
+            return False
+        self._num_loaded_bytes += _num_bytes(blocks)
+        return True
+
+
+def _num_bytes(blocks: Iterable[BlockData]) -> int:
+    return sum(len(part) for block in blocks for part in block)
+
+
+def _check_room(config: KVTransferConfig, block: BlockData) -> None:
+    """Say so if host memory keeps no block."""
+    if _num_bytes([block]) > config.kv_buffer_size:
+        logger.warning(
+            "kv_transfer_config: kv_buffer_size is %d bytes and a KV block has %d: host memory "
+            "keeps none. Set a larger kv_buffer_size",
+            config.kv_buffer_size,
+            _num_bytes([block]),
+        )

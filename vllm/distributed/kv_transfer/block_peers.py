@@ -70,6 +70,7 @@ class BlockServer:
                 f"Set kv_ip to an address of this machine, and kv_port to a free port"
             ) from None
         self.port: int = self._server.server_address[1]
+        logger.info("KV blocks are sent to the engines that ask at %s:%d", host, self.port)
         threading.Thread(
             target=self._server.serve_forever, name="kv-block-server", daemon=True
         ).start()
