@@ -136,7 +136,8 @@ class Router:
                 headers=headers,
                 timeout=httpx.Timeout(self._prefill_timeout_s, connect=CONNECT_TIMEOUT_S),
             )
-            answer.raise_for_status()
+            if answer.is_error:
+                print(f"the prompt was not computed ahead: {address} answers {answer.status_code}")
         except (ValueError, TypeError, httpx.HTTPError) as error:
             # The second server computes the prompt, or says what is wrong with the request.
             if isinstance(error, httpx.TransportError):

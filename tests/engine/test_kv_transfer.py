@@ -389,7 +389,7 @@ SHARED = "SharedStorageConnector"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector, Shared"),
+        ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector .* Shared"),
         ({"kv_connector": "NixlConnector"}, "kv_connector must be one of .* 'NixlConnector'"),
         ({"kv_connector": SHARED}, "needs a folder: .*shared_storage_path"),
         ({"kv_connector": SHARED, "role": 1}, "has no key 'role'; accepted: kv_connector, kv_role"),

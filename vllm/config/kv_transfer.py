@@ -15,7 +15,10 @@ _EXTRA_KEYS = {
     "SharedStorageConnector": ("shared_storage_path", "folder_bytes"),
     "TCPConnector": ("peers", "timeout_s"),
 }
-_CONNECTORS = tuple(_EXTRA_KEYS)
+_CONNECTORS = (
+    "OffloadingConnector (host memory and files), SharedStorageConnector (a folder that several "
+    "engines share), TCPConnector (the memory of other engines)"
+)
 _MAX_PORT = 65535
 _GIB = 1 << 30
 _DAY_S = 86400
@@ -79,7 +82,11 @@ class KVTransferConfig:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= _MAX_PORT:
             raise ConfigError(f"kv_port must be an integer from 0 to {_MAX_PORT}, got {port!r}")
         if self.kv_connector_module_path is None:
-            check_one_of(self, "kv_connector", _CONNECTORS)
+            if self.kv_connector not in _EXTRA_KEYS:
+                raise ConfigError(
+                    f"kv_connector must be one of {_CONNECTORS}, got {self.kv_connector!r}. Set "
+                    f"kv_connector_module_path as well if it is a class of your own"
+                )
             self._check_extra()
 
     def _check_extra(self) -> None:
@@ -179,9 +186,7 @@ class KVTransferConfig:
                 f"{', '.join(names)}"
             )
         if "kv_connector" not in values:
-            raise ConfigError(
-                f"kv_transfer_config needs kv_connector; accepted: {', '.join(_CONNECTORS)}"
-            )
+            raise ConfigError(f"kv_transfer_config needs kv_connector; accepted: {_CONNECTORS}")
         try:
             config = cls(**values)
             check_at_least(config, 1, "kv_parallel_size")
