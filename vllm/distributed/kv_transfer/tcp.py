@@ -26,7 +26,7 @@ class TCPConnector(KVConnector):
         super().__init__(config)
         self._max_bytes = int(config.kv_buffer_size)
         self._host = HostBlocks(self._max_bytes)
-        self._open = "", self._host
+        self._in_use = "", self._host
         """The namespace and its blocks; replaced at once, as other threads read it."""
         self._server: BlockServer | None = None
         if config.saves:
@@ -38,12 +38,12 @@ class TCPConnector(KVConnector):
 
     def open(self, namespace: str) -> None:
         """See `KVConnector`."""
-        if namespace == self._open[0]:
+        if namespace == self._in_use[0]:
             return
         # What is being fetched for the namespace before is put into the blocks that are dropped.
         self._host = HostBlocks(self._max_bytes)
         self._fetches = {}
-        self._open = namespace, self._host
+        self._in_use = namespace, self._host
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
         """See `KVConnector`."""
@@ -53,7 +53,7 @@ class TCPConnector(KVConnector):
         span, fetches = (far[0], far[-1]), self._fetches
         future = fetches.get(span)
         if future is None:
-            future = fetches[span] = self._threads.submit(self._fetch, *self._open, far)
+            future = fetches[span] = self._threads.submit(self._fetch, *self._in_use, far)
             future.add_done_callback(lambda _: fetches.pop(span, None))
         return future
 
@@ -90,8 +90,8 @@ class TCPConnector(KVConnector):
 
     def _blocks_of(self, namespace: str) -> HostBlocks | None:
         """The blocks of this namespace; None: it is not the one in use."""
-        in_use, blocks = self._open
-        return blocks if namespace == in_use else None
+        name, blocks = self._in_use
+        return blocks if namespace == name else None
 
     def _fetch(self, namespace: str, blocks: HostBlocks, keys: Sequence[bytes]) -> None:
         """Ask one engine after the other for the blocks that those before it do not have."""
