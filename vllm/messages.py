@@ -359,6 +359,19 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Graphs compiled after the warm-up."""
 
 
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of KV blocks outside of the KV cache, which only grow."""
+
+    num_queries: int = 0
+    """Prompt tokens, in full blocks that the KV cache had not, that were looked up elsewhere."""
+    num_hits: int = 0
+    """Of those, tokens whose blocks were loaded."""
+    num_loaded_bytes: int = 0
+    """Bytes of blocks written into the KV cache."""
+    num_saved_bytes: int = 0
+    """Bytes of blocks read out of it."""
+
+
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of drafts, which only grow."""
 
@@ -391,6 +404,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_adapters: list[str] = []
     """Names of those of requests that wait."""
     drafts: DraftStats = DraftStats()
+    transfer: TransferStats = TransferStats()
     runner: RunnerStats = RunnerStats()
 
 

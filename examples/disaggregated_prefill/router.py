@@ -1,54 +1,94 @@
-"""A router in front of an engine that computes prompts and one that generates.
+"""A router in front of engines that compute prompts and engines that generate.
 
     python router.py --prefill http://localhost:8100 --decode http://localhost:8200 [--port 8000]
 
-Each chat or completion goes to the first server with max_tokens 1, which saves the KV blocks of the
-prompt in the folder that both share (docs/kv_transfer.md), and then to the second, whose answer is
-passed on. If the first one fails, the second computes the prompt itself. Needs httpx, which the
-openai package brings along.
+Each request with a prompt goes to a prefill server with one token to generate, which keeps the KV
+blocks of the prompt where the decode servers find them (docs/kv_transfer.md), and then to a decode
+server, whose answer is passed on. If the first one fails, the second computes the prompt itself.
+Several servers of a kind take turns; what one of them stores, such as responses for
+`previous_response_id`, the others do not know. A client that leaves ends its request on both.
+Needs httpx, which the openai package brings along.
 """
 
 import argparse
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-PREFILLED = ("/v1/chat/completions", "/v1/completions")
+ONE_TOKEN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"max_tokens": 1, "stream": False},
+    "/v1/completions": {"max_tokens": 1, "stream": False},
+    "/v1/messages": {"max_tokens": 1, "stream": False},
+    "/v1/responses": {"max_output_tokens": 1, "stream": False, "store": False, "background": False},
+}
+"""What computes the prompt of a request and little more, by path."""
+NOT_FOR_PROMPTS = (
+    *("max_completion_tokens", "min_tokens", "n", "best_of", "use_beam_search", "stream_options"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "echo"),
+)
+"""Fields that do not change the prompt, and cost time or need more than one token."""
+OF_A_CONNECTION = ("host", "connection", "keep-alive", "content-length", "transfer-encoding")
+"""Headers that are not passed on."""
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+CONNECT_TIMEOUT_S = 5.0
+PAUSE_S = 5.0
+"""A prefill server that failed is not asked for this time."""
+
+_Result = TypeVar("_Result")
+
+
+class ClientLeftError(Exception):
+    """Nobody waits for the answer any more."""
 
 
 class Router:
     """Passes requests on.
 
     Args:
-        prefill, decode: addresses of the servers.
+        prefill, decode: addresses of the servers, at least one of each.
+        prefill_timeout_s: for a prompt to be computed ahead.
     """
 
-    def __init__(self, prefill: str, decode: str) -> None:
-        self._prefill = prefill
-        self._decode = decode
-        self._client = httpx.AsyncClient(timeout=None)
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], prefill_timeout_s: float = 60.0
+    ) -> None:
+        self._prefill = list(prefill)
+        self._decode = list(decode)
+        self._paused_until = dict.fromkeys(prefill, 0.0)
+        self._prefill_timeout_s = prefill_timeout_s
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
 
     async def handle(self, request: Request) -> Response:
-        """Send a request to both servers, and return the answer of the second."""
-        body = await request.body()
-        headers = {
-            name: value
-            for name, value in request.headers.items()
-            if name in ("authorization", "content-type", "x-request-id")
-        }
-        if request.url.path in PREFILLED and request.method == "POST":
-            await self._compute_prompt(request.url.path, body, headers)
-        query = f"?{request.url.query}" if request.url.query else ""
-        url = f"{self._decode}{request.url.path}{query}"
-        passed_on = self._client.build_request(request.method, url, content=body, headers=headers)
-        answer = await self._client.send(passed_on, stream=True)
+        """Send a request to a server of each kind, and return the answer of the second."""
+        body, path = await request.body(), request.url.path
+        headers = [
+            (name, value) for name, value in request.headers.items() if name not in OF_A_CONNECTION
+        ]
+        try:
+            if path in ONE_TOKEN and request.method == "POST":
+                await _unless_left(request, self._compute_prompt(path, body, headers))
+            answer = await _unless_left(request, self._ask(request, body, headers))
+        except ClientLeftError:
+            return Response(status_code=499)  # nobody reads it
+        except httpx.HTTPError as error:
+            message = f"no decode server answers: {error!r}"
+            print(message, flush=True)
+            content = {"object": "error", "message": message, "type": "BadGateway", "code": 502}
+            return JSONResponse(content, 502)
 
         async def chunks() -> AsyncIterator[bytes]:
             try:
@@ -57,20 +97,51 @@ class Router:
             finally:
                 await answer.aclose()  # also when the client has left: the request is aborted
 
-        kind = {"content-type": answer.headers.get("content-type", "application/json")}
-        return StreamingResponse(chunks(), answer.status_code, kind)
+        response = StreamingResponse(chunks(), answer.status_code)
+        response.raw_headers = [
+            each for each in answer.headers.raw if each[0].lower().decode() not in OF_A_CONNECTION
+        ]
+        return response
 
-    async def _compute_prompt(self, path: str, body: bytes, headers: dict[str, str]) -> None:
+    async def _ask(
+        self, request: Request, body: bytes, headers: list[tuple[str, str]]
+    ) -> httpx.Response:
+        """The beginning of the answer of the first decode server that accepts a connection."""
+        query = f"?{request.url.query}" if request.url.query else ""
+        for number in range(len(self._decode)):
+            address = _next(self._decode)
+            passed_on = self._client.build_request(
+                request.method,
+                f"{address}{request.url.path}{query}",
+                content=body,
+                headers=headers,
+            )
+            try:
+                return await self._client.send(passed_on, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(self._decode) - 1:
+                    raise
+        raise AssertionError("there is no decode server")
+
+    async def _compute_prompt(self, path: str, body: bytes, headers: list[tuple[str, str]]) -> None:
+        address = _next(self._prefill)
+        if time.monotonic() < self._paused_until[address]:
+            return
         try:
             asked = json.loads(body)
-            short = {**asked, "max_tokens": 1, "stream": False}
-            for name in ("max_completion_tokens", "stream_options", "min_tokens", "n", "best_of"):
-                short.pop(name, None)
-            await self._client.post(
-                self._prefill + path, content=json.dumps(short), headers=headers
+            short = {name: asked[name] for name in asked if name not in NOT_FOR_PROMPTS}
+            answer = await self._client.post(
+                address + path,
+                json=short | ONE_TOKEN[path],
+                headers=headers,
+                timeout=httpx.Timeout(self._prefill_timeout_s, connect=CONNECT_TIMEOUT_S),
             )
+            if answer.is_error:
+                print(f"the prompt was not computed ahead: {address} answers {answer.status_code}")
         except (ValueError, TypeError, httpx.HTTPError) as error:
             # The second server computes the prompt, or says what is wrong with the request.
+            if isinstance(error, httpx.TransportError):
+                self._paused_until[address] = time.monotonic() + PAUSE_S
             print(f"the prompt was not computed ahead: {error!r}", flush=True)
 
     @asynccontextmanager
@@ -80,15 +151,46 @@ class Router:
             yield
 
 
+def _next(addresses: list[str]) -> str:
+    """The server whose turn it is, which is the last of all from now on."""
+    addresses.append(addresses.pop(0))
+    return addresses[-1]
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of some work, which is cancelled when the client leaves. The body was read.
+
+    Raises:
+        ClientLeftError: it has left.
+    """
+    task, left = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeftError
+        return task.result()
+    finally:
+        for each in (task, left):
+            each.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prefill", required=True, help="address of the server for prompts")
-    parser.add_argument("--decode", required=True, help="address of the server that answers")
+    parser.add_argument("--prefill", required=True, nargs="+", help="servers that compute prompts")
+    parser.add_argument("--decode", required=True, nargs="+", help="servers that answer")
+    parser.add_argument("--prefill-timeout", type=float, default=60.0, help="in seconds")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
-    router = Router(args.prefill.rstrip("/"), args.decode.rstrip("/"))
-    routes = [Route("/{path:path}", router.handle, methods=["GET", "POST"])]
+    prefill, decode = ([each.rstrip("/") for each in them] for them in (args.prefill, args.decode))
+    router = Router(prefill, decode, args.prefill_timeout)
+    routes = [Route("/{path:path}", router.handle, methods=METHODS)]
     app = Starlette(routes=routes, lifespan=router.lifespan)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 

@@ -1,6 +1,7 @@
 """Prefixes that were evicted come back from host memory and files, with the same tokens; damaged
 files are computed again."""
 
+import asyncio
 import json
 import random
 import runpy
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -54,10 +56,15 @@ def expected():
 
 
 def test_an_evicted_prefix_comes_back_from_host_memory(expected):
-    llm = LLM(**SMALL, kv_transfer_config=transfer("OffloadingConnector"))
+    # All of them wait at once, and the cache has room for some.
+    settings = SMALL | {"max_num_seqs": 32}
+    llm = LLM(**settings, kv_transfer_config=transfer("OffloadingConnector"))
     assert generate(llm) == (expected, [0] * len(PROMPTS))
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)
+    stats = llm.llm_engine.engine_core.stats().transfer
+    assert stats.num_hits == sum(cached) and stats.num_queries == 2 * stats.num_hits
+    assert 0 < stats.num_loaded_bytes < stats.num_saved_bytes
     assert llm.reset_prefix_cache()
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)  # of the same weights still
@@ -232,16 +239,23 @@ class Backend(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, hangs: bool = False) -> None:
         self.asked: list[tuple[str, dict | None]] = []
+        self.is_asked, self.is_left = threading.Event(), threading.Event()
         backend = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 backend.asked.append((self.path, json.loads(body) if body[:1] == b"{" else None))
+                backend.is_asked.set()
+                if hangs:
+                    assert self.connection.recv(1) == b""
+                    backend.is_left.set()
+                    return
                 self.send_response(400 if body == b"wrong" else 200)
                 self.send_header("content-type", "text/event-stream")
+                self.send_header("retry-after", "7")
                 self.end_headers()
                 self.wfile.write(b"data: " + body)
 
@@ -261,15 +275,22 @@ class Backend(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(capsys):
-    example = runpy.run_path(str(ROOT / "examples" / "disaggregated_prefill" / "router.py"))
+@pytest.fixture(scope="module")
+def router_example():
+    return runpy.run_path(str(ROOT / "examples" / "disaggregated_prefill" / "router.py"))
+
+
+def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(
+    router_example, capsys
+):
     prefill, decode = Backend(), Backend()
-    router = example["Router"](prefill.url, decode.url)
+    router = router_example["Router"]([prefill.url], [decode.url])
     routes = [Route("/{path:path}", router.handle, methods=["GET", "POST"])]
     body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2}
     with TestClient(Starlette(routes=routes, lifespan=router.lifespan)) as client:
         answer = client.post("/v1/completions", json=body)
         assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["retry-after"] == "7"
         assert json.loads(answer.text.removeprefix("data: ")) == body
         assert prefill.asked == [
             ("/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": False})
@@ -278,10 +299,64 @@ def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(
         assert client.post("/v1/chat/completions", content=b"wrong").status_code == 400
         prefill.shutdown()
         prefill.server_close()
-        assert client.post("/v1/completions", json=body).status_code == 200
-    assert [path for path, _ in decode.asked] == [
-        *("/v1/completions", "/v1/models?x=1", "/v1/chat/completions", "/v1/completions")
-    ]
-    assert capsys.readouterr().out.count("the prompt was not computed ahead") == 2
-    decode.shutdown()
-    decode.server_close()
+        for _ in range(2):  # the second time, the lost engine is not asked
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert [path for path, _ in decode.asked] == [
+            *("/v1/completions", "/v1/models?x=1", "/v1/chat/completions"),
+            *("/v1/completions", "/v1/completions"),
+        ]
+        assert capsys.readouterr().out.count("the prompt was not computed ahead") == 2
+        decode.shutdown()
+        decode.server_close()
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 502 and "no decode server answers" in answer.json()["message"]
+
+
+def test_servers_behind_the_router_take_turns_and_a_lost_one_is_left_out(router_example):
+    prefill, decode = [Backend(), Backend()], [Backend(), Backend()]
+    router = router_example["Router"]([each.url for each in prefill], [each.url for each in decode])
+    routes = [Route("/{path:path}", router.handle, methods=["GET", "POST"])]
+    with TestClient(Starlette(routes=routes, lifespan=router.lifespan)) as client:
+        asked = {"input": "x", "max_output_tokens": 9}
+        for _ in range(2):
+            assert client.post("/v1/responses", json=asked).status_code == 200
+        for backend in prefill:
+            ((_, sent),) = backend.asked
+            assert sent["max_output_tokens"] == 1 and not sent["store"] and sent["input"] == "x"
+        assert [backend.asked for backend in decode] == [[("/v1/responses", asked)]] * 2
+        decode[0].shutdown()
+        decode[0].server_close()
+        for _ in range(2):
+            assert client.get("/v1/models").status_code == 200
+        assert len(decode[1].asked) == 3
+    for backend in (*prefill, decode[1]):
+        backend.shutdown()
+        backend.server_close()
+
+
+@pytest.mark.parametrize("hangs", ["prefill", "decode"])
+def test_a_client_that_leaves_the_router_ends_its_request(router_example, hangs):
+    prefill, decode = (Backend(hangs=name == hangs) for name in ("prefill", "decode"))
+    waiting = prefill if hangs == "prefill" else decode
+    parts = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive():
+        if parts:
+            return parts.pop()
+        await asyncio.to_thread(waiting.is_asked.wait, 60)
+        return {"type": "http.disconnect"}
+
+    async def leave():
+        router = router_example["Router"]([prefill.url], [decode.url])
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope |= {"query_string": b"", "server": ("router", 80), "scheme": "http"}
+        async with router.lifespan(None):
+            answer = await router.handle(Request(scope, receive))
+            assert answer.status_code == 499
+            assert await asyncio.to_thread(waiting.is_left.wait, 60)
+
+    asyncio.run(leave())
+    assert len(decode.asked) == (hangs == "decode")
+    for backend in (prefill, decode):
+        backend.shutdown()
+        backend.server_close()

@@ -1,8 +1,10 @@
 """KV blocks outside of the KV cache: files that may be damaged, bounded memory, the way back."""
 
+import errno
 import os
 import random
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,9 @@ from vllm.core.block_hash import block_hashes
 from vllm.core.cache_events import CacheEventLog
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.request_queue import RequestQueue
-from vllm.distributed.kv_transfer import KVConnector
+from vllm.distributed.kv_transfer import KVConnector, block_folder
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
+from vllm.distributed.kv_transfer.block_format import compose
 from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.tiers import TieredConnector
@@ -108,6 +111,94 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
         BlockFolder(str(tmp_path / "file" / "x"), 1)
 
 
+def test_other_files_below_the_folder_are_left_alone(tmp_path):
+    others = [tmp_path / "a.kv", tmp_path / "b.tmp", tmp_path / "model" / "ab" / "data.kv"]
+    others += [tmp_path / "work" / "deep" / "ab" / f"{KEYS[0].hex()}.kv"]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100_000))
+        os.utime(path, (0, 0))
+    folder = make_folder(tmp_path, max_bytes=5_000)
+    for key in KEYS[:15]:
+        folder.write(key, [bytes(1000)])
+    assert all(path.exists() for path in others)
+    assert 2 <= sum(map(folder.has, KEYS)) <= 5
+
+
+def test_leftovers_and_files_of_a_wrong_clock_are_removed_first(tmp_path, monkeypatch):
+    folder = BlockFolder(str(tmp_path), 20_000, clock=lambda: 100_000.0)
+    folder.open("model")
+    for number, key in enumerate(KEYS[:12]):
+        folder.write(key, [bytes(1000)])
+        os.utime(file_of(tmp_path, key), (number, 900_000 if number > 9 else 50_000))
+    subfolder = file_of(tmp_path, KEYS[0]).parent
+    old, new = (subfolder / f".{each * 16}-1.tmp" for each in "ab")
+    for path, used_at in ((old, 90_000), (new, 99_000)):
+        path.write_bytes(bytes(10))
+        os.utime(path, (used_at, used_at))
+    folder._remove_oldest()
+    assert new.exists() and not old.exists() and sum(map(folder.has, KEYS)) == 12
+    folder._max_bytes = 12_000
+    folder._remove_oldest()
+    assert [number for number in range(12) if not folder.has(KEYS[number])][-2:] == [10, 11]
+    # What may not be removed is not counted as removed.
+    unlink, kept = os.unlink, [file_of(tmp_path, key) for key in KEYS if folder.has(key)]
+
+    def refuse(path):
+        if os.fspath(path) == str(kept[0]):
+            raise PermissionError
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    folder._max_bytes = 2_000
+    folder._remove_oldest()
+    assert [path for path in kept if path.exists()] == kept[:1]
+
+
+def test_engines_that_write_the_same_block_at_the_same_time_do_not_disturb_each_other(
+    tmp_path, monkeypatch, capsys
+):
+    one, other = make_folder(tmp_path), make_folder(tmp_path)
+
+    def interrupted(key, block):
+        monkeypatch.undo()
+        head, *rest = compose(key, block)
+        yield head
+        other.write(key, block)
+        yield from rest
+
+    monkeypatch.setattr(block_folder, "compose", interrupted)
+    one.write(KEYS[0], BLOCK)
+    assert one.read(KEYS[0]) == other.read(KEYS[0]) == BLOCK
+    assert not list(tmp_path.rglob("*.tmp")) and not capsys.readouterr().err
+
+
+def test_a_folder_that_can_only_be_read_serves_an_engine_that_only_reads(tmp_path, monkeypatch):
+    make_folder(tmp_path).write(KEYS[0], BLOCK)
+
+    def refuse(*_args, **_options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
+    folder = BlockFolder(str(tmp_path), 1 << 20, saves=False)
+    folder.open("model")
+    assert folder.read(KEYS[0]) == BLOCK
+    with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
+        make_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "text"), [(0o777, 0, "every user can write"), (0o700, 1, "belongs to user")]
+)
+def test_a_folder_that_others_can_write_is_told(mode, owner, text, tmp_path, monkeypatch, capsys):
+    tmp_path.chmod(mode)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + owner)
+    make_folder(tmp_path)
+    assert text in capsys.readouterr().err
+
+
 # ---- host memory and both together ---------------------------------------------------------
 
 
@@ -144,6 +235,35 @@ def test_blocks_are_kept_in_host_memory_alone():
     assert connector.load(KEYS[:2]) == []
     connector.open("other weights")
     assert connector.load(KEYS[1:2]) == []
+    connector.close()
+
+
+class Lazy:
+    """An executor that runs what it was given when a result is asked for, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def submit(self, *call):
+        self.calls.append(call)
+        return self
+
+    def result(self):
+        while self.calls:
+            function, *args = self.calls.pop(0)
+            function(*args)
+
+    shutdown = result
+
+
+def test_what_is_read_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones(tmp_path):
+    make_folder(tmp_path).write(KEYS[0], BLOCK)
+    connector = make_tiers(tmp_path)
+    connector._thread.shutdown()
+    connector._thread = Lazy()
+    assert connector.prefetch(KEYS[:1]) is not None
+    connector.open("other weights")
+    assert connector.load(KEYS[:1]) == []
     connector.close()
 
 
@@ -249,13 +369,16 @@ def test_blocks_of_requests_that_leave_are_noted_and_wrong_ones_are_not():
     assert cache.forgotten == requests[0].block_hashes
 
 
-def test_the_first_of_a_queue_are_told_in_order():
-    queue = RequestQueue()
-    for number in (3, 1, 2, 0):
-        queue.push(Request(make_request([number]), (number,)))
-    queue.discard(queue.peek())
-    assert [request.sort_key for request in queue.first(2)] == [(1,), (2,)]
-    assert len(queue.first(9)) == 3
+def test_a_queue_tells_who_is_next_in_order():
+    queue, numbers = RequestQueue(), list(range(20))
+    assert not list(queue.in_order())
+    requests = [Request(make_request([number]), (number,)) for number in numbers]
+    for number in random.Random(1).sample(numbers, len(numbers)):
+        queue.push(requests[number])
+    for number in (0, 7, 13):
+        queue.discard(requests[number])
+        numbers.remove(number)
+    assert [request.sort_key for request in queue.in_order()] == [(each,) for each in numbers]
 
 
 # ---- settings ------------------------------------------------------------------------------
@@ -266,7 +389,7 @@ SHARED = "SharedStorageConnector"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector, Shared"),
+        ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector .* Shared"),
         ({"kv_connector": "NixlConnector"}, "kv_connector must be one of .* 'NixlConnector'"),
         ({"kv_connector": SHARED}, "needs a folder: .*shared_storage_path"),
         ({"kv_connector": SHARED, "role": 1}, "has no key 'role'; accepted: kv_connector, kv_role"),
@@ -286,6 +409,7 @@ SHARED = "SharedStorageConnector"
             {"kv_connector": "OffloadingConnector", "kv_buffer_size": "1"},
             "number of bytes, got '1'",
         ),
+        ({"kv_connector": SHARED, "kv_buffer_size": float("inf")}, "number of bytes, got inf"),
         ({"kv_connector": "OffloadingConnector", "kv_buffer_device": "cuda"}, "must be .*cpu"),
     ],
 )

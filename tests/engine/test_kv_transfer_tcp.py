@@ -1,6 +1,7 @@
 """KV blocks over TCP: what was saved arrives, and nothing that a peer sends, or does not send, is
 taken for a block or stops an engine."""
 
+import itertools
 import random
 import socket
 import struct
@@ -176,6 +177,45 @@ def test_a_server_survives_what_is_sent_to_it():
             assert fetched(made, KEYS) == BLOCKS
 
 
+def test_a_peer_has_a_limited_time_for_its_whole_request(monkeypatch):
+    hours = itertools.count(step=20.0)
+    monkeypatch.setattr(block_peers.time, "monotonic", lambda: next(hours))
+    with connector() as one, socket.create_connection(("127.0.0.1", one._server.port), 30) as slow:
+        slow.sendall(struct.pack("<8s32s", b"KVPEERS1", b"model"))  # and the rest never comes
+        assert slow.recv(1) == b""
+
+
+class SlowPeer:
+    """Another engine, at which something happens before it answers."""
+
+    is_asked = True
+
+    def __init__(self, event):
+        self.event, self.num_asked = event, 0
+
+    def fetch(self, namespace, keys, timeout_s):
+        self.num_asked += 1
+        self.event()
+        return list(zip(keys, BLOCKS, strict=False))
+
+
+def test_what_comes_while_the_weights_change_is_not_taken_for_blocks_of_the_new_ones():
+    with consumer() as made:
+        made._peers = [SlowPeer(lambda: made.open("new weights"))]
+        assert fetched(made, KEYS) == []
+
+
+def test_requests_with_the_same_prompt_fetch_its_blocks_once():
+    go = threading.Event()
+    with consumer() as made:
+        made._peers = [SlowPeer(go.wait)]
+        first, second = made.prefetch(KEYS), made.prefetch(KEYS)
+        go.set()
+        assert first is second and first.result() is None
+        assert made._peers[0].num_asked == 1 and made.load(KEYS) == BLOCKS
+        assert made.prefetch(KEYS) is None and not made._fetches
+
+
 # ---- settings ------------------------------------------------------------------------------
 
 
@@ -185,6 +225,9 @@ def test_a_server_survives_what_is_sent_to_it():
         ({"kv_port": 70_000}, "kv_port must be an integer from 0 to 65535, got 70000"),
         ({"kv_port": "14579"}, "kv_port must be an integer"),
         ({"kv_ip": ""}, "kv_ip must be an address, got ''"),
+        ({"kv_ip": "a..b"}, "kv_ip must be an address, got 'a..b'"),
+        ({"kv_connector_extra_config": {"peers": ["a..b:1"]}}, "peers has 'a..b:1'"),
+        ({"kv_connector_extra_config": {"timeout_s": float("inf")}}, "at most 86400, got inf"),
         ({"kv_connector_extra_config": {"peers": "a:1"}}, "peers must be a list of HOST:PORT"),
         ({"kv_connector_extra_config": {"peers": ["a"]}}, "peers has 'a'; expected HOST:PORT"),
         ({"kv_connector_extra_config": {"peers": ["a:0"]}}, "peers has 'a:0'"),

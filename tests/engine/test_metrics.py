@@ -7,6 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.engine.fakes import make_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics.engine_metrics import (
     NUM_RECENT,
     EngineMetrics,
@@ -17,7 +18,8 @@ from vllm.engine.metrics.engine_metrics import (
 from vllm.engine.metrics.history import HISTORY_S, RateHistory
 from vllm.engine.metrics.reader import Counter, Gauge, Histogram, read_metrics
 from vllm.engine.metrics.registry import expose, process_collectors
-from vllm.messages import RunnerStats, SchedulerStats
+from vllm.engine.metrics.replica_metrics import sum_stats
+from vllm.messages import RunnerStats, SchedulerStats, TransferStats
 
 LABELS = {"model_name": "stdlib", "engine": "0"}
 NOTHING = IterationStats(0, 0, [], [])
@@ -207,7 +209,8 @@ def test_sizes_have_the_bounds_1_2_5_up_to_the_longest_request(most, bounds):
 
 def core_stats(steps: int, useful: int, hits: int = 0) -> SchedulerStats:
     runner = RunnerStats(num_steps=steps, num_useful_tokens=useful)
-    return SchedulerStats(num_prefix_hits=hits, runner=runner)
+    transfer = TransferStats(num_hits=hits, num_saved_bytes=2 * useful)
+    return SchedulerStats(num_prefix_hits=hits, runner=runner, transfer=transfer)
 
 
 def test_counters_of_the_core_go_on_over_a_restart_nobody_told_of(metrics):
@@ -232,6 +235,21 @@ def test_a_restart_that_is_told_of_needs_no_counter_to_fall(metrics):
     metrics.record_output(core_stats(2, 60), NOTHING)
     assert scrape(metrics)["useful_tokens_total"] == 110
     assert metrics.totals.runner.num_steps == 3
+
+
+def test_blocks_outside_of_the_cache_are_counted_over_restarts_and_replicas():
+    transfer = {"kv_connector": "OffloadingConnector"}
+    config = EngineArgs(kv_transfer_config=transfer).create_engine_config()
+    metrics = EngineMetrics("stdlib", config)
+    for stats in (core_stats(5, 50, hits=3), core_stats(1, 10, hits=4)):
+        metrics.record_output(stats, NOTHING)
+    samples = scrape(metrics)
+    assert samples["external_prefix_cache_hits_total"] == 7
+    assert samples["external_prefix_cache_queries_total"] == 0
+    assert samples["kv_transfer_saved_bytes_total"] == 120
+    both = sum_stats([core_stats(5, 50, hits=3), core_stats(1, 10, hits=4)])
+    assert both.transfer == TransferStats(num_hits=7, num_saved_bytes=120)
+    assert both.runner == RunnerStats(num_steps=6, num_useful_tokens=60)
 
 
 def test_only_the_last_requests_are_remembered(metrics):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, Literal
 
 from vllm.config.fields import check_at_least, check_one_of
@@ -14,9 +15,13 @@ _EXTRA_KEYS = {
     "SharedStorageConnector": ("shared_storage_path", "folder_bytes"),
     "TCPConnector": ("peers", "timeout_s"),
 }
-_CONNECTORS = tuple(_EXTRA_KEYS)
+_CONNECTORS = (
+    "OffloadingConnector (host memory and files), SharedStorageConnector (a folder that several "
+    "engines share), TCPConnector (the memory of other engines)"
+)
 _MAX_PORT = 65535
 _GIB = 1 << 30
+_DAY_S = 86400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +68,25 @@ class KVTransferConfig:
         check_one_of(self, "kv_role", ("kv_producer", "kv_consumer", "kv_both"))
         check_one_of(self, "kv_buffer_device", ("cpu",))
         size = self.kv_buffer_size
-        if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if not is_number or not 0 <= size < inf:
             raise ConfigError(f"kv_buffer_size must be a number of bytes, got {size!r}")
         if not isinstance(self.kv_connector_extra_config, Mapping):
             raise ConfigError(
                 f"kv_connector_extra_config must be an object, got "
                 f"{self.kv_connector_extra_config!r}"
             )
-        if not isinstance(self.kv_ip, str) or not self.kv_ip:
+        if not isinstance(self.kv_ip, str) or not _is_host(self.kv_ip):
             raise ConfigError(f"kv_ip must be an address, got {self.kv_ip!r}")
         port = self.kv_port
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= _MAX_PORT:
             raise ConfigError(f"kv_port must be an integer from 0 to {_MAX_PORT}, got {port!r}")
         if self.kv_connector_module_path is None:
-            check_one_of(self, "kv_connector", _CONNECTORS)
+            if self.kv_connector not in _EXTRA_KEYS:
+                raise ConfigError(
+                    f"kv_connector must be one of {_CONNECTORS}, got {self.kv_connector!r}. Set "
+                    f"kv_connector_module_path as well if it is a class of your own"
+                )
             self._check_extra()
 
     def _check_extra(self) -> None:
@@ -100,9 +110,11 @@ class KVTransferConfig:
         for each in peers:
             _parse_address(each)
         limit = self.timeout_s
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if not is_number or not 0 < limit <= _DAY_S:
             raise ConfigError(
-                f"kv_connector_extra_config: timeout_s must be a number above 0, got {limit!r}"
+                f"kv_connector_extra_config: timeout_s must be a number above 0, at most {_DAY_S}, "
+                f"got {limit!r}"
             )
 
     def _check_folder(self, key: str) -> None:
@@ -174,9 +186,7 @@ class KVTransferConfig:
                 f"{', '.join(names)}"
             )
         if "kv_connector" not in values:
-            raise ConfigError(
-                f"kv_transfer_config needs kv_connector; accepted: {', '.join(_CONNECTORS)}"
-            )
+            raise ConfigError(f"kv_transfer_config needs kv_connector; accepted: {_CONNECTORS}")
         try:
             config = cls(**values)
             check_at_least(config, 1, "kv_parallel_size")
@@ -188,12 +198,21 @@ class KVTransferConfig:
 def _parse_address(text: str) -> tuple[str, int]:
     """HOST:PORT, [IPv6]:PORT; tcp:// may be before it."""
     host, colon, port = text.removeprefix("tcp://").rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT
+    if not (colon and is_port and _is_host(host)):
         raise ConfigError(
             f"kv_connector_extra_config: peers has {text!r}; expected HOST:PORT, such as "
             f"10.0.0.5:14579"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Whether the system may be asked for an address of this name."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,21 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
-    def first(self, count: int) -> list[Request]:
-        """The next `count` requests to admit, in order; less if there are fewer."""
-        return heapq.nsmallest(count, self, key=lambda request: request.sort_key)
+    def in_order(self) -> Iterator[Request]:
+        """The waiting requests, the next one to admit first. The queue must not change meanwhile.
+
+        The first k of them cost O(k log k), however many wait.
+        """
+        heap = self._heap
+        places = [(heap[0][0], 0)] if heap else []
+        while places:
+            _, place = heapq.heappop(places)
+            request = heap[place][1]
+            if request.status is RequestStatus.WAITING:
+                yield request
+            for below in (2 * place + 1, 2 * place + 2):
+                if below < len(heap):
+                    heapq.heappush(places, (heap[below][0], below))
 
     def pop(self) -> Request:
         """Remove and return what `peek` shows."""

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,13 @@ from vllm.errors import (
 from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
+from vllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    ModelRunnerOutput,
+    SchedulerStats,
+    TransferStats,
+)
 from vllm.utils.futures import when_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
@@ -138,7 +145,7 @@ class EngineCore:
                 "kv_transfer_config: this model has layers with sliding windows, whose blocks "
                 "are not kept outside of the KV cache. Leave it out"
             )
-        return KVTransfer(connector, cache, self.executor, self.config.scheduler.max_num_seqs)
+        return KVTransfer(connector, cache, self.executor)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -209,6 +216,7 @@ class EngineCore:
             result = self.scheduler.update(output)
         if self._transfer is not None:
             self._transfer.save_freed()
+            self._transfer.leave(result.finished)
         self._resources.end(result.finished)
         self._publish_events()
         if trace.is_on:
@@ -250,7 +258,7 @@ class EngineCore:
         if not self.scheduler.num_unfinished_requests:
             self._run_ahead.idle()
         if self._transfer is not None:
-            self._transfer.enter(request, len(self.scheduler.waiting))
+            self._transfer.enter(request)
         self.scheduler.add_request(request)
 
     def _queue_prepared(self) -> None:
@@ -266,9 +274,9 @@ class EngineCore:
             return False
         trace = get_trace()
         transfer = self._transfer
-        if transfer is not None and transfer.has_late:
-            num_free = self.config.scheduler.max_num_seqs - len(self.scheduler.running)
-            transfer.enter_late(request.spec for request in self.scheduler.waiting.first(num_free))
+        if transfer is not None:
+            num_rows = self.config.scheduler.max_num_seqs - len(self.scheduler.running)
+            transfer.load_next(islice(self.scheduler.waiting.in_order(), num_rows))
         with trace.span("schedule"):
             step = self.scheduler.schedule()
         if transfer is not None:
@@ -334,6 +342,7 @@ class EngineCore:
             num_waiting=num_waiting,
             running_adapters=running,
             waiting_adapters=waiting,
+            transfer=TransferStats() if self._transfer is None else self._transfer.stats,
             runner=self.executor.stats(),
         )
 

@@ -1,6 +1,6 @@
 """Moves KV blocks between the KV cache and a connector, between two steps.
 
-    a request arrives   blocks that the connector has and the cache lacks are written into free
+    a request is next   blocks that the connector has and the cache lacks are written into free
                         blocks, and can then be found as any prefix
     a request leaves    its full blocks are read, before a step can write over them, and saved
 
@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from hashlib import sha256
 
+from vllm.config import KVTransferConfig
 from vllm.core.block_hash import block_hashes, root_hash
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, number_of
+from vllm.messages import EngineRequest, TransferStats, number_of
+from vllm.request import Request
 
 logger = init_logger(__name__)
 
@@ -28,28 +30,28 @@ class KVTransfer:
         connector: closed by `close`.
         cache: with one group of layers, and prefix caching.
         executor: of the workers, started.
-        max_waiting: requests that wait ahead of one whose blocks are loaded. Blocks of further ones
-            would be evicted again before they are used, so they are loaded later.
     """
 
-    def __init__(
-        self,
-        connector: KVConnector,
-        cache: KVCacheManager,
-        executor: Executor,
-        max_waiting: int,
-    ) -> None:
+    def __init__(self, connector: KVConnector, cache: KVCacheManager, executor: Executor) -> None:
         self._connector = connector
         self._cache = cache
         self._executor = executor
-        self._max_waiting = max_waiting
-        self._late: set[str] = set()
+        self._waiting: set[str] = set()
         """Ids of requests whose blocks have not been loaded yet."""
         self._is_open = False
         self._namespace: str | None = None
         self._is_mixed = False
         """The KV cache has blocks of other weights, so none may be saved."""
         self._saves, self._loads = connector.config.saves, connector.config.loads
+        self._num_queries = self._num_hits = 0
+        self._num_loaded_bytes = self._num_saved_bytes = 0
+        logger.info(
+            "KV blocks are kept outside of the KV cache as well: %s, %s, at most %.2f GB of host "
+            "memory",
+            connector.config.kv_connector,
+            connector.config.kv_role,
+            connector.config.kv_buffer_size / 1e9,
+        )
         if self._saves:
             cache.freed = []
         self._open()
@@ -63,30 +65,39 @@ class KVTransfer:
         num_cached = len(self._cache.pool.find(keys))
         return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
 
-    def enter(self, request: EngineRequest, num_waiting: int) -> None:
-        """Load the blocks of a request that is about to wait, unless too many others wait."""
-        if not self._can_load(request):
-            return
-        if num_waiting < self._max_waiting:
-            self._restore(request)
-        else:
-            self._late.add(request.request_id)
+    def enter(self, request: EngineRequest) -> None:
+        """A request waits from now on."""
+        if self._can_load(request):
+            self._waiting.add(request.request_id)
 
-    def enter_late(self, requests: Iterable[EngineRequest]) -> None:
-        """Load the blocks of requests that may be admitted next, if that was put off."""
+    def load_next(self, requests: Iterable[Request]) -> None:
+        """Load the blocks of the requests that may be admitted next.
+
+        As many as have room beside each other: blocks of further ones would take the place of these
+        before they are used.
+
+        Args:
+            requests: that wait, in the order of admission.
+        """
+        if not self._waiting:
+            return
+        cache, pool = self._cache, self._cache.pool
+        room, taken = pool.num_free, set[int]()
         for request in requests:
-            if request.request_id in self._late:
-                self._late.discard(request.request_id)
-                self._restore(request)
+            shared = cache.find_prefix(request)
+            own = cache.num_blocks_for(len(request.token_ids)) - len(shared)
+            room -= own + pool.num_free_among([each for each in shared if each not in taken])
+            if room < 0:
+                return
+            if request.request_id in self._waiting:
+                self._waiting.discard(request.request_id)
+                self._restore(request.spec)
+                shared = cache.find_prefix(request)
+            taken.update(shared)
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Requests were aborted; unknown ids are ignored."""
-        self._late.difference_update(request_ids)
-
-    @property
-    def has_late(self) -> bool:
-        """Whether there are requests whose loading was put off."""
-        return bool(self._late)
+        """Requests have ended; unknown ids are ignored."""
+        self._waiting.difference_update(request_ids)
 
     def save_freed(self) -> None:
         """Save the blocks of requests that have left. To be called before a step or a load is
@@ -109,6 +120,9 @@ class KVTransfer:
             "read_blocks", args=([block_ids[index] for index in wanted],)
         )
         blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
+        if not self._num_saved_bytes:
+            _check_room(self._connector.config, blocks[0])
+        self._num_saved_bytes += _num_bytes(blocks)
         self._connector.save(keys, blocks)
 
     def reset(self) -> None:
@@ -121,6 +135,16 @@ class KVTransfer:
     def check_weights(self) -> None:
         """The workers have run a method of the user, who may have changed the weights."""
         self._is_open = False
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was looked up, loaded and saved since the start."""
+        return TransferStats(
+            num_queries=self._num_queries,
+            num_hits=self._num_hits,
+            num_loaded_bytes=self._num_loaded_bytes,
+            num_saved_bytes=self._num_saved_bytes,
+        )
 
     def close(self) -> None:
         """Finish writing."""
@@ -156,7 +180,8 @@ class KVTransfer:
 
     def _restore(self, request: EngineRequest) -> None:
         self._open()
-        keys = self._keys(request)
+        keys, size = self._keys(request), self._cache.block_size
+        self._num_queries += (len(keys) - len(self._cache.pool.find(keys))) * size
         num_loaded = self._cache.restore(
             keys,
             request.prompt_token_ids,
@@ -164,9 +189,28 @@ class KVTransfer:
             self._write,
             number_of(request.adapter),
         )
+        self._num_hits += num_loaded * size
         if num_loaded:
             logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
-        return all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks)))
+        if not all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks))):
+            return False
+        self._num_loaded_bytes += _num_bytes(blocks)
+        return True
+
+
+def _num_bytes(blocks: Iterable[BlockData]) -> int:
+    return sum(len(part) for block in blocks for part in block)
+
+
+def _check_room(config: KVTransferConfig, block: BlockData) -> None:
+    """Say so if host memory keeps no block."""
+    if _num_bytes([block]) > config.kv_buffer_size:
+        logger.warning(
+            "kv_transfer_config: kv_buffer_size is %d bytes and a KV block has %d: host memory "
+            "keeps none. Set a larger kv_buffer_size",
+            config.kv_buffer_size,
+            _num_bytes([block]),
+        )

@@ -3,13 +3,17 @@
     FOLDER/NAMESPACE/ab/abcd...ef.kv     one block; the name is its key in hexadecimal
 
 A file (`block_format`) appears complete, by renaming, and is never changed. One that is damaged is
-removed, and its block counts as missing.
+removed, and its block counts as missing. Other files below the folder are left alone.
 """
 
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm.distributed.kv_transfer.block_format import compose, parse
@@ -20,12 +24,16 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _SUFFIX = ".kv"
+_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
+_BLOCK_FILE = re.compile(r"[0-9a-f]{64}\.kv")
+_TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}-[0-9]+\.tmp")
 
 _SCAN_SHARE = 20
 """The size of the folder is checked when a 20th of the limit was written since the last check."""
 _KEPT_SHARE = 0.9
 """What is left of the limit when files have been removed."""
 _FAILURES_PER_WARNING = 1000
+_HOUR_S = 3600.0
 
 
 class BlockFolder:
@@ -35,27 +43,38 @@ class BlockFolder:
         path: of the folder; it is made if there is none.
         max_bytes: of all files, about. Beyond it, those that were not used for the longest are
             removed, whoever has written them.
+        saves: files are written. False: the folder may be one that can only be read.
+        clock: seconds, as `time.time`.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be made, or cannot be used.
     """
 
-    def __init__(self, path: str, max_bytes: int) -> None:
+    def __init__(
+        self, path: str, max_bytes: int, saves: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
         self._root = Path(path).expanduser().absolute()
         self._max_bytes = max_bytes
+        self._clock = clock
+        # Not the id of the process: engines in two containers may have the same one.
+        self._own_name = secrets.token_hex(8)
         self._names = itertools.count()
         self._num_failures = 0
         self._unscanned_bytes = max_bytes  # the first file checks what is there
         self._folder = self._root
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            probe = self._root / f".{os.getpid()}.probe"
-            probe.touch()
-            probe.unlink()
+            if saves:
+                probe = self._root / f".{self._own_name}.probe"
+                probe.touch()
+                probe.unlink()
+            else:
+                os.scandir(self._root).close()
+            _warn_of_others(self._root)
         except OSError as error:
             raise ConfigError(
-                f"kv_transfer_config: the folder '{path}' cannot be written: {error.strerror}. "
-                f"Name another one"
+                f"kv_transfer_config: the folder '{path}' cannot be "
+                f"{'written' if saves else 'read'}: {error.strerror}. Name another one"
             ) from None
 
     def open(self, namespace: str) -> None:
@@ -71,9 +90,10 @@ class BlockFolder:
         path = self._path(key)
         try:
             data = path.read_bytes()
-            os.utime(path)  # used now
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # a folder that can only be read
+            os.utime(path)  # used now
         block = parse(key, data)
         if block is None:
             logger.warning("the file %s of a KV block is damaged: it is computed again", path)
@@ -83,7 +103,7 @@ class BlockFolder:
     def write(self, key: bytes, block: BlockData) -> None:
         """Write the file of a block. A failure is logged, and the block is dropped."""
         path = self._path(key)
-        temporary = path.parent / f".{os.getpid()}-{next(self._names)}.tmp"
+        temporary = path.parent / f".{self._own_name}-{next(self._names)}.tmp"
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with temporary.open("wb") as file:
@@ -103,34 +123,81 @@ class BlockFolder:
 
     def remove(self, key: bytes) -> None:
         """Remove the file of a block, if there is one."""
-        with contextlib.suppress(OSError):  # removed by another engine, or not permitted
-            self._path(key).unlink(missing_ok=True)
+        _remove(self._path(key))
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self._folder / name[:2] / f"{name}{_SUFFIX}"
 
     def _remove_oldest(self) -> None:
-        """Remove files until the folder has room again."""
-        files = sorted(_files(self._root))
-        total = sum(size for _, size, _ in files)
+        """Remove what engines that ended in the middle have left, and files until the folder has
+        room again."""
+        now, total, files = self._clock(), 0, []
+        for entry in _entries(self._root):
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # removed meanwhile
+            used_at = found.st_mtime
+            if entry.name.endswith(_SUFFIX):
+                # A time in the future is of a clock that was wrong: the file counts as old.
+                files.append((used_at if used_at < now + _HOUR_S else 0.0, found.st_size, entry))
+            elif used_at < now - _HOUR_S and _remove(entry):
+                continue
+            total += found.st_size
         if total <= self._max_bytes:
             return
-        for _, size, path in files:
+        for _, size, entry in sorted(files, key=lambda file: file[:2]):
             if total <= _KEPT_SHARE * self._max_bytes:
                 return
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            total -= size
+            if _remove(entry):
+                total -= size
 
 
-def _files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """(time of the last use, bytes, path) of the files of all namespaces, unfinished ones too."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            if not name.endswith((_SUFFIX, ".tmp")):
+def _warn_of_others(root: Path) -> None:
+    """Say so if others can write the folder."""
+    found = root.stat()
+    if found.st_uid != os.geteuid():
+        logger.warning(
+            "the folder %s for KV blocks belongs to user %d: who writes files there can change "
+            "answers",
+            root,
+            found.st_uid,
+        )
+    elif found.st_mode & stat.S_IWOTH:
+        logger.warning(
+            "every user can write the folder %s for KV blocks, and change answers with that", root
+        )
+
+
+def _remove(path: "os.PathLike[str]") -> bool:
+    """Remove a file. Returns whether it is gone."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True  # another engine has removed it
+    except OSError:
+        return False  # not permitted
+    return True
+
+
+def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
+    """The files of blocks in all namespaces, unfinished ones too."""
+    for namespace in _listed(root):
+        if not namespace.is_dir(follow_symlinks=False):
+            continue
+        for folder in _listed(namespace):
+            if not (_SUBFOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False)):
                 continue
-            path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # removed meanwhile
-                found = os.stat(path)
-                yield found.st_mtime, found.st_size, path
+            for entry in _listed(folder):
+                if _BLOCK_FILE.fullmatch(entry.name) or _TEMPORARY_FILE.fullmatch(entry.name):
+                    yield entry
+
+
+def _listed(folder: "os.PathLike[str]") -> "list[os.DirEntry[str]]":
+    """What is in a folder; nothing if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []  # removed meanwhile, or of another user

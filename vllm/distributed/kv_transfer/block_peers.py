@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 from vllm.distributed.kv_transfer.block_format import compose, parse
+from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.interface import BlockData
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -31,11 +32,14 @@ _MAX_KEYS = 1 << 16
 _OK, _OTHER_NAMESPACE = 0, 1
 
 _SERVER_TIMEOUT_S = 30.0
-"""For one send or receive of a peer, which may be slow or gone."""
+"""For the request of a peer, which may be slow or gone, and for each part of the answer."""
 _MAX_CONNECTIONS = 64
 """At the same time. Further ones are closed; the other engine computes its prompts then."""
 _PAUSE_S = 5.0
 """A peer that failed is not asked for this time, so that requests do not wait for it."""
+
+
+BlocksOf = Callable[[str], HostBlocks | None]
 
 
 class PeerError(Exception):
@@ -47,26 +51,26 @@ class BlockServer:
 
     Args:
         host, port: to listen on.
-        find: the block of a key, or None; called from any thread.
+        blocks_of: the blocks of a namespace, or None if it is not in use here; called from any
+            thread.
 
     Attributes:
-        namespace: of the blocks; peers that ask for another one get none.
         port: that it listens on, also if 0 was asked for.
 
     Raises:
         ConfigError: the address cannot be used.
     """
 
-    def __init__(self, host: str, port: int, find: Callable[[bytes], BlockData | None]) -> None:
-        self.namespace = ""
+    def __init__(self, host: str, port: int, blocks_of: BlocksOf) -> None:
         try:
-            self._server = _Server((host, port), self, find)
+            self._server = _Server((host, port), blocks_of)
         except OSError as error:
             raise ConfigError(
                 f"kv_transfer_config: cannot listen on {host}:{port}: {error.strerror or error}. "
                 f"Set kv_ip to an address of this machine, and kv_port to a free port"
             ) from None
         self.port: int = self._server.server_address[1]
+        logger.info("KV blocks are sent to the engines that ask at %s:%d", host, self.port)
         threading.Thread(
             target=self._server.serve_forever, name="kv-block-server", daemon=True
         ).start()
@@ -80,14 +84,10 @@ class BlockServer:
 class _Server(ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 2 * _MAX_CONNECTIONS
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        owner: BlockServer,
-        find: Callable[[bytes], BlockData | None],
-    ) -> None:
-        self.owner, self.find = owner, find
+    def __init__(self, address: tuple[str, int], blocks_of: BlocksOf) -> None:
+        self.blocks_of = blocks_of
         self.free_connections = threading.Semaphore(_MAX_CONNECTIONS)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -106,23 +106,25 @@ class _Answer(BaseRequestHandler):
         if not self.server.free_connections.acquire(blocking=False):
             return
         try:
-            self.request.settimeout(_SERVER_TIMEOUT_S)
             self._answer()
         finally:
             self.server.free_connections.release()
 
     def _answer(self) -> None:
-        magic, namespace, count = _REQUEST.unpack(_receive(self.request, _REQUEST.size))
+        left_s = _countdown(_SERVER_TIMEOUT_S, time.monotonic)
+        magic, name, count = _REQUEST.unpack(_receive(self.request, _REQUEST.size, left_s))
         if magic != _MAGIC or count > _MAX_KEYS:
             return
-        keys = _receive(self.request, count * _KEY_BYTES)
-        if namespace != _name(self.server.owner.namespace):
+        keys = _receive(self.request, count * _KEY_BYTES, left_s)
+        self.request.settimeout(_SERVER_TIMEOUT_S)
+        kept = self.server.blocks_of(name.rstrip(b"\0").decode(errors="replace"))
+        if kept is None:
             self.request.sendall(_ANSWER.pack(_OTHER_NAMESPACE, 0))
             return
         blocks = []
         for start in range(0, len(keys), _KEY_BYTES):
             key = keys[start : start + _KEY_BYTES]
-            block = self.server.find(key)
+            block = kept.get(key)
             if block is None:
                 break
             blocks.append((key, block))
@@ -164,7 +166,8 @@ class BlockPeer:
         """Ask for consecutive blocks; those that came before anything failed. Never raises."""
         found: list[tuple[bytes, BlockData]] = []
         try:
-            self._fetch(namespace, keys[:_MAX_KEYS], self._clock() + timeout_s, found)
+            left_s = _countdown(timeout_s, self._clock)
+            self._fetch(namespace, keys[:_MAX_KEYS], left_s, found)
         except (OSError, PeerError) as error:
             self._fail(f"{type(error).__name__}" if not str(error) else str(error))
         else:
@@ -175,15 +178,9 @@ class BlockPeer:
         self,
         namespace: str,
         keys: Sequence[bytes],
-        deadline: float,
+        left_s: Callable[[], float],
         found: list[tuple[bytes, BlockData]],
     ) -> None:
-        def left_s() -> float:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            return left
-
         with socket.create_connection(self._address, left_s()) as connection:
             head = _REQUEST.pack(_MAGIC, _name(namespace), len(keys))
             connection.sendall(head + b"".join(keys))
@@ -226,9 +223,20 @@ def _name(namespace: str) -> bytes:
     return namespace.encode().ljust(_NAMESPACE_BYTES, b"\0")
 
 
-def _receive(
-    connection: socket.socket, num_bytes: int, left_s: Callable[[], float] | None = None
-) -> bytes:
+def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float]:
+    """Tells how many seconds are left from now on, and raises TimeoutError when none are."""
+    deadline = clock() + seconds
+
+    def left_s() -> float:
+        left = deadline - clock()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+    return left_s
+
+
+def _receive(connection: socket.socket, num_bytes: int, left_s: Callable[[], float]) -> bytes:
     """So many bytes. Memory is taken as they come, whatever was announced.
 
     Args:
@@ -236,8 +244,7 @@ def _receive(
     """
     data = bytearray()
     while len(data) < num_bytes:
-        if left_s is not None:
-            connection.settimeout(left_s())
+        connection.settimeout(left_s())
         part = connection.recv(min(num_bytes - len(data), 1 << 20))
         if not part:
             raise PeerError("the connection ended early")

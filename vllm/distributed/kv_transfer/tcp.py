@@ -24,30 +24,38 @@ class TCPConnector(KVConnector):
 
     def __init__(self, config: KVTransferConfig) -> None:
         super().__init__(config)
-        size = int(config.kv_buffer_size)
-        self._host = HostBlocks(size)
-        self._namespace = ""
+        self._max_bytes = int(config.kv_buffer_size)
+        self._host = HostBlocks(self._max_bytes)
+        self._in_use = "", self._host
+        """The namespace and its blocks; replaced at once, as other threads read it."""
         self._server: BlockServer | None = None
         if config.saves:
-            self._server = BlockServer(config.kv_ip, config.kv_port, self._host.get)
-        self._peers = [BlockPeer(host, port, size) for host, port in config.peers]
+            self._server = BlockServer(config.kv_ip, config.kv_port, self._blocks_of)
+        self._peers = [BlockPeer(host, port, self._max_bytes) for host, port in config.peers]
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, "kv-fetch")
+        self._fetches: dict[tuple[bytes, bytes], Future[None]] = {}
+        """Those that are not done, by their first and their last key."""
 
     def open(self, namespace: str) -> None:
         """See `KVConnector`."""
-        if namespace == self._namespace:
+        if namespace == self._in_use[0]:
             return
-        self._namespace = namespace
-        self._host.clear()
-        if self._server is not None:
-            self._server.namespace = namespace
+        # What is being fetched for the namespace before is put into the blocks that are dropped.
+        self._host = HostBlocks(self._max_bytes)
+        self._fetches = {}
+        self._in_use = namespace, self._host
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
         """See `KVConnector`."""
         far = [key for key in keys if key not in self._host]
         if not far or not any(peer.is_asked for peer in self._peers):
             return None
-        return self._threads.submit(self._fetch, self._namespace, far)
+        span, fetches = (far[0], far[-1]), self._fetches
+        future = fetches.get(span)
+        if future is None:
+            future = fetches[span] = self._threads.submit(self._fetch, *self._in_use, far)
+            future.add_done_callback(lambda _: fetches.pop(span, None))
+        return future
 
     def load(self, keys: Sequence[bytes]) -> list[BlockData]:
         """See `KVConnector`."""
@@ -80,16 +88,20 @@ class TCPConnector(KVConnector):
         self._threads.shutdown(cancel_futures=True)
         self._host.clear()
 
-    def _fetch(self, namespace: str, keys: Sequence[bytes]) -> None:
+    def _blocks_of(self, namespace: str) -> HostBlocks | None:
+        """The blocks of this namespace; None: it is not the one in use."""
+        name, blocks = self._in_use
+        return blocks if namespace == name else None
+
+    def _fetch(self, namespace: str, blocks: HostBlocks, keys: Sequence[bytes]) -> None:
         """Ask one engine after the other for the blocks that those before it do not have."""
+        keys = [key for key in keys if key not in blocks]  # some may have come meanwhile
         for peer in self._peers:
             if not keys:
                 return
             if not peer.is_asked:
                 continue
             found = peer.fetch(namespace, keys, self.config.timeout_s)
-            if namespace != self._namespace:
-                return  # the weights have changed meanwhile
             for key, block in found:
-                self._host.put(key, block)
+                blocks.put(key, block)
             keys = keys[len(found) :]

@@ -25,7 +25,7 @@ class TieredConnector(KVConnector):
         self._host = HostBlocks(int(config.kv_buffer_size))
         self._folder: BlockFolder | None = None
         if config.folder is not None:
-            self._folder = BlockFolder(config.folder, config.folder_bytes)
+            self._folder = BlockFolder(config.folder, config.folder_bytes, config.saves)
         self._thread = ThreadPoolExecutor(1, "kv-blocks")
         self._namespace: str | None = None
         self._num_unwritten = 0
@@ -37,10 +37,10 @@ class TieredConnector(KVConnector):
         if namespace == self._namespace:
             return
         self._namespace = namespace
-        self._host.clear()
         if self._folder is not None:
-            # After the files that are being written, which belong to the namespace before.
+            # After the files that are being written and read, which belong to the namespace before.
             self._thread.submit(self._folder.open, namespace).result()
+        self._host.clear()
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
         """See `KVConnector`."""
@@ -99,6 +99,8 @@ class TieredConnector(KVConnector):
     def _read(self, keys: Sequence[bytes]) -> None:
         assert self._folder is not None
         for key in keys:
+            if key in self._host:
+                continue  # read for another request meanwhile
             block = self._folder.read(key)
             if block is None:
                 return

@@ -15,7 +15,13 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.metrics.history import RateHistory, Rates
 from vllm.engine.metrics.registry import Histogram, MetricSet
-from vllm.messages import DraftStats, FinishReason, RunnerStats, SchedulerStats
+from vllm.messages import (
+    DraftStats,
+    FinishReason,
+    RunnerStats,
+    SchedulerStats,
+    TransferStats,
+)
 
 NUM_RECENT = 50
 """How many finished requests are kept."""
@@ -229,6 +235,8 @@ class EngineMetrics:
             metrics.counter(f"vllm:{name}", help).value = value
         if self.config.scheduler.max_draft_tokens:
             _add_draft_metrics(metrics, totals.drafts)
+        if self.config.connector.kv_transfer is not None:
+            _add_transfer_metrics(metrics, totals.transfer)
         if self.config.lora.enable_lora:
             _add_adapters(metrics, totals, self.config.lora.max_loras)
         cache = self.config.cache
@@ -308,6 +316,9 @@ class _RequestHistograms:
                 histogram.observe(seconds)
 
 
+_NUM_TRANSFER = len(TransferStats.__struct_fields__)
+
+
 class _CoreCounters:
     """Counters of the core that continue over its restarts.
 
@@ -337,7 +348,8 @@ class _CoreCounters:
         queries, hits, preemptions, num_drafts, num_draft_tokens, num_declined, *rest = map(
             add, self._base, self._last
         )
-        accepted, runner = rest[: self._max_drafts], rest[self._max_drafts :]
+        accepted, rest = rest[: self._max_drafts], rest[self._max_drafts :]
+        transfer, runner = rest[:_NUM_TRANSFER], rest[_NUM_TRANSFER:]
         return msgspec.structs.replace(
             stats,
             num_prefix_queries=queries,
@@ -348,6 +360,9 @@ class _CoreCounters:
                 num_draft_tokens=num_draft_tokens,
                 num_declined_steps=num_declined,
                 accepted=tuple(accepted),
+            ),
+            transfer=TransferStats(
+                **dict(zip(TransferStats.__struct_fields__, transfer, strict=True))
             ),
             runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
         )
@@ -363,6 +378,7 @@ class _CoreCounters:
             drafts.num_draft_tokens,
             drafts.num_declined_steps,
             *accepted[: self._max_drafts],
+            *msgspec.structs.astuple(stats.transfer),
             *msgspec.structs.astuple(stats.runner),
         )
 
@@ -374,6 +390,16 @@ def one_two_five(most: int) -> list[int]:
         bounds += [2 * power, 5 * power, 10 * power]
         power *= 10
     return [bound for bound in bounds if bound <= most]
+
+
+def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
+    for name, help, value in (
+        ("external_prefix_cache_queries", "Prompt tokens looked up.", transfer.num_queries),
+        ("external_prefix_cache_hits", "Prompt tokens loaded.", transfer.num_hits),
+        ("kv_transfer_loaded_bytes", "Bytes of blocks loaded.", transfer.num_loaded_bytes),
+        ("kv_transfer_saved_bytes", "Bytes of blocks saved.", transfer.num_saved_bytes),
+    ):
+        metrics.counter(f"vllm:{name}", help).value = value
 
 
 def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Reversible, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -13,7 +13,9 @@ from vllm.config import VllmConfig
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
 from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
-from vllm.messages import DraftStats, RunnerStats, SchedulerStats
+from vllm.messages import DraftStats, RunnerStats, SchedulerStats, TransferStats
+
+_Counters = TypeVar("_Counters", RunnerStats, TransferStats)
 
 
 class ReadableMetrics(Protocol):
@@ -134,10 +136,11 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
             num_declined_steps=sum(stats.drafts.num_declined_steps for stats in every),
             accepted=tuple(map(sum, places)),
         ),
-        runner=reduce(_add_runners, (stats.runner for stats in every)),
+        transfer=reduce(_add, (stats.transfer for stats in every)),
+        runner=reduce(_add, (stats.runner for stats in every)),
     )
 
 
-def _add_runners(one: RunnerStats, other: RunnerStats) -> RunnerStats:
+def _add(one: _Counters, other: _Counters) -> _Counters:
     pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
-    return RunnerStats(**dict(zip(RunnerStats.__struct_fields__, map(sum, pairs), strict=True)))
+    return type(one)(**dict(zip(one.__struct_fields__, map(sum, pairs), strict=True)))
