@@ -449,8 +449,8 @@ class AsyncLLM(AsyncControl):
         self, replica: int, error: BaseException, will_return: bool, core_ids: list[str]
     ) -> None:
         """The core of a replica has died: end its requests with its error."""
-        if self.metrics is not None and will_return:
-            self.metrics.replicas[replica].record_restart()
+        if self.metrics is not None:
+            self.metrics.replicas[replica].record_loss(is_restarted=will_return)
         for core_id in core_ids:
             request_id = self.output_processor.request_id_of(core_id)
             if request_id is not None:
