@@ -14,6 +14,7 @@ from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
 from vllm.engine.process.wire import CoreFailed
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.messages import SchedulerStats
 
 
 class Worker:
@@ -123,7 +124,10 @@ def test_aborts_go_to_the_replica_that_has_the_request(run):
 def test_a_replica_that_dies_loses_its_requests_alone(run):
     async def check(engine, first, second):
         tasks = await hold(engine, (first, second))
+        for metrics in engine.metrics.replicas:
+            metrics.stats = SchedulerStats(num_running=2)
         first.die()
+        assert engine.metrics.totals.num_running == 2 and not engine.metrics.num_restarts
         release(second)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         lost = [each for each in found if isinstance(each, EngineDeadError)]
@@ -182,6 +186,40 @@ def test_a_replica_is_drained_and_restarted_while_the_other_serves(run):
         for n in range(4):
             assert (await collect(engine, f"s{n}"))[-1].finished
         assert third.core.added and engine.is_running
+
+    run(check, num_clients=3)
+
+
+def test_a_replica_that_is_resumed_before_it_is_empty_keeps_its_requests(run):
+    async def check(engine, first, second):
+        tasks = await hold(engine, (first, second))
+        for call in (engine.drain_replica(0), engine.restart_replica(0, timeout=60)):
+            task = asyncio.create_task(call)
+            while engine.replica_states()[0].state != "draining":
+                await asyncio.sleep(0.001)
+            await engine.resume_replica(0)
+            with pytest.raises(CapacityError, match="replica 0 was resumed") as caught:
+                await task
+            assert caught.value.status == 409
+        release(first, second)
+        assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+        assert [state.state for state in engine.replica_states()] == ["ready", "ready"]
+
+    run(check)
+
+
+@pytest.mark.parametrize("woken", [[], ["weights"], None])
+def test_a_replica_that_is_started_again_sleeps_as_the_other_does(run, woken):
+    async def check(engine, first, second, third):
+        await engine.sleep(1)
+        if woken != []:
+            await engine.wake_up(woken)
+        await engine.restart_replica(1)
+        assert await engine.collective_rpc("name") == ["worker", "worker"]  # it has been told
+        assert third.core.sleeping_tags == first.core.sleeping_tags
+        assert third.core.is_sleeping() == (woken is not None)
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
 
     run(check, num_clients=3)
 

@@ -5,7 +5,7 @@ Everything except starting a process happens in one event loop.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
@@ -76,6 +76,8 @@ class CoreSupervisor:
         suffix: names the core in messages, such as " of replica 1".
         start_core: starts a process, or waits for one on another machine.
         first_phase: what it does until it has its config, for progress reports.
+        first_calls: name and arguments of calls that a core which is started again gets before any
+            request; read when it is ready.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
@@ -93,6 +95,7 @@ class CoreSupervisor:
         start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
         first_phase: str = "importing PyTorch and the engine",
         *,
+        first_calls: Sequence[tuple[str, tuple[Any, ...]]] = (),
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],
@@ -103,6 +106,7 @@ class CoreSupervisor:
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
+        self._first_calls = first_calls
         self._on_output = on_output
         self._on_refused = on_refused
         self._on_lost = on_lost
@@ -320,6 +324,11 @@ class CoreSupervisor:
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
+        if self._core is None:
+            return  # it has ended since, which was noticed
+        for name, args in self._first_calls:
+            arguments = encode_arguments(args, {})
+            self._core.send(CallCore(call_id=next(self._call_ids), name=name, arguments=arguments))
         self.startup.set_ready()
         logger.info("the engine%s runs again", self._suffix)
 
