@@ -1,6 +1,7 @@
 """The asynchronous engine over several fake cores: division of requests, death, drain, restart."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -186,6 +187,27 @@ def test_a_replica_is_drained_and_restarted_while_the_other_serves(run):
         for n in range(4):
             assert (await collect(engine, f"s{n}"))[-1].finished
         assert third.core.added and engine.is_running
+
+    run(check, num_clients=3)
+
+
+def test_the_other_replica_serves_while_the_process_of_one_ends(run):
+    """The kernel needs seconds to free its memory or its card; no new process starts before."""
+
+    async def check(engine, first, second, third):
+        is_freed = threading.Event()
+
+        def close():
+            assert is_freed.wait(10), "the event loop has waited for the process"
+
+        first.close = close
+        restart = asyncio.create_task(engine.restart_replica(0))
+        while first.is_closed is False:
+            await asyncio.sleep(0.001)
+        assert (await collect(engine, "meanwhile"))[-1].finished
+        assert engine.replica_states()[0].state == "restarting the engine"
+        is_freed.set()
+        await restart
 
     run(check, num_clients=3)
 

@@ -56,8 +56,14 @@ class Core(Protocol):
         """
         ...
 
+    def kill(self) -> None:
+        """Let it end without waiting, and deliver nothing of it any more. Calling it again does
+        nothing."""
+        ...
+
     def close(self) -> None:
-        """End it. Calling it again does nothing."""
+        """End it, wait for that, and release all resources; after `kill` in any thread. Calling it
+        again does nothing."""
         ...
 
 
@@ -114,6 +120,7 @@ class CoreSupervisor:
         self._ready: asyncio.Future[None] | None = None
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -172,7 +179,7 @@ class CoreSupervisor:
         """
         assert not self._is_stopped
         error = EngineDeadError("the engine process is being restarted")
-        self._release()
+        self._release_behind()
         self._begin_restart(error)
         await self.startup.wait()
 
@@ -278,7 +285,7 @@ class CoreSupervisor:
 
     def _on_end(self, cause: str) -> None:
         error = self._error_of(cause)
-        self._release()
+        self._release_behind()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)  # reported to the caller of `start`
         else:
@@ -314,11 +321,13 @@ class CoreSupervisor:
 
     async def _restart(self) -> None:
         try:
+            if self._closing is not None:
+                await self._closing  # its memory and its device are free then
             ready = await self._start_process()
             await self._configure()
             await ready
         except Exception as error:  # also errors of the system: no memory, no process, no disk
-            self._release()
+            self._release_behind()
             if not self._is_stopped:
                 logger.error("the engine%s could not be started again: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
@@ -342,6 +351,14 @@ class CoreSupervisor:
         core, self._core = self._core, None
         if core is not None:
             core.close()
+
+    def _release_behind(self) -> None:
+        """End the core, and wait for its end in a thread: to free much memory or a device takes the
+        system seconds, in which the event loop serves the requests of other cores."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.kill()
+            self._closing = asyncio.get_running_loop().run_in_executor(None, core.close)
 
 
 def _close_core(started: "asyncio.Future[Core]") -> None:
