@@ -136,6 +136,8 @@ def test_a_replica_that_dies_loses_its_requests_alone(run):
             "the engine process of replica 0 has ended (signal 9)"
         ] * 2
         assert sum(isinstance(each, list) and each[-1].finished for each in found) == 2
+        reasons = sorted(request.finish_reason for request in engine.metrics.recent)
+        assert reasons == ["error", "error", "length", "length"]
         assert engine.is_running and not engine.errored
         assert [state.state for state in engine.replica_states()] == ["failed", "ready"]
         assert (await collect(engine, "after"))[-1].finished

@@ -42,7 +42,7 @@ from vllm.errors import (
 )
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, FinishReason
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -461,7 +461,7 @@ class AsyncLLM(AsyncControl):
         if (stream := self._streams.get(request_id)) is not None:
             stream.fail(error)
         self._forget(request_id)
-        _, core_ids = self.output_processor.abort([request_id])
+        _, core_ids = self.output_processor.abort([request_id], FinishReason.ERROR)
         self._admission.end(core_ids)
 
     # ---- the engine itself ----------------------------------------------------------------
