@@ -74,9 +74,14 @@ def main() -> None:
         next_number = int.from_bytes(number, "big") + 1
     print(f"{len(blocks.tokens)} blocks after {next_number} batches that were sent again")
 
+    last_number = -1
     while events.poll(1000):  # a program that stays would wait without an end
         _, frame, data = events.recv_multipart()
         number = int.from_bytes(frame, "big")
+        if number <= last_number:
+            print("the engine was started again: its numbers begin at 0, and its cache is empty")
+            blocks, next_number = Blocks(), 0
+        last_number = number
         if number > next_number:
             print(f"missed {number - next_number} batches: ask again, as above")
         if number >= next_number:

@@ -77,8 +77,11 @@ class FakeCoreClient:
         if not self.is_closed:
             self._on_death(cause)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self.is_closed = True
+
+    def close(self) -> None:
+        self.kill()
 
     def _receive(self, wait: bool) -> bytes | None:
         return self._inbox.popleft() if self._inbox else None

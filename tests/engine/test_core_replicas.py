@@ -1,6 +1,7 @@
 """The asynchronous engine over several fake cores: division of requests, death, drain, restart."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
 from vllm.engine.process.wire import CoreFailed
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.messages import SchedulerStats
 
 
 class Worker:
@@ -123,7 +125,10 @@ def test_aborts_go_to_the_replica_that_has_the_request(run):
 def test_a_replica_that_dies_loses_its_requests_alone(run):
     async def check(engine, first, second):
         tasks = await hold(engine, (first, second))
+        for metrics in engine.metrics.replicas:
+            metrics.stats = SchedulerStats(num_running=2)
         first.die()
+        assert engine.metrics.totals.num_running == 2 and not engine.metrics.num_restarts
         release(second)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         lost = [each for each in found if isinstance(each, EngineDeadError)]
@@ -131,6 +136,8 @@ def test_a_replica_that_dies_loses_its_requests_alone(run):
             "the engine process of replica 0 has ended (signal 9)"
         ] * 2
         assert sum(isinstance(each, list) and each[-1].finished for each in found) == 2
+        reasons = sorted(request.finish_reason for request in engine.metrics.recent)
+        assert reasons == ["error", "error", "length", "length"]
         assert engine.is_running and not engine.errored
         assert [state.state for state in engine.replica_states()] == ["failed", "ready"]
         assert (await collect(engine, "after"))[-1].finished
@@ -182,6 +189,61 @@ def test_a_replica_is_drained_and_restarted_while_the_other_serves(run):
         for n in range(4):
             assert (await collect(engine, f"s{n}"))[-1].finished
         assert third.core.added and engine.is_running
+
+    run(check, num_clients=3)
+
+
+def test_the_other_replica_serves_while_the_process_of_one_ends(run):
+    """The kernel needs seconds to free its memory or its card; no new process starts before."""
+
+    async def check(engine, first, second, third):
+        is_freed = threading.Event()
+
+        def close():
+            assert is_freed.wait(10), "the event loop has waited for the process"
+
+        first.close = close
+        restart = asyncio.create_task(engine.restart_replica(0))
+        while first.is_closed is False:
+            await asyncio.sleep(0.001)
+        assert (await collect(engine, "meanwhile"))[-1].finished
+        assert engine.replica_states()[0].state == "restarting the engine"
+        is_freed.set()
+        await restart
+
+    run(check, num_clients=3)
+
+
+def test_a_replica_that_is_resumed_before_it_is_empty_keeps_its_requests(run):
+    async def check(engine, first, second):
+        tasks = await hold(engine, (first, second))
+        for call in (engine.drain_replica(0), engine.restart_replica(0, timeout=60)):
+            task = asyncio.create_task(call)
+            while engine.replica_states()[0].state != "draining":
+                await asyncio.sleep(0.001)
+            await engine.resume_replica(0)
+            with pytest.raises(CapacityError, match="replica 0 was resumed") as caught:
+                await task
+            assert caught.value.status == 409
+        release(first, second)
+        assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+        assert [state.state for state in engine.replica_states()] == ["ready", "ready"]
+
+    run(check)
+
+
+@pytest.mark.parametrize("woken", [[], ["weights"], None])
+def test_a_replica_that_is_started_again_sleeps_as_the_other_does(run, woken):
+    async def check(engine, first, second, third):
+        await engine.sleep(1)
+        if woken != []:
+            await engine.wake_up(woken)
+        await engine.restart_replica(1)
+        assert await engine.collective_rpc("name") == ["worker", "worker"]  # it has been told
+        assert third.core.sleeping_tags == first.core.sleeping_tags
+        assert third.core.is_sleeping() == (woken is not None)
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
 
     run(check, num_clients=3)
 

@@ -145,6 +145,7 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
     llm = LLM(
         max_model_len=128, num_gpu_blocks_override=20, max_num_seqs=4, kv_events_config=config
     )
+    assert llm.llm_engine.engine_core._publisher._next_number == 1
     subscriber = subscribe(open_socket, addresses, llm.reset_prefix_cache)
     pool = llm.llm_engine.engine_core.scheduler.cache.pool
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -153,6 +154,8 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
         llm.generate([*prompts, prompts[0]], params, use_tqdm=False)
     assert len(pool._block_of) > 10
 
+    # Those who have followed an engine at this address before forget its blocks.
+    assert decode(ask_again(open_socket, addresses, 0)[0][1]).events == [AllBlocksCleared()]
     core = llm.llm_engine.engine_core
     core.shutdown()
     last = core._publisher._next_number - 1

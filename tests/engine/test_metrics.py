@@ -229,7 +229,7 @@ def test_counters_of_the_core_go_on_over_a_restart_nobody_told_of(metrics):
 
 def test_a_restart_that_is_told_of_needs_no_counter_to_fall(metrics):
     metrics.record_output(core_stats(1, 50), NOTHING)
-    metrics.record_restart()
+    metrics.record_loss(is_restarted=True)
     samples = scrape(metrics)
     assert (samples["engine_restarts_total"], samples["useful_tokens_total"]) == (1, 50)
     metrics.record_output(core_stats(2, 60), NOTHING)

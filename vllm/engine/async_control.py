@@ -17,7 +17,7 @@ from vllm.engine.metrics.replica_metrics import sum_stats
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
-from vllm.errors import CapacityError, RequestError, RequestTimeoutError
+from vllm.errors import RequestError, RequestTimeoutError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, SchedulerStats
 
@@ -261,13 +261,7 @@ class AsyncControl:
             EngineDeadError: the core has died.
         """
         await self.wait_ready()
-        try:
-            await self._core.call("sleep", level)
-        except CapacityError:
-            if len(self._core) > 1:
-                await self._core.call("wake_up", None)  # the replicas that had no requests
-            raise
-        self._core.forget_prefixes()
+        await self._core.sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again. Requests are accepted when all of it is allocated.
@@ -281,7 +275,7 @@ class AsyncControl:
             EngineDeadError: the core has died.
         """
         await self.wait_ready()
-        await self._core.call("wake_up", tags if tags is None else list(tags))
+        await self._core.wake_up(tags if tags is None else list(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether the memory of weights or KV cache is released."""
@@ -299,6 +293,7 @@ class AsyncControl:
 
         Raises:
             RequestError: there is no such replica.
+            CapacityError: it was resumed before its last request had ended (status 409).
         """
         await self.wait_ready()
         await self._core.drain(replica)
@@ -322,7 +317,8 @@ class AsyncControl:
 
         Raises:
             RequestError: there is no such replica.
-            CapacityError: it is being started already (status 409).
+            CapacityError: it is being started already, or was resumed before its last request had
+                ended (status 409).
             ConfigError, EngineDeadError: it could not be started.
         """
         await self.wait_ready()

@@ -42,7 +42,7 @@ from vllm.errors import (
 )
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, FinishReason
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -449,8 +449,8 @@ class AsyncLLM(AsyncControl):
         self, replica: int, error: BaseException, will_return: bool, core_ids: list[str]
     ) -> None:
         """The core of a replica has died: end its requests with its error."""
-        if self.metrics is not None and will_return:
-            self.metrics.replicas[replica].record_restart()
+        if self.metrics is not None:
+            self.metrics.replicas[replica].record_loss(is_restarted=will_return)
         for core_id in core_ids:
             request_id = self.output_processor.request_id_of(core_id)
             if request_id is not None:
@@ -461,7 +461,7 @@ class AsyncLLM(AsyncControl):
         if (stream := self._streams.get(request_id)) is not None:
             stream.fail(error)
         self._forget(request_id)
-        _, core_ids = self.output_processor.abort([request_id])
+        _, core_ids = self.output_processor.abort([request_id], FinishReason.ERROR)
         self._admission.end(core_ids)
 
     # ---- the engine itself ----------------------------------------------------------------

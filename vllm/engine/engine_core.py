@@ -82,6 +82,7 @@ class EngineCore:
             # First, so that an address in use is reported before the model is loaded.
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
+            self._events.cleared()  # those who followed an engine before this one know its blocks
         try:
             # Likewise its address, or its folder.
             self._connector = _make_connector(config)
@@ -133,6 +134,7 @@ class EngineCore:
         # Not the exception itself: its traceback references the engine, which could then not be
         # collected.
         self._failure: str | None = None
+        self._publish_events()
 
     def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
         connector = self._connector

@@ -172,9 +172,11 @@ class EngineMetrics:
         self._success.cell(request.finish_reason).add()
         self._requests.observe(request)
 
-    def record_restart(self) -> None:
-        """The core was restarted: its counters begin at 0."""
-        self._restarts.add()
+    def record_loss(self, *, is_restarted: bool) -> None:
+        """The core has ended: it has no requests and no blocks, and the counters of another one
+        begin at 0."""
+        if is_restarted:
+            self._restarts.add()
         self._counters.restart()
         self.stats = SchedulerStats()
 

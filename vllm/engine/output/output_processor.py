@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_ABORTED = Finished(FinishReason.ABORT)
-
 
 class OutputProcessor:
     """The outputs of all unfinished requests.
@@ -149,8 +147,10 @@ class OutputProcessor:
                 news[sample.request] = None
         return self._outputs(news, now), stopped
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[list[AnyRequestOutput], list[str]]:
-        """End requests with reason "abort"; unknown ids are ignored.
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> tuple[list[AnyRequestOutput], list[str]]:
+        """End requests with this reason; unknown ids are ignored.
 
         Returns:
             Their last outputs, and ids of core requests to abort.
@@ -159,7 +159,7 @@ class OutputProcessor:
         running = [s for r in requests for s in r.samples if s.finish_reason is None]
         for sample in running:
             del self._samples[sample.core_id]
-            sample.end(_ABORTED)
+            sample.end(Finished(reason))
         return self._outputs(requests, time.time()), [sample.core_id for sample in running]
 
     def _take_details(self, output: EngineOutput) -> None:

@@ -49,7 +49,7 @@ class CoreClient:
         self._socket.linger = 0
         self._socket.bind(self._address)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
+        self._is_killed = self._is_closed = False
         module = "vllm.engine.process.core_process"
         self._child = ChildProcess(
             [sys.executable, "-m", module, self._address, str(os.getpid())],
@@ -92,7 +92,7 @@ class CoreClient:
         Args:
             on_message: called with each message, in order.
             on_death: called once when the process has ended, after its last message, with the cause
-                as far as it is known; not after `close`.
+                as far as it is known; not after `kill` or `close`.
         """
         loop = self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -116,7 +116,7 @@ class CoreClient:
 
     def send_raw(self, data: bytes) -> None:
         """Send an encoded message; one to a core that has ended is dropped."""
-        if self._is_closed:
+        if self._is_killed:
             return
         with contextlib.suppress(zmq.Again):  # the other end is closed: `on_death` will report it
             self._socket.send(data, zmq.NOBLOCK)
@@ -125,18 +125,27 @@ class CoreClient:
         # message.
         self._loop.call_soon(self._read)
 
-    def close(self) -> None:
-        """Kill the process and release all resources. Calling it again does nothing.
+    def kill(self) -> None:
+        """Kill the process, and deliver nothing of it any more; `close` releases its resources.
+        Calling it again does nothing."""
+        if self._is_killed:
+            return
+        self._is_killed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self.process.kill()
 
-        If the process does not end within seconds, a thread waits for it, so that the event loop
+    def close(self) -> None:
+        """Kill the process, wait for its end and release all resources. Calling it again does
+        nothing. After `kill` it may be called in any thread.
+
+        If the process does not end within seconds, a thread waits for it, so that the caller
         continues.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-        self.process.kill()
+        self.kill()
         try:
             self.process.wait(_MAX_KILL_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -163,7 +172,7 @@ class CoreClient:
             self.process.stdin.close()
 
     def _read(self) -> None:
-        while not self._is_closed:
+        while not self._is_killed:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -171,7 +180,7 @@ class CoreClient:
             self._on_message(data)
 
     def _tell_end(self, cause: str) -> None:
-        if self._is_closed:
+        if self._is_killed:
             return
         self._read()
         self._on_death(cause)

@@ -76,6 +76,8 @@ class CoreReplicas:
         self._on_output = on_output
         self._on_lost = on_lost
         self._draining: set[int] = set()
+        self._sleep_calls: list[tuple[str, tuple[Any, ...]]] = []
+        """Those that have put the replicas to sleep, and woken parts of them since."""
         self._router: ReplicaRouter | None = None
         self._has_started = False
         self._far: FarCores | None = None
@@ -90,6 +92,7 @@ class CoreReplicas:
                 num_restarts,
                 "" if num_replicas == 1 else f" of replica {index}",
                 *self._start_of(index, num_local),
+                first_calls=self._sleep_calls,
                 on_output=partial(self._take_output, index),
                 on_refused=on_refused,
                 on_lost=partial(self._lose, index),
@@ -291,6 +294,41 @@ class CoreReplicas:
                 raise result
         return results
 
+    async def sleep(self, level: int) -> None:
+        """Let all replicas sleep; one that is started again goes to sleep, too. If one has
+        requests, none sleeps.
+
+        Raises:
+            As `EngineCore.sleep`.
+        """
+        before = list(self._sleep_calls)
+        self._sleep_calls[:] = [("sleep", (level,))]  # first: one may become ready meanwhile
+        try:
+            await self.call("sleep", level)
+        except BaseException as error:
+            self._sleep_calls[:] = before
+            if isinstance(error, CapacityError) and len(self._all) > 1:
+                await self.call("wake_up", None)  # the replicas that had no requests
+            raise
+        self.forget_prefixes()
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Wake all replicas, or parts of them.
+
+        Raises:
+            As `EngineCore.wake_up`.
+        """
+        before = list(self._sleep_calls)
+        if tags is None:
+            self._sleep_calls.clear()
+        elif before and (call := ("wake_up", (tags,))) not in before:
+            self._sleep_calls.append(call)
+        try:
+            await self.call("wake_up", tags)
+        except BaseException:
+            self._sleep_calls[:] = before
+            raise
+
     def forget_prefixes(self) -> None:
         """The prefix caches of all replicas were emptied."""
         self._running.forget_prefixes()
@@ -317,10 +355,17 @@ class CoreReplicas:
 
         Raises:
             RequestError: there is no such replica.
+            CapacityError: it was resumed before its last request had ended (status 409).
         """
         self._check_index(index)
         self._draining.add(index)
-        while self._running.loads[index].requests and index in self._draining:
+        while self._running.loads[index].requests:
+            if index not in self._draining:
+                raise CapacityError(
+                    f"replica {index} was resumed before its last request had ended, so it is "
+                    f"neither drained nor restarted",
+                    status=409,
+                )
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def resume(self, index: int) -> None:
@@ -342,7 +387,8 @@ class CoreReplicas:
 
         Raises:
             RequestError: there is no such replica.
-            CapacityError: it is being started already (status 409).
+            CapacityError: it is being started already, or was resumed before its last request had
+                ended (status 409).
             ConfigError, EngineDeadError: it could not be started.
         """
         self._check_index(index)

@@ -5,7 +5,7 @@ Everything except starting a process happens in one event loop.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
@@ -56,8 +56,14 @@ class Core(Protocol):
         """
         ...
 
+    def kill(self) -> None:
+        """Let it end without waiting, and deliver nothing of it any more. Calling it again does
+        nothing."""
+        ...
+
     def close(self) -> None:
-        """End it. Calling it again does nothing."""
+        """End it, wait for that, and release all resources; after `kill` in any thread. Calling it
+        again does nothing."""
         ...
 
 
@@ -76,6 +82,8 @@ class CoreSupervisor:
         suffix: names the core in messages, such as " of replica 1".
         start_core: starts a process, or waits for one on another machine.
         first_phase: what it does until it has its config, for progress reports.
+        first_calls: name and arguments of calls that a core which is started again gets before any
+            request; read when it is ready.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
@@ -93,6 +101,7 @@ class CoreSupervisor:
         start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
         first_phase: str = "importing PyTorch and the engine",
         *,
+        first_calls: Sequence[tuple[str, tuple[Any, ...]]] = (),
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],
@@ -103,6 +112,7 @@ class CoreSupervisor:
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
+        self._first_calls = first_calls
         self._on_output = on_output
         self._on_refused = on_refused
         self._on_lost = on_lost
@@ -110,6 +120,7 @@ class CoreSupervisor:
         self._ready: asyncio.Future[None] | None = None
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -168,7 +179,7 @@ class CoreSupervisor:
         """
         assert not self._is_stopped
         error = EngineDeadError("the engine process is being restarted")
-        self._release()
+        self._release_behind()
         self._begin_restart(error)
         await self.startup.wait()
 
@@ -274,7 +285,7 @@ class CoreSupervisor:
 
     def _on_end(self, cause: str) -> None:
         error = self._error_of(cause)
-        self._release()
+        self._release_behind()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)  # reported to the caller of `start`
         else:
@@ -310,16 +321,23 @@ class CoreSupervisor:
 
     async def _restart(self) -> None:
         try:
+            if self._closing is not None:
+                await self._closing  # its memory and its device are free then
             ready = await self._start_process()
             await self._configure()
             await ready
         except Exception as error:  # also errors of the system: no memory, no process, no disk
-            self._release()
+            self._release_behind()
             if not self._is_stopped:
                 logger.error("the engine%s could not be started again: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
+        if self._core is None:
+            return  # it has ended since, which was noticed
+        for name, args in self._first_calls:
+            arguments = encode_arguments(args, {})
+            self._core.send(CallCore(call_id=next(self._call_ids), name=name, arguments=arguments))
         self.startup.set_ready()
         logger.info("the engine%s runs again", self._suffix)
 
@@ -333,6 +351,14 @@ class CoreSupervisor:
         core, self._core = self._core, None
         if core is not None:
             core.close()
+
+    def _release_behind(self) -> None:
+        """End the core, and wait for its end in a thread: to free much memory or a device takes the
+        system seconds, in which the event loop serves the requests of other cores."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.kill()
+            self._closing = asyncio.get_running_loop().run_in_executor(None, core.close)
 
 
 def _close_core(started: "asyncio.Future[Core]") -> None:

@@ -72,6 +72,10 @@ class FarCore:
         """See `Core`."""
         self._write(MESSAGE, encode(message))
 
+    def kill(self) -> None:
+        """See `Core`."""
+        self.close()
+
     def close(self) -> None:
         """See `Core`. Its machine ends the core when the connection has ended."""
         if self._is_closed:
