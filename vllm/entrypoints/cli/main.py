@@ -92,7 +92,7 @@ def _open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # for as long as the program runs
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
