@@ -25,6 +25,20 @@ def run_vllm(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     )
 
 
+def test_a_program_without_standard_streams_gives_its_processes_some():
+    """A supervisor may start it so. Sockets would have their numbers."""
+    code = (
+        "import os, subprocess, sys\n"
+        "from vllm.entrypoints.cli.main import run_command\n"
+        "def run():\n"
+        "    child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'\n"
+        "    return subprocess.run([sys.executable, '-c', child]).returncode\n"
+        "os._exit(run_command(run, list) or sys.stdin.read() != '' or sys.stderr.isatty())\n"
+    )
+    command = 'exec 0<&- 1>&- 2>&-; exec "$0" -c "$1"'
+    assert subprocess.run(["sh", "-c", command, sys.executable, code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["collect-env", "--help"]])
 def test_help_loads_nothing_heavy(args):
     code = (

@@ -65,6 +65,7 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
         flag_names: settings that its command line has flags for, so that an error names the
             flag. Called when there is an error.
     """
+    _open_standard_streams()
     try:
         code = run()
     except (ConfigError, RequestError) as error:
@@ -78,6 +79,20 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
+
+
+def _open_standard_streams() -> None:
+    """Open those that the program was started without, as by a supervisor, on the null device.
+    Sockets would have their numbers otherwise, and processes that are started get these."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
