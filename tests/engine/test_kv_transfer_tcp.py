@@ -141,6 +141,17 @@ def test_what_is_not_a_block_is_not_taken_for_one(data, num_blocks, reason, caps
     thread.join()
 
 
+@pytest.mark.parametrize(("block_bytes", "num_blocks"), [(1011, 1), (None, 2)])
+def test_a_block_that_is_larger_than_those_here_is_not_received(block_bytes, num_blocks, capsys):
+    large = b"".join(compose(KEYS[1], [bytes(100_000)]))
+    port, thread = peer_that_sends(answer_of(ONE, large))
+    with consumer(port) as made:
+        made.block_bytes = block_bytes
+        assert len(fetched(made, KEYS[:3])) == num_blocks
+    assert ("a block of another size" in capsys.readouterr().err) == (num_blocks == 1)
+    thread.join()
+
+
 def test_a_peer_that_fails_is_left_alone_for_a_while_and_then_asked_again(capsys):
     now = 0.0
     with connector() as one:
@@ -193,7 +204,7 @@ class SlowPeer:
     def __init__(self, event):
         self.event, self.num_asked = event, 0
 
-    def fetch(self, namespace, keys, timeout_s):
+    def fetch(self, namespace, keys, timeout_s, block_bytes):
         self.num_asked += 1
         self.event()
         return list(zip(keys, BLOCKS, strict=False))

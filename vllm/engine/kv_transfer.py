@@ -45,13 +45,8 @@ class KVTransfer:
         self._saves, self._loads = connector.config.saves, connector.config.loads
         self._num_queries = self._num_hits = 0
         self._num_loaded_bytes = self._num_saved_bytes = 0
-        logger.info(
-            "KV blocks are kept outside of the KV cache as well: %s, %s, at most %.2f GB of host "
-            "memory",
-            connector.config.kv_connector,
-            connector.config.kv_role,
-            connector.config.kv_buffer_size / 1e9,
-        )
+        connector.block_bytes = sum(executor.collective_rpc("block_bytes"))
+        _log_size(connector.config, connector.block_bytes)
         if self._saves:
             cache.freed = []
         self._open()
@@ -120,8 +115,6 @@ class KVTransfer:
             "read_blocks", args=([block_ids[index] for index in wanted],)
         )
         blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
-        if not self._num_saved_bytes:
-            _check_room(self._connector.config, blocks[0])
         self._num_saved_bytes += _num_bytes(blocks)
         self._connector.save(keys, blocks)
 
@@ -205,12 +198,21 @@ def _num_bytes(blocks: Iterable[BlockData]) -> int:
     return sum(len(part) for block in blocks for part in block)
 
 
-def _check_room(config: KVTransferConfig, block: BlockData) -> None:
-    """Say so if host memory keeps no block."""
-    if _num_bytes([block]) > config.kv_buffer_size:
+def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
+    """Tell what is kept, and how much of it."""
+    num_blocks = int(config.kv_buffer_size / block_bytes)
+    logger.info(
+        "KV blocks are kept outside of the KV cache as well: %s, %s, %.2f GB of host memory for at "
+        "most %d blocks",
+        config.kv_connector,
+        config.kv_role,
+        config.kv_buffer_size / 1e9,
+        num_blocks,
+    )
+    if not num_blocks:
         logger.warning(
             "kv_transfer_config: kv_buffer_size is %d bytes and a KV block has %d: host memory "
             "keeps none. Set a larger kv_buffer_size",
             config.kv_buffer_size,
-            _num_bytes([block]),
+            block_bytes,
         )

@@ -13,7 +13,13 @@ from vllm.version import __version__
 
 
 class BlockStore(Protocol):
-    """The caches of some layers, block by block."""
+    """The caches of some layers, block by block.
+
+    Attributes:
+        block_bytes: bytes of one block in all layers.
+    """
+
+    block_bytes: int
 
     @property
     def layout(self) -> list[tuple[tuple[int, ...], str]]:

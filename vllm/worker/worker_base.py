@@ -258,6 +258,10 @@ class WorkerBase(ABC):
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         """The bytes of all weights, [num_bytes] uint8 each on the CPU, and what computes."""
 
+    def block_bytes(self) -> int:
+        """Bytes of a KV block in all layers of this rank."""
+        return self._blocks.block_bytes
+
     def read_blocks(self, block_ids: list[int]) -> list[bytes]:
         """The bytes of KV blocks, in all layers of this rank."""
         return self._blocks.read(block_ids)

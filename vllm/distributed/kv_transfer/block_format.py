@@ -12,6 +12,8 @@ _MAGIC = b"KVBLOCK1"
 _HEAD = struct.Struct("<8s32s32sI")
 _LENGTH = struct.Struct("<Q")
 _MAX_RANKS = 4096
+MAX_HEAD_BYTES = _HEAD.size + _MAX_RANKS * _LENGTH.size
+"""What a block in this format has besides its data, at most."""
 
 
 def compose(key: bytes, block: BlockData) -> list[bytes]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
-from vllm.distributed.kv_transfer.block_format import compose, parse
+from vllm.distributed.kv_transfer.block_format import MAX_HEAD_BYTES, compose, parse
 from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.interface import BlockData
 from vllm.errors import ConfigError
@@ -161,13 +161,22 @@ class BlockPeer:
         return self._clock() >= self._paused_until
 
     def fetch(
-        self, namespace: str, keys: Sequence[bytes], timeout_s: float
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        timeout_s: float,
+        block_bytes: int | None = None,
     ) -> list[tuple[bytes, BlockData]]:
-        """Ask for consecutive blocks; those that came before anything failed. Never raises."""
+        """Ask for consecutive blocks; those that came before anything failed. Never raises.
+
+        Args:
+            block_bytes: of a block; larger ones are not received. None: not known.
+        """
         found: list[tuple[bytes, BlockData]] = []
         try:
             left_s = _countdown(timeout_s, self._clock)
-            self._fetch(namespace, keys[:_MAX_KEYS], left_s, found)
+            most = self._max_bytes if block_bytes is None else block_bytes + MAX_HEAD_BYTES
+            self._fetch(namespace, keys[:_MAX_KEYS], left_s, most, found)
         except (OSError, PeerError) as error:
             self._fail(f"{type(error).__name__}" if not str(error) else str(error))
         else:
@@ -179,6 +188,7 @@ class BlockPeer:
         namespace: str,
         keys: Sequence[bytes],
         left_s: Callable[[], float],
+        most_bytes: int,
         found: list[tuple[bytes, BlockData]],
     ) -> None:
         with socket.create_connection(self._address, left_s()) as connection:
@@ -198,6 +208,8 @@ class BlockPeer:
                 num_bytes += length
                 if num_bytes > self._max_bytes:
                     return
+                if length > most_bytes:
+                    raise PeerError("it sent a block of another size")
                 block = parse(key, _receive(connection, length, left_s))
                 if block is None:
                     raise PeerError("it sent a damaged block")

@@ -22,7 +22,12 @@ class KVConnector(ABC):
 
     Args:
         config: the value of `kv_transfer_config`.
+
+    Attributes:
+        block_bytes: bytes of a block in all ranks together, set before `open`; None: not known.
     """
+
+    block_bytes: int | None = None
 
     def __init__(self, config: KVTransferConfig) -> None:
         self.config = config

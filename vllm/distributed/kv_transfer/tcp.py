@@ -101,7 +101,7 @@ class TCPConnector(KVConnector):
                 return
             if not peer.is_asked:
                 continue
-            found = peer.fetch(namespace, keys, self.config.timeout_s)
+            found = peer.fetch(namespace, keys, self.config.timeout_s, self.block_bytes)
             for key, block in found:
                 blocks.put(key, block)
             keys = keys[len(found) :]
