@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from tests.e2e.ranks import (
     random_load,
     ranks_of,
 )
-from tests.e2e.server import start_server
+from tests.e2e.server import start_server, wait_until
 from tests.e2e.test_server_faults import answers_around
 from tests.hpu import (
     FEW_BUCKETS,
@@ -145,16 +146,35 @@ def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
 @pytest.mark.e2e
 @pytest.mark.exhaustive
 @needs_simulated_device
-def test_the_other_one_of_two_replicas_on_cards_serves_on_when_one_is_killed():
-    flags = ["--device", "hpu", "-dp", "2"]
+@pytest.mark.parametrize(
+    ("num_ranks", "cards"),
+    [
+        (1, [["1", None], ["3", None]]),
+        (2, [["1,3", "1"], ["1,3", "3"], ["5,7", "5"], ["5,7", "7"]]),
+    ],
+)
+def test_a_replica_on_cards_that_is_killed_comes_back_to_them_while_the_other_serves(
+    num_ranks, cards
+):
+    flags = ["--device", "hpu", "-dp", "2", "-tp", str(num_ranks), "--restart-engine", "1"]
+    flags += ["--worker-extension-cls", "tests.e2e.worker_extension.WorkerExtension"]
     for name, value in (SMALL_ENGINE | {"num_gpu_blocks_override": 12}).items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     variables = {"VLLM_HPU_SIM": "gaudi2", "VLLM_HPU_SIM_STRICT": "1", "PT_HPU_LAZY_MODE": "1"}
+    variables |= {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "1", "HABANA_VISIBLE_MODULES": "1,3,5,7"}
     variables |= {name: str(value) for name, value in FEW_BUCKETS.items()}
+    variables |= {"VLLM_SERVER_DEV_MODE": "1"}
     body = {"prompt": "import", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
     with start_server(*flags, variables=variables) as server:
-        cores = [p for p in server.children() if "vllm.engine.process.core_process" in p.cmdline()]
-        answers = asyncio.run(answers_around(server, [body] * 16, cores[0].kill))
+
+        def cards_of_workers() -> object:
+            answer = server.request("POST", "/collective_rpc", {"method": "card"})[2]
+            return json.loads(answer)["results"]
+
+        assert cards_of_workers() == cards
+        core = server.get_json("/replicas")["replicas"][0]["pid"]
+        kill = partial(os.kill, core, signal.SIGKILL)
+        answers = asyncio.run(answers_around(server, [body] * 16, kill))
         lost = [text for status, text in answers if status == 500]
         assert 0 < len(lost) <= 8 and all("signal 9" in text for text in lost)
         status, _, text = server.request("POST", "/v1/completions", body)
@@ -163,3 +183,9 @@ def test_the_other_one_of_two_replicas_on_cards_serves_on_when_one_is_killed():
         bodies = [text.partition("\r\n\r\n")[2] for status, text in answers if status == 200]
         texts = [json.loads(body)["choices"][0]["text"] for body in bodies]
         assert texts == [wanted] * (16 - len(lost))
+        wait_until(lambda: server.replica_states() == ["ready", "ready"])
+        assert cards_of_workers() == cards
+        answers = asyncio.run(answers_around(server, [body] * 8, lambda: None))
+        bodies = [text.partition("\r\n\r\n")[2] for _, text in answers]
+        assert [json.loads(body)["choices"][0]["text"] for body in bodies] == [wanted] * 8
+        assert server.metric("vllm:compilations_after_warmup_total") == 0

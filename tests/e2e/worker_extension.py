@@ -27,6 +27,10 @@ class WorkerExtension:
         """Of an operator."""
         return torch.get_num_threads()
 
+    def card(self) -> list[str | None]:
+        """The Gaudi cards that a library sees in this process, and the one that it takes."""
+        return [os.environ.get(name) for name in ("HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")]
+
     def collectives(self) -> str:
         """Name of the class that exchanges tensors."""
         return type(self.tp.collectives).__name__
