@@ -9,7 +9,13 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.ranks import ENGINE, PARAMS, assert_same, generate
+from tests.e2e.ranks import PROMPTS as IDS
 from tests.e2e.server import start_server
+from tests.tiny_models import make_tiny_model
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
 
 pytestmark = pytest.mark.e2e
 
@@ -93,3 +99,37 @@ def test_two_replicas_answer_as_one_and_survive_the_death_of_either():
         assert server.request("POST", "/replicas/1/restart", **HEADER)[0] == 200
         assert not second.is_running()
         assert asyncio.run(complete(server)) == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("llama", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_replicas_of_several_ranks_give_what_one_process_does_also_when_others_are_aborted(
+    family, values, tmp_path
+):
+    folder = str(make_tiny_model(family, tmp_path))
+
+    async def one(engine: AsyncLLM, number: int):
+        place = number % len(IDS)
+        prompt = {"prompt_token_ids": IDS[place]}
+        outputs = engine.generate(prompt, PARAMS[place], str(number))
+        if number >= 2 * len(IDS):  # goes after its first token
+            await anext(outputs)
+            return await engine.abort(str(number))
+        return [output async for output in outputs][-1]
+
+    async def main():
+        engine = AsyncLLM(EngineArgs(folder, data_parallel_size=2, **ENGINE | values))
+        try:
+            await engine.start()
+            return await asyncio.gather(*(one(engine, n) for n in range(4 * len(IDS))))
+        finally:
+            engine.shutdown()
+
+    found, want = asyncio.run(main()), generate(LLM(folder, **ENGINE))
+    assert_same(found[: 2 * len(IDS)], want * 2)

@@ -49,6 +49,8 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
         if mode == "HPU graphs":
             assert bridge.counters().graph_replays
         assert set(executor.collective_rpc("late_compilations")) == {0}
+        first, *others = executor.collective_rpc("warmed_buckets")
+        assert first and others == [first] * len(others)
         executor.shutdown()
 
 
@@ -127,10 +129,40 @@ def test_the_modules_of_transformers_on_two_cards(sizes, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_stages_of_every_family_give_the_tokens_of_the_cpu(family, tmp_path, monkeypatch):
-    settings = {"pipeline_parallel_size": 2}
-    assert_cards_are_the_cpu(family, settings, "HPU graphs", tmp_path, monkeypatch)
+def test_cards_with_every_family_give_the_tokens_of_the_cpu(family, sizes, tmp_path, monkeypatch):
+    assert_cards_are_the_cpu(family, sizes, "HPU graphs", tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "name", "tensor", "stages", "values"),
+    [
+        ("llama", None, 4, 1, {}),
+        ("granite_code", None, 2, 2, {}),  # tied embeddings
+        ("bamba", None, 2, 2, {}),
+        ("mamba", None, 4, 1, {}),
+        ("qwen3_moe", None, 2, 3, {"enable_expert_parallel": True}),
+        ("deepseek_v3", None, 2, 2, {"enable_expert_parallel": True}),
+        ("llama", None, 2, 2, {"speculative_config": NGRAM}),
+        ("llama", "gptq-4", 2, 1, {}),
+        ("llama", "awq", 1, 3, {}),
+        ("llama", "ct-w4a16-asym-order", 2, 2, {}),
+        ("mixtral", "gptq-4", 2, 1, {"enable_expert_parallel": True}),
+        ("qwen3_moe", "ct-w8a16-channel", 2, 3, {"enable_expert_parallel": True}),
+    ],
+)
+def test_layers_are_divided_over_cards_in_both_ways(
+    family, name, tensor, stages, values, tmp_path, monkeypatch
+):
+    """`name`: of the format of a quantized checkpoint."""
+    widths = {} if name is None else {"intermediate_size": 192}
+    folders = (make_tiny_model(family, tmp_path / "source", **widths),) * 2
+    if name is not None:
+        folders = write(name, tmp_path, folders[0])
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    assert_cards_are_the_cpu(folders, sizes | values, "HPU graphs", tmp_path, monkeypatch)
 
 
 @pytest.mark.exhaustive

@@ -38,6 +38,7 @@ FAILING = "tests.executor.failing_workers"
 ENGINE: dict[str, Any] = SMALL_ENGINE | {
     "skip_tokenizer_init": True,
     "num_gpu_blocks_override": 12,  # requests are preempted
+    "tensor_parallel_size": 2,
 }
 
 
@@ -47,13 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def two_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
-    """Starts an engine of two cards. Afterwards nothing is left of it, however it has ended."""
+def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
+    """Starts an engine of two cards, or of as many as `values` say. Afterwards nothing is left of
+    it, however it has ended."""
     files, before = set(os.listdir("/dev/shm")), set(psutil.Process().children())
     started: list[LLM] = []
 
     def start() -> LLM:
-        started.append(LLM(folder, device="hpu", tensor_parallel_size=2, **ENGINE | values))
+        started.append(LLM(folder, device="hpu", **ENGINE | values))
         return started[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +78,43 @@ def fill_in_the_middle(llm: LLM) -> None:
     llm.collective_rpc("fill")
 
 
+def tokens_of_one(folder: str) -> list[list[int]]:
+    """Of each prompt, on the CPU in one process."""
+    llm = LLM(folder, device="cpu", **ENGINE | {"tensor_parallel_size": 1})
+    return [list(output.outputs[0].token_ids) for output in generate(llm)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}),
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("mixtral", {"enable_expert_parallel": True}),
+        ("qwen3_moe", {"enable_expert_parallel": True, "pipeline_parallel_size": 2}),
+        ("bamba", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_a_random_load_on_several_cards_compiles_nothing_and_has_the_tokens_of_one(
+    family, values, tmp_path
+):
+    folder = str(make_tiny_model(family, tmp_path))
+    want = tokens_of_one(folder)
+    extension = "tests.executor.late_compilations.LateCompilations"
+    values = values | {"sampling_warmup": "all", "worker_extension_cls": extension}
+    with several_cards(folder, **values) as start:
+        llm = start()
+        got = random_load(llm, random.Random(3))
+        scheduler = llm.llm_engine.engine_core.scheduler
+        assert len(got) > 12 and scheduler.num_preemptions
+        for index, token_ids in got.items():
+            assert token_ids == want[index % len(PROMPTS)]
+        assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
+        assert set(llm.collective_rpc("late_compilations")) == {0}
+        first, *others = llm.collective_rpc("warmed_buckets")
+        assert first and others == [first] * len(others)
+
+
 @pytest.mark.parametrize(
     "num_drafts",
     [0, pytest.param(3, marks=pytest.mark.exhaustive)],
@@ -84,10 +123,10 @@ def fill_in_the_middle(llm: LLM) -> None:
 def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed(
     folder, num_drafts
 ):
-    want = [output.outputs[0].token_ids for output in generate(LLM(folder, **ENGINE))]
+    want = tokens_of_one(folder)
     drafts = {"model": folder, "num_speculative_tokens": num_drafts, "adaptive": False}
     values = {"speculative_config": drafts} if num_drafts else {}
-    with two_cards(folder, **values) as start, steps_in_flight() as seen:
+    with several_cards(folder, **values) as start, steps_in_flight() as seen:
         llm = start()
         scheduler = llm.llm_engine.engine_core.scheduler
         got = random_load(llm, random.Random(3))
@@ -108,7 +147,7 @@ def send(pid: int, signum: int | None) -> None:
 
 @pytest.mark.exhaustive
 def test_a_card_that_is_stopped_in_a_load_is_named_when_time_is_up(folder):
-    with two_cards(folder, distributed_timeout_s=10.0) as start:
+    with several_cards(folder, distributed_timeout_s=10.0) as start:
         llm = start()
         (pid,) = ranks_of(llm)
         signals = iter([None, None, None, signal.SIGSTOP])
@@ -118,7 +157,7 @@ def test_a_card_that_is_stopped_in_a_load_is_named_when_time_is_up(folder):
 
 @pytest.mark.exhaustive
 def test_a_card_that_is_full_in_a_step_ends_the_others_at_once(folder):
-    with two_cards(folder, worker_cls=f"{FAILING}.RunsOutOfMemory") as start:
+    with several_cards(folder, worker_cls=f"{FAILING}.RunsOutOfMemory") as start:
         llm = start()
         fill_in_the_middle(llm)
         with pytest.raises(EngineDeadError, match=r"rank 1 .*failed: .*Allocation failed"):
@@ -137,7 +176,7 @@ def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
     folder, worker, rank
 ):
     """The other one waits in an exchange of the same launch, for up to 300 s."""
-    with two_cards(folder, worker_cls=f"{FAILING}.{worker}") as start:
+    with several_cards(folder, worker_cls=f"{FAILING}.{worker}") as start:
         message = f"^{rank}no memory for a launch for which other cards of the engine have memory"
         with pytest.raises(ConfigError, match=message):
             start()

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from tests.e2e.ranks import (
     ranks_of,
 )
 from tests.executor.thread_ranks import ThreadRanks
+from tests.quantized_checkpoints import FORMATS, write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tools.save_sharded_state import save
 from vllm import LLM, RequestOutput, envs
@@ -48,15 +50,16 @@ def executor_of(llm: LLM) -> ThreadRanks:
     return executor
 
 
-def assert_stages_are_one(family: str, tensor: int, stages: int, tmp_path, monkeypatch) -> None:
-    folder = str(make_tiny_model(family, tmp_path))
-    want = generate(LLM(folder, **MORE_BLOCKS))
+def assert_stages_are_one(
+    folder: Path, tensor: int, stages: int, monkeypatch: pytest.MonkeyPatch, **values: object
+) -> None:
+    want = generate(LLM(str(folder), **MORE_BLOCKS))
     llm = in_stages(
         monkeypatch,
-        folder,
+        str(folder),
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,
-        **MORE_BLOCKS,
+        **MORE_BLOCKS | values,
     )
     assert_same(generate(llm), want)
     assert_same(generate(llm), want)  # from the prefix cache
@@ -79,7 +82,7 @@ def assert_stages_are_one(family: str, tensor: int, stages: int, tmp_path, monke
     ],
 )
 def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path, monkeypatch):
-    assert_stages_are_one(family, tensor, stages, tmp_path, monkeypatch)
+    assert_stages_are_one(make_tiny_model(family, tmp_path), tensor, stages, monkeypatch)
 
 
 def test_stages_that_take_turns_give_the_tokens_of_one_process(folder, monkeypatch):
@@ -94,9 +97,65 @@ def test_stages_that_take_turns_give_the_tokens_of_one_process(folder, monkeypat
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (4, 1)])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_stages_of_every_family_give_the_tokens_of_one_process(family, tmp_path, monkeypatch):
-    assert_stages_are_one(family, 1, 2, tmp_path, monkeypatch)
+def test_stages_of_every_family_give_the_tokens_of_one_process(
+    family, tensor, stages, tmp_path, monkeypatch
+):
+    assert_stages_are_one(make_tiny_model(family, tmp_path), tensor, stages, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages"),
+    [
+        ("qwen3_moe", 2, 3),  # one stage has no experts
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in [
+                ("mixtral", 2, 2),
+                ("qwen2_moe", 4, 2),  # one or two experts for each rank
+                ("deepseek_v3", 2, 3),
+                ("gpt_oss", 4, 2),
+                ("llama4", 2, 2),
+                ("granite_hybrid", 2, 2),
+            ]
+        ),
+    ],
+)
+def test_whole_experts_in_stages_give_the_tokens_of_one_process(
+    family, tensor, stages, tmp_path, monkeypatch
+):
+    folder = make_tiny_model(family, tmp_path)
+    assert_stages_are_one(folder, tensor, stages, monkeypatch, enable_expert_parallel=True)
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize(
+    ("name", "family", "tensor", "stages", "values"),
+    [
+        ("gptq-8-order", "llama", 1, 3, {}),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in [
+                *((name, "llama", 1, 3, {}) for name in FORMATS),
+                ("fp8-block", "llama", 2, 2, {}),
+                ("ct-w8a16-int8", "llama", 2, 3, {}),
+                *(
+                    ("fp8-block", "qwen3_moe", tensor, stages, {"enable_expert_parallel": True})
+                    for tensor, stages in [(2, 1), (2, 2), (4, 1)]
+                ),
+                ("ct-w8a16-int8", "mixtral", 2, 2, {"enable_expert_parallel": True}),
+                ("ct-w8a16-channel", "deepseek_v3", 2, 1, {"enable_expert_parallel": True}),
+            ]
+        ),
+    ],
+)
+def test_stages_of_quantized_checkpoints_give_the_tokens_of_one_process(
+    name, family, tensor, stages, values, tmp_path, monkeypatch
+):
+    source = make_tiny_model(family, tmp_path / "source", intermediate_size=192)
+    folder, _ = write(name, tmp_path, source)
+    assert_stages_are_one(folder, tensor, stages, monkeypatch, **values)
 
 
 def generate_plain(llm: LLM) -> list[RequestOutput]:

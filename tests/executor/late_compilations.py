@@ -1,4 +1,4 @@
-"""A method that tests add to the workers of cards."""
+"""Methods that tests add to the workers of cards."""
 
 
 class LateCompilations:
@@ -8,3 +8,9 @@ class LateCompilations:
         """Graphs of this rank that were compiled after its warm-up."""
         count: int = self.stats().num_late_compilations  # type: ignore[attr-defined]
         return count
+
+    def warmed_buckets(self) -> list[str]:
+        """Those of this rank's catalog, in its order, and whether each is warmed up."""
+        catalog = self.runner.launches.planner.catalog  # type: ignore[attr-defined]
+        buckets = *catalog.prefill, *catalog.decode
+        return [f"{bucket}: {catalog.is_warmed(bucket)}" for bucket in buckets]
