@@ -48,7 +48,11 @@ def run_few(llm: LLM) -> list[list[int]]:
 
 
 def sizes(tensor: int, stages: int) -> dict[str, int]:
-    return {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    return {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": stages,
+        "pipeline_steps_in_flight": stages,
+    }
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (1, 3)])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm import envs
-from vllm.config import DeviceConfig
+from vllm.config import DeviceConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.cpu_threads import (
@@ -243,13 +243,17 @@ def test_ranks_on_two_nodes_divide_the_cores_and_one_worker_spreads_its_memory(m
     monkeypatch.setattr(cpu_worker, "nodes_of", lambda found: [0, 1])
     monkeypatch.setattr(cpu_worker, "interleave", lambda nodes: spread.append(nodes) or True)
     monkeypatch.setattr(cpu_worker.os, "sched_setaffinity", lambda _, found: affinity.append(found))
-    for num_ranks, rank in ((1, 0), (2, 1)):
+    one, halves = ParallelConfig(), ParallelConfig(tensor_parallel_size=2)
+    stages = ParallelConfig(pipeline_parallel_size=2, pipeline_steps_in_flight=1)
+    for num_ranks, rank, parallel in ((1, 0, one), (2, 1, halves), (2, 1, stages)):
         worker = CPUWorker.__new__(CPUWorker)
-        worker.config = SimpleNamespace(device=DeviceConfig(device="cpu", counts_threads=True))
+        worker.config = SimpleNamespace(
+            device=DeviceConfig(device="cpu", counts_threads=True), parallel=parallel
+        )
         worker.num_local_ranks, worker._has_own_cores = num_ranks, False
         worker._bind(rank)
-    assert affinity == [(4, 5, 6, 7)]
-    assert spread == [[0, 1], [0, 1]]
+    assert affinity == [(4, 5, 6, 7)], "stages that take turns have all cores"
+    assert spread == [[0, 1]] * 3
 
 
 def test_a_container_that_forbids_memory_policies_is_told_what_else_helps(monkeypatch, caplog):

@@ -2,11 +2,17 @@
 `socket.setdefaulttimeout`, after which the kernel would not let anybody wait who uses the socket.
 """
 
+import ctypes
 import os
 import socket
 import struct
+from functools import cache
 
 _TIMEVAL = struct.Struct("ll")
+_ADDRESS = struct.Struct("=HH")
+"""The family of an address of the internet, and its port in the order of the network."""
+_ADDRESS_BYTES = 128
+"""Of any address."""
 
 
 def blocking_pair() -> tuple[socket.socket, socket.socket]:
@@ -33,9 +39,7 @@ def limit_waits(connection: socket.socket, option: int, timeout_s: float) -> Non
         option: `SO_RCVTIMEO` or `SO_SNDTIMEO`.
         timeout_s: seconds, above 0.
     """
-    seconds, part = divmod(timeout_s, 1)
-    value = _TIMEVAL.pack(int(seconds), max(1, int(part * 1e6)))  # both 0: no limit
-    connection.setsockopt(socket.SOL_SOCKET, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout_s))
 
 
 def limit_waits_of(descriptor: int, port: int, option: int, timeout_s: float) -> None:
@@ -44,8 +48,27 @@ def limit_waits_of(descriptor: int, port: int, option: int, timeout_s: float) ->
     Raises:
         OSError: it is not connected, or has been closed.
     """
-    is_blocking = os.get_blocking(descriptor)
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        os.set_blocking(descriptor, is_blocking)  # the line before may have changed it
-        if connection.getpeername()[1:2] == (port,):
-            limit_waits(connection, option, timeout_s)
+    # Through the C library: an object of Python may change whether a socket blocks, and a thread of
+    # the library may be changing that, too, while it connects.
+    address, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
+    _check(_libc().getpeername(descriptor, address, ctypes.byref(size)))
+    family, found = _ADDRESS.unpack_from(address)
+    if family in (socket.AF_INET, socket.AF_INET6) and socket.ntohs(found) == port:
+        value = _timeval(timeout_s)
+        _check(_libc().setsockopt(descriptor, socket.SOL_SOCKET, option, value, len(value)))
+
+
+def _timeval(timeout_s: float) -> bytes:
+    seconds, part = divmod(timeout_s, 1)
+    return _TIMEVAL.pack(int(seconds), max(1, int(part * 1e6)))  # both 0: no limit
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
+from vllm.config import ConnectorConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
 from vllm.messages import DraftStats, SchedulerStats
 
@@ -84,6 +85,7 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         config,
         scheduler=replace(config.scheduler, max_draft_tokens=2),
         lora=replace(config.lora, enable_lora=True),
+        connector=ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnector"}),
     )
     metrics = EngineMetrics("m", more)
     metrics.record_output(
@@ -91,6 +93,6 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         IterationStats(0, 0, (), ()),
     )
     for family in (family for each in metrics.metric_sets() for family in each.collect()):
-        if "spec_decode" in family.name or "lora" in family.name:
+        if any(part in family.name for part in ("spec_decode", "lora", "external", "transfer")):
             names |= {sample.name for sample in family.samples}
     assert names == documented
