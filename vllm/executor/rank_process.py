@@ -10,6 +10,7 @@ import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 EXIT_CONFIG_ERROR = 2
+
+_LOOK_S = 5e-4
+"""After a step, to look for the next one; an engine that generates sends it within this time."""
 
 
 class RankLoop:
@@ -58,11 +62,20 @@ class RankLoop:
             server = self._server
             if server is not None and server.has_step and not self._has_message():
                 server.finish_step()
+                if server.expects_step:
+                    self._look_for_message()
             if not self._reader.receive():
                 return
 
     def _has_message(self) -> bool:
         return bool(select.select([self._connection], [], [], 0)[0])
+
+    def _look_for_message(self) -> None:
+        """Look for a message for a moment before sleeping until one comes: to wake a process takes
+        the engine longer than to send, and the process as long again until it runs."""
+        deadline = time.perf_counter() + _LOOK_S
+        while not self._has_message() and time.perf_counter() < deadline:
+            os.sched_yield()
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, StartRank):

@@ -60,6 +60,12 @@ class RankServer:
         """Whether a step is in flight."""
         return self._last_step is not None
 
+    @property
+    def expects_step(self) -> bool:
+        """Whether the next step usually comes as soon as one has ended. A stage of a pipeline waits
+        for the others, perhaps on the same cores."""
+        return not self._has_stages
+
     def handle(self, message: ToRank) -> None:
         """Do what a message says."""
         if isinstance(message, RunStep):
