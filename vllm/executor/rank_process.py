@@ -37,6 +37,8 @@ EXIT_CONFIG_ERROR = 2
 
 _LOOK_S = 5e-4
 """After a step, to look for the next one; an engine that generates sends it within this time."""
+_LONG_STEP_S = 5e-3
+"""After a shorter step it sleeps at once: other processes of the machine need the time more."""
 
 
 class RankLoop:
@@ -57,12 +59,13 @@ class RankLoop:
     def run(self) -> None:
         """Handle messages until the engine closes the connection."""
         while True:
+            began = time.perf_counter()
             for data in self._reader.messages():
                 self._handle(decode_to_rank(data))
             server = self._server
             if server is not None and server.has_step and not self._has_message():
                 server.finish_step()
-                if server.expects_step:
+                if server.expects_step and time.perf_counter() - began > _LONG_STEP_S:
                     self._look_for_message()
             if not self._reader.receive():
                 return
@@ -72,7 +75,7 @@ class RankLoop:
 
     def _look_for_message(self) -> None:
         """Look for a message for a moment before sleeping until one comes: to wake a process takes
-        the engine longer than to send, and the process as long again until it runs."""
+        the engine longer than to send, with caches that a long step has emptied."""
         deadline = time.perf_counter() + _LOOK_S
         while not self._has_message() and time.perf_counter() < deadline:
             os.sched_yield()
