@@ -189,7 +189,8 @@ def test_a_folder_that_can_only_be_read_serves_an_engine_that_only_reads(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("mode", "owner", "text"), [(0o777, 0, "every user can write"), (0o700, 1, "belongs to user")]
+    ("mode", "owner", "text"),
+    [(0o777, 0, "every user of this machine can write"), (0o700, 1, "belongs to user")],
 )
 def test_a_folder_that_others_can_write_is_told(mode, owner, text, tmp_path, monkeypatch, capsys):
     tmp_path.chmod(mode)

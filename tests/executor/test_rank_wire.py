@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from vllm.executor import rank_process
+from vllm.executor.rank_process import RankLoop
 from vllm.executor.rank_wire import (
     CallRank,
     FrameReader,
@@ -104,3 +106,35 @@ def test_messages_are_whole_however_they_arrive(part_bytes):
         while reader.receive():
             got += map(decode_to_rank, reader.messages())
     assert got == sent
+
+
+class OneStep:
+    """What runs the messages of a rank: every message begins a step. The engine leaves when it has
+    ended."""
+
+    def __init__(self, engine: socket.socket, *, expects_step: bool) -> None:
+        self.engine, self.expects_step, self.has_step = engine, expects_step, False
+
+    def handle(self, message: object) -> None:
+        self.has_step = True
+
+    def finish_step(self) -> None:
+        self.has_step = False
+        self.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("expects_step", "long_s", "looks"), [(True, 0.0, 1), (True, 60.0, 0), (False, 0.0, 0)]
+)
+def test_a_rank_looks_for_the_next_step_after_a_long_one(monkeypatch, expects_step, long_s, looks):
+    found, look = [], RankLoop._look_for_message
+    monkeypatch.setattr(rank_process, "_LONG_STEP_S", long_s)
+    monkeypatch.setattr(rank_process, "_LOOK_S", 3600.0)  # it sees at once that the engine has left
+    monkeypatch.setattr(RankLoop, "_look_for_message", lambda each: found.append(look(each)))
+    engine, rank = socket.socketpair()
+    with rank:
+        loop = RankLoop(rank, 0, 0)
+        loop._server = OneStep(engine, expects_step=expects_step)
+        engine.sendall(framed(ReleaseRequests(request_ids=["a"])))
+        loop.run()
+    assert len(found) == looks

@@ -74,7 +74,8 @@ class BlockFolder:
         except OSError as error:
             raise ConfigError(
                 f"kv_transfer_config: the folder '{path}' cannot be "
-                f"{'written' if saves else 'read'}: {error.strerror}. Name another one"
+                f"{'written' if saves else 'read'}: {error.strerror}. Give a folder that this "
+                f"user may use"
             ) from None
 
     def open(self, namespace: str) -> None:
@@ -159,14 +160,16 @@ def _warn_of_others(root: Path) -> None:
     found = root.stat()
     if found.st_uid != os.geteuid():
         logger.warning(
-            "the folder %s for KV blocks belongs to user %d: who writes files there can change "
-            "answers",
+            "the folder %s for KV blocks belongs to user %d, who can change answers by writing "
+            "files there. Give a folder of the user that runs the engine",
             root,
             found.st_uid,
         )
     elif found.st_mode & stat.S_IWOTH:
         logger.warning(
-            "every user can write the folder %s for KV blocks, and change answers with that", root
+            "every user of this machine can write files into the folder %s for KV blocks, and "
+            "change answers by that. Take the permission away (chmod o-w), or give another folder",
+            root,
         )
 
 
