@@ -44,12 +44,14 @@ class InstructionSet(NamedTuple):
     flags: str
     """What the compiler is told."""
     runs_here: str
-    """C++: whether this processor has it. HAS is __builtin_cpu_supports; HAS_AMX and HAS_ARM_BF16
-    are calls of csrc/cpu/amx.h and csrc/cpu/arm.h."""
+    """C++: whether this processor has it. HAS is __builtin_cpu_supports; HAS_AMX, HAS_ARM_BF16
+    and HAS_AVX_VNNI are calls of csrc/cpu/amx.h, arm.h and x86.h."""
     is_for_tests: bool = False
     """Never the best: it runs only when it is asked for by its name."""
 
 
+_AVX2 = "-mavx2 -mfma"
+_HAS_AVX2 = 'HAS("avx2") && HAS("fma")'
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512"
 _HAS_AVX512 = 'HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq")'
 _HAS_VNNI = _HAS_AVX512 + ' && HAS("avx512vnni")'
@@ -66,7 +68,8 @@ X86_ISAS = [
     InstructionSet("avx512_bf16", _AVX512_BF16, _HAS_AVX512_BF16),
     InstructionSet("avx512_vnni", _AVX512 + " -mavx512vnni", _HAS_VNNI),
     InstructionSet("avx512", _AVX512, _HAS_AVX512),
-    InstructionSet("avx2", "-mavx2 -mfma", 'HAS("avx2") && HAS("fma")'),
+    InstructionSet("avx_vnni", _AVX2 + " -mavxvnni", _HAS_AVX2 + " && HAS_AVX_VNNI"),
+    InstructionSet("avx2", _AVX2, _HAS_AVX2),
     # The kernels of amx on tiles written in C++, to test them where there is no AMX.
     InstructionSet(
         "amx_portable",

@@ -22,7 +22,7 @@ from kernels import best_in_turns_us, describe, load_kernels, make_parser
 from vllm.ops.cpu.library import CPUKernels
 
 FORMATS = {"packed": "bf16", "int8": "int8", "int4": "int4", "gptq": "int4, groups of 128"}
-SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "base")
+SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "base")
 
 
 def in_turn(

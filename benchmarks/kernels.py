@@ -24,7 +24,10 @@ def make_parser(description: str | None, *, seconds: float, per: str) -> argpars
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seconds", type=float, default=seconds, help=f"per {per}")
-    add("--isa", help="amx, avx512_bf16, avx512_vnni, avx512, avx2 or base; default: the best")
+    add(
+        "--isa",
+        help="amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or base; default: the best",
+    )
     return parser
 
 

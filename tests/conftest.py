@@ -106,7 +106,16 @@ def same_numbers_in_each_run() -> None:
     torch.manual_seed(0)
 
 
-_X86_ISAS = ("amx", "amx_portable", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "base")
+_X86_ISAS = (
+    "amx",
+    "amx_portable",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx_vnni",
+    "avx2",
+    "base",
+)
 _ISAS = ("arm_bf16", "base") if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
 
 

@@ -162,7 +162,7 @@ class Envs:
     VLLM_CPU_ISA: str | None = _cpu(
         None,
         "Instruction set of the compiled kernels, for comparisons: amx, avx512_bf16, avx512_vnni, "
-        "avx512, avx2, arm_bf16 or base; amx_portable computes as amx does without its "
+        "avx512, avx_vnni, avx2, arm_bf16 or base; amx_portable computes as amx does without its "
         "instructions, slowly, for tests. Not set: the best that the processor has.",
     )
     VLLM_BUCKETING_STRATEGY: str = _buckets(

@@ -11,10 +11,12 @@
 #include "abi.h"
 #include "amx.h"
 #include "arm.h"
+#include "x86.h"
 
 #define VLLM_EXPORT extern "C" __attribute__((visibility("default")))
 #define HAS(feature) __builtin_cpu_supports(feature)
 #define HAS_ARM_BF16 vllm_cpu::has_arm_bf16()
+#define HAS_AVX_VNNI vllm_cpu::has_avx_vnni()
 #define HAS_AMX vllm_cpu::can_use_amx(vllm_amx::kernels, vllm_avx512_bf16::kernels)
 
 #define ISA(name, runs_here) \

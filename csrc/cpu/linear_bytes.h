@@ -15,20 +15,29 @@ struct Pairs {
   Bits first, second;
 };
 
-#ifdef __AVX512BW__
+#ifdef __AVX2__
 // As widen_fp8, to bf16; the bytes are numbers. A byte is a sign, four bits of exponent and three of
 // mantissa. 127 - 7 is even, so the last bit of the exponent stays what it is, and the upper byte of a
 // bf16 follows from the sign and the upper three. Numbers below the smallest normal one are in tables
-// of their own; most vectors have none.
+// of their own, by their lower half; most vectors have none.
+VLLM_INLINE __m128i e4m3_table(uint64_t low, uint64_t high) {
+  return _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
+}
+VLLM_INLINE __m128i e4m3_upper() {
+  return e4m3_table(0x434241403f3e3d3cu, 0xc3c2c1c0bfbebdbcu);
+}
+VLLM_INLINE __m128i e4m3_tiny_upper() { return e4m3_table(0x3c3c3c3c3b3b3b00u, 0); }
+VLLM_INLINE __m128i e4m3_tiny_lower() { return e4m3_table(0x60402000c0800000u, 0); }
+#endif
+
+#if defined(__AVX512BW__)
 VLLM_INLINE Pairs widen_e4m3(Bits of) {
-  const auto table = [](uint64_t low, uint64_t high) {
-    return _mm512_broadcast_i32x4(_mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low)));
-  };
+  const auto table = [](__m128i numbers) { return _mm512_broadcast_i32x4(numbers); };
   const auto set = [](uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); };
   const __m512i bytes = reinterpret_cast<__m512i>(of);
   const __m512i odd = set(0xff00ff00u), shifted = _mm512_srli_epi16(bytes, 4);
-  __m512i upper = _mm512_shuffle_epi8(table(0x434241403f3e3d3cu, 0xc3c2c1c0bfbebdbcu),
-                                      _mm512_and_si512(shifted, set(0x0f0f0f0fu)));
+  __m512i upper =
+      _mm512_shuffle_epi8(table(e4m3_upper()), _mm512_and_si512(shifted, set(0x0f0f0f0fu)));
   // By each bit of `odd`: the first operand, else the second.
   const auto join = [odd](__m512i first, __m512i second) {
     return reinterpret_cast<Bits>(_mm512_ternarylogic_epi32(odd, first, second, 0xca));
@@ -40,11 +49,35 @@ VLLM_INLINE Pairs widen_e4m3(Bits of) {
             join(upper, _mm512_and_si512(shifted, lower))};
   }
   const __m512i last = _mm512_and_si512(bytes, set(0x0f0f0f0fu));
-  upper = _mm512_mask_shuffle_epi8(upper, is_tiny, table(0x3c3c3c3c3b3b3b00u, 0), last);
+  upper = _mm512_mask_shuffle_epi8(upper, is_tiny, table(e4m3_tiny_upper()), last);
   upper = _mm512_ternarylogic_epi32(upper, bytes, set(0x80808080u), 0xf8);  // a | b & c
   __m512i lower = _mm512_slli_epi16(last, 4);
-  lower = _mm512_mask_shuffle_epi8(lower, is_tiny, table(0x60402000c0800000u, 0), last);
+  lower = _mm512_mask_shuffle_epi8(lower, is_tiny, table(e4m3_tiny_lower()), last);
   return {join(_mm512_slli_epi16(upper, 8), lower), join(upper, _mm512_srli_epi16(lower, 8))};
+}
+#elif defined(__AVX2__)
+VLLM_INLINE Pairs widen_e4m3(Bits bytes) {
+  const auto look_up = [](__m128i table, Bits index) {
+    return reinterpret_cast<Bits>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table),
+                                                      reinterpret_cast<__m256i>(index)));
+  };
+  const Bits shifted = bytes >> 4;
+  Bits upper = look_up(e4m3_upper(), shifted & 0x0f0f0f0fu);
+  const __m256i is_tiny = _mm256_cmpeq_epi8(reinterpret_cast<__m256i>(bytes & 0x78787878u),
+                                            _mm256_setzero_si256());
+  if (__builtin_expect(_mm256_testz_si256(is_tiny, is_tiny), 1)) {
+    return {(upper & 0x00ff00ffu) << 8 | ((bytes << 4) & 0x00f000f0u),
+            (upper & 0xff00ff00u) | (shifted & 0x00f000f0u)};
+  }
+  const auto choose = [is_tiny](Bits tiny, Bits other) {
+    return reinterpret_cast<Bits>(_mm256_blendv_epi8(reinterpret_cast<__m256i>(other),
+                                                     reinterpret_cast<__m256i>(tiny), is_tiny));
+  };
+  const Bits last = bytes & 0x0f0f0f0fu;
+  upper = choose(look_up(e4m3_tiny_upper(), last), upper) | (bytes & 0x80808080u);
+  const Bits lower = choose(look_up(e4m3_tiny_lower(), last), last << 4);
+  return {(upper & 0x00ff00ffu) << 8 | (lower & 0x00ff00ffu),
+          (upper & 0xff00ff00u) | ((lower >> 8) & 0x00ff00ffu)};
 }
 #endif
 
@@ -52,7 +85,7 @@ struct Fp8Code {
   static constexpr bool kHasZeros = false;
 
   static VLLM_INLINE Pairs widen(Bits bytes, Vec) {
-#ifdef __AVX512BW__
+#ifdef __AVX2__
     return widen_e4m3(bytes);
 #else
     const auto pair = [](Bits two) {
@@ -121,12 +154,19 @@ void add_widened(const typename Dot::Input* x, int64_t x_stride, const uint32_t*
           __builtin_memcpy(to, &pairs.first, sizeof pairs.first);
           __builtin_memcpy(to + kPanel, &pairs.second, sizeof pairs.second);
         }
+        const auto add = [&](Bits pair, const typename Dot::Input* two) __attribute__((always_inline)) {
+          unroll<Dot::kParts>([&](auto number) __attribute__((always_inline)) {
+            constexpr int kPart = decltype(number)::value;
+            const auto part = Dot::template part<kPart>(pair);
 #pragma GCC unroll 6
-        for (int r = 0; r < kRows; ++r) {
-          const typename Dot::Input* const four = x + r * x_stride + word * 4;
-          acc[r][v] = Dot::dot(acc[r][v], pairs.first, Dot::splat_of(four));
-          acc[r][v] = Dot::dot(acc[r][v], pairs.second, Dot::splat_of(four + 2));
-        }
+            for (int r = 0; r < kRows; ++r) {
+              const auto splat = Dot::template splat_of<kPart>(two + r * x_stride);
+              acc[r][v] = Dot::dot(acc[r][v], part, splat);
+            }
+          });
+        };
+        add(pairs.first, x + word * 4);
+        add(pairs.second, x + word * 4 + 2);
       }
     }
     for (int r = 0; r < kRows; ++r) {

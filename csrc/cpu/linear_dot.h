@@ -1,8 +1,10 @@
 // Products of one word of a packed weight with the inputs that belong to it, for each pair of
 // weight and input type. A product is accumulated lane by lane, inputs in ascending order.
 //
-// A Dot has: Input, the type of x; kInputs of them per word; Splat, these inputs in all lanes;
-// Acc, a vector of sums.
+// A Dot has: Acc, a vector of sums; kInputs, how many weights are in a word; Input, the type of x. A word
+// is multiplied in kParts steps: part<i>, the weights of a step as they are multiplied; splat_of<i>, the
+// inputs of that step in all lanes; and dot, which adds their products to sums. All rows of a tile take
+// one step before any takes the next, so that few registers hold weights.
 #pragma once
 
 #include "simd.h"
@@ -45,8 +47,15 @@ struct DotFloat {
   using Input = float;
   using Acc = Vec;
   using Splat = Vec;
-  static constexpr int kInputs = 1;
-  static VLLM_INLINE Splat splat_of(const float* x) { return splat(*x); }
+  static constexpr int kInputs = 1, kParts = 1;
+  template <int>
+  static VLLM_INLINE Bits part(Bits w) {
+    return w;
+  }
+  template <int = 0>
+  static VLLM_INLINE Splat splat_of(const float* x) {
+    return splat(*x);
+  }
   static VLLM_INLINE Vec dot(Vec acc, Bits w, Vec x) {
     return fma(reinterpret_cast<Vec>(w), x, acc);
   }
@@ -56,15 +65,16 @@ struct DotFloat {
 struct DotWide {
   using Input = float;
   using Acc = Vec;
-  struct Splat {
-    Vec even, odd;
-  };
-  static constexpr int kInputs = 2;
-  static VLLM_INLINE Splat splat_of(const float* x) { return {splat(x[0]), splat(x[1])}; }
-  static VLLM_INLINE Vec dot(Vec acc, Bits w, Splat x) {
-    acc = fma(reinterpret_cast<Vec>(w << 16), x.even, acc);
-    return fma(reinterpret_cast<Vec>(w & 0xffff0000u), x.odd, acc);
+  static constexpr int kInputs = 2, kParts = 2;
+  template <int kPart>
+  static VLLM_INLINE Vec part(Bits w) {
+    return reinterpret_cast<Vec>(kPart == 0 ? w << 16 : w & 0xffff0000u);
   }
+  template <int kPart>
+  static VLLM_INLINE Vec splat_of(const float* x) {
+    return splat(x[kPart]);
+  }
+  static VLLM_INLINE Vec dot(Vec acc, Vec w, Vec x) { return fma(w, x, acc); }
 };
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -74,8 +84,15 @@ struct DotBf16 {
   using Input = bf16;
   using Acc = Vec;
   using Splat = Bits;
-  static constexpr int kInputs = 2;
-  static VLLM_INLINE Splat splat_of(const bf16* x) { return splat_bits(x); }
+  static constexpr int kInputs = 2, kParts = 1;
+  template <int>
+  static VLLM_INLINE Bits part(Bits w) {
+    return w;
+  }
+  template <int = 0>
+  static VLLM_INLINE Splat splat_of(const bf16* x) {
+    return splat_bits(x);
+  }
   static VLLM_INLINE Vec dot(Vec acc, Bits w, Bits x) {
 #ifdef __AVX512BF16__
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
@@ -109,7 +126,20 @@ VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #endif
 }
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+// acc + x, at this place: the compiler would gather the additions of several steps, and run out of
+// registers for what is to be added.
+template <class Sums>
+VLLM_INLINE Sums add_here(Sums acc, Sums x) {
+  acc += x;
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(acc));
+#elif defined(__SSE2__)
+  __asm__("" : "+x"(acc));
+#endif
+  return acc;
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define VLLM_DOT_BYTES
 // acc plus the sums of four products of unsigned with signed bytes.
 VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
@@ -117,6 +147,10 @@ VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
   return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
                                                     reinterpret_cast<__m512i>(unsigned_bytes),
                                                     reinterpret_cast<__m512i>(signed_bytes)));
+#elif defined(__AVXVNNI__)
+  return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(acc),
+                                                        reinterpret_cast<__m256i>(unsigned_bytes),
+                                                        reinterpret_cast<__m256i>(signed_bytes)));
 #else
   return reinterpret_cast<Ints>(vusdotq_s32(reinterpret_cast<int32x4_t>(acc),
                                             reinterpret_cast<uint8x16_t>(unsigned_bytes),
@@ -125,46 +159,57 @@ VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
 }
 #endif
 
-// int8 weights with inputs x + 128 as bytes: the instruction multiplies unsigned by signed. The
-// caller subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to
-// 66,000 inputs.
+// int8 weights with inputs x + 128: the instruction multiplies unsigned by signed bytes. The caller
+// subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to 66,000 inputs.
 struct DotInt8 {
-  using Input = uint8_t;
   using Acc = Ints;
   static constexpr int kInputs = 4;
 #ifdef VLLM_DOT_BYTES
-  using Splat = Bits;
-  static VLLM_INLINE Splat splat_of(const uint8_t* x) { return splat_bits(x); }
+  using Input = uint8_t;
+  static constexpr int kParts = 1;
+  template <int>
+  static VLLM_INLINE Bits part(Bits w) {
+    return w;
+  }
+  template <int>
+  static VLLM_INLINE Bits splat_of(const uint8_t* x) {
+    return splat_bits(x);
+  }
   static VLLM_INLINE Ints dot(Ints acc, Bits w, Bits x) { return byte_dot(acc, x, w); }
 #else
-  // Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers.
-  struct Splat {
-    Shorts even, odd;
-  };
-  static VLLM_INLINE Splat splat_of(const uint8_t* x) {
-    const Bits word = splat_bits(x);
-    return {reinterpret_cast<Shorts>(word & 0x00ff00ffu),
-            reinterpret_cast<Shorts>((word >> 8) & 0x00ff00ffu)};
+  // Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers: inputs are in this order (`spread`).
+  using Input = int16_t;
+  static constexpr int kParts = 2;
+  template <int kPart>
+  static VLLM_INLINE Shorts part(Bits w) {
+    return reinterpret_cast<Shorts>(kPart == 0 ? w << 8 : w) >> 8;
   }
-  static VLLM_INLINE Ints dot(Ints acc, Bits w, Splat x) {
-    const Shorts odd = reinterpret_cast<Shorts>(w) >> 8;
-    const Shorts even = reinterpret_cast<Shorts>(w << 8) >> 8;
-    return acc + pair_dot(even, x.even) + pair_dot(odd, x.odd);
+  template <int kPart>
+  static VLLM_INLINE Shorts splat_of(const int16_t* x) {
+    return reinterpret_cast<Shorts>(splat_bits(x + 2 * kPart));
+  }
+  static VLLM_INLINE Ints dot(Ints acc, Shorts w, Shorts x) {
+    return add_here(acc, pair_dot(w, x));
   }
 #endif
 };
 
-// Bytes 0..15, four of an int4 word, with signed bytes.
+// Bytes 0..kLargest, four of an int4 word, with signed bytes from -127 on. Sums of as many products as a
+// block has are exact; where kRunWords are given, only those of so many words of eight, and `widen` makes
+// Ints of them.
+template <int kLargest>
 struct DotInt4 {
 #ifdef VLLM_DOT_BYTES
-  using Splat = Bits;
-  static VLLM_INLINE Splat splat_of(const int8_t* x) { return splat_bits(x); }
-  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) { return byte_dot(acc, q, x); }
+  using Sums = Ints;
+  static constexpr int64_t kRunWords = 0;
+  static VLLM_INLINE Bits splat_of(const int8_t* x) { return splat_bits(x); }
+  static VLLM_INLINE Sums dot(Sums sums, Bits q, Bits x) { return byte_dot(sums, q, x); }
 #elif defined(__AVX2__)
-  // The instruction saturates at 2^15: 2 * 15 * 127 stays below.
-  using Splat = Bits;
-  static VLLM_INLINE Splat splat_of(const int8_t* x) { return splat_bits(x); }
-  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) {
+  // Of pairs, in 16 bits.
+  using Sums = Shorts;
+  static constexpr int64_t kRunWords = 32767 / (2 * kLargest * 127) / 2;
+  static VLLM_INLINE Bits splat_of(const int8_t* x) { return splat_bits(x); }
+  static VLLM_INLINE Sums dot(Sums sums, Bits q, Bits x) {
 #if defined(__AVX512BW__)
     const Shorts pairs = reinterpret_cast<Shorts>(
         _mm512_maddubs_epi16(reinterpret_cast<__m512i>(q), reinterpret_cast<__m512i>(x)));
@@ -172,9 +217,12 @@ struct DotInt4 {
     const Shorts pairs = reinterpret_cast<Shorts>(
         _mm256_maddubs_epi16(reinterpret_cast<__m256i>(q), reinterpret_cast<__m256i>(x)));
 #endif
-    return acc + pair_dot(pairs, Shorts{} + int16_t{1});
+    return add_here(sums, pairs);
   }
+  static VLLM_INLINE Ints widen(Sums sums) { return pair_dot(sums, Shorts{} + int16_t{1}); }
 #else
+  using Sums = Ints;
+  static constexpr int64_t kRunWords = 0;
   struct Splat {
     Shorts even, odd;
   };
@@ -182,9 +230,9 @@ struct DotInt4 {
     const Bits word = splat_bits(x);
     return {reinterpret_cast<Shorts>(word << 8) >> 8, reinterpret_cast<Shorts>(word) >> 8};
   }
-  static VLLM_INLINE Ints dot(Ints acc, Bits q, Splat x) {
-    acc = acc + pair_dot(reinterpret_cast<Shorts>(q & 0x00ff00ffu), x.even);
-    return acc + pair_dot(reinterpret_cast<Shorts>((q >> 8) & 0x00ff00ffu), x.odd);
+  static VLLM_INLINE Sums dot(Sums sums, Bits q, Splat x) {
+    sums = add_here(sums, pair_dot(reinterpret_cast<Shorts>(q & 0x00ff00ffu), x.even));
+    return add_here(sums, pair_dot(reinterpret_cast<Shorts>((q >> 8) & 0x00ff00ffu), x.odd));
   }
 #endif
 };

@@ -112,22 +112,41 @@ using Int8Tile = DenseTile<DotInt8>;
 template <class Code>
 using Int4KindTile = Int4Tile<Code>;
 
-inline int64_t int8_row_size(int64_t size) { return size + int64_t{sizeof(float)}; }
+inline int64_t int8_row_size(int64_t size) {
+  return size + int64_t{sizeof(float) / sizeof(Int8Tile::Input)};
+}
 
 #endif
 
-// A row is its bytes, x + 128, and then their scale.
+// From bytes in the second half of a row: each word of four becomes the two pairs of 16-bit numbers that
+// DotInt8 multiplies.
+template <typename Input>
+inline void spread(Input* row, int64_t size) {
+  static_assert(sizeof(Input) == 2);
+  const char* const bytes = reinterpret_cast<const char*>(row) + size;
+  for (int64_t i = 0; i < size; i += 4) {
+    uint32_t word;
+    __builtin_memcpy(&word, bytes + i, sizeof word);
+    const uint32_t pairs[] = {word & 0x00ff00ffu, (word >> 8) & 0x00ff00ffu};
+    __builtin_memcpy(row + i, pairs, sizeof pairs);
+  }
+}
+
+// A row is x + 128 as Tile::Input, and then the scale.
 template <typename T>
 struct Int8Kind {
   using Tile = Int8Tile;
-  using Input = uint8_t;
+  using Input = typename Tile::Input;
   static constexpr bool kConverts = true;
 
   static int64_t row_size(const LinearWeight& weight) { return int8_row_size(weight.in_features); }
 
   static void convert(const LinearWeight& weight, const T* from, Input* to) {
-    const float scale = quantize_row(from, to, weight.in_features);
-    __builtin_memcpy(to + weight.in_features, &scale, sizeof scale);
+    const int64_t size = weight.in_features;
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to) + (sizeof(Input) - 1) * size;
+    const float scale = quantize_row(from, bytes, size);
+    if constexpr (sizeof(Input) > 1) spread<Input>(to, size);
+    __builtin_memcpy(to + size, &scale, sizeof scale);
   }
 
   static VLLM_INLINE Vec value(const LinearWeight& weight, const Input* row, Ints sum,

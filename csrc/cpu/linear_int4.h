@@ -3,7 +3,7 @@
 //
 // A Code has: kZero, what is taken off every number; kHasZeros, when each block has its own instead;
 // kHasMinimums, when a block has a number that is taken off every weight; kHasHighBits, for a fifth bit
-// of each number; and numbers, which makes bytes from 0 to 31 of those in the lower halves of bytes.
+// of each number; and numbers, which makes bytes from 0 to kLargest of those in the lower halves of bytes.
 #pragma once
 
 #include "linear_tile.h"
@@ -26,7 +26,7 @@ VLLM_INLINE Vec load_halves(const uint16_t* from) {
 }
 
 struct Int4Code {
-  static constexpr int32_t kZero = 8;
+  static constexpr int32_t kZero = 8, kLargest = 15;
   static constexpr bool kHasZeros = false, kHasMinimums = false, kHasHighBits = false;
   static VLLM_INLINE Bits numbers(Bits q) { return q; }
 };
@@ -41,12 +41,13 @@ struct Int4MinimumsCode : Int4Code {
 };
 
 struct Int5MinimumsCode : Int4MinimumsCode {
+  static constexpr int32_t kLargest = 31;
   static constexpr bool kHasHighBits = true;
 };
 
 // Twice the numbers of E2M1, plus 12: 0, 1, 2, 3, 4, 6, 8 and 12 with both signs, the sign in bit 3.
 struct E2m1Code : Int4Code {
-  static constexpr int32_t kZero = 12;
+  static constexpr int32_t kZero = 12, kLargest = 24;
 
   static VLLM_INLINE Bits numbers(Bits q) {
 #if defined(__AVX512BW__)
@@ -193,6 +194,8 @@ struct Int4Tile {
   }
 
  private:
+  using Dot = DotInt4<Code::kLargest>;
+
   template <int kRows>
   static VLLM_INLINE void add_block(const Input* x, int64_t x_stride, Int4Block<Code> block,
                                     int64_t num_words, Vec (*total)[kPanel / kLanes],
@@ -204,21 +207,18 @@ struct Int4Tile {
       if (column == 0) {
         for (int64_t i = 0; i < kHeaderSteps; ++i) prefetch.step();
       }
-      for (int64_t k = 0; k < num_words; ++k) {
-        if (column == 0) prefetch.step();
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          Bits q[kVectors];
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            q[v] = block.quads(2 * k + half, column + v * kLanes);
-          }
+      Words<kRows> words = {x + sizeof(Int4Header), x_stride, block, column, prefetch};
+      if constexpr (Dot::kRunWords == 0) {
+        words.add(0, num_words, acc);
+      } else {
+        for (int64_t k = 0; k < num_words; k += Dot::kRunWords) {
+          const int64_t left = num_words - k;
+          typename Dot::Sums sums[kRows][kVectors] = {};
+          words.add(k, left < Dot::kRunWords ? left : Dot::kRunWords, sums);
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r) {
-            const auto four = DotInt4::splat_of(x + r * x_stride + sizeof(Int4Header) + k * 8 +
-                                                half * 4);
 #pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = DotInt4::dot(acc[r][v], q[v], four);
+            for (int v = 0; v < kVectors; ++v) acc[r][v] += Dot::widen(sums[r][v]);
           }
         }
       }
@@ -234,6 +234,39 @@ struct Int4Tile {
       }
     }
   }
+
+  // The words of a block that some rows are multiplied with, of tile_vectors(kRows) vectors of outputs.
+  template <int kRows>
+  struct Words {
+    static constexpr int kVectors = tile_vectors(kRows);
+
+    const Input* x;  // of the first word
+    int64_t x_stride;
+    Int4Block<Code> block;
+    int column;
+    Prefetch& prefetch;
+
+    // sums += the products of `count` words from number `first` on.
+    VLLM_INLINE void add(int64_t first, int64_t count, typename Dot::Sums (&sums)[kRows][kVectors]) {
+      for (int64_t k = first; k < first + count; ++k) {
+        if (column == 0) prefetch.step();
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          Bits q[kVectors];
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) {
+            q[v] = block.quads(2 * k + half, column + v * kLanes);
+          }
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const auto four = Dot::splat_of(x + r * x_stride + k * 8 + half * 4);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], q[v], four);
+          }
+        }
+      }
+    }
+  };
 
   // Minus the zero point times the sum of the inputs.
   template <int kRows, int kVectors>

@@ -13,7 +13,7 @@ constexpr int kMaxTileRows = 6;
 
 // Vectors of outputs that a tile of so many rows keeps in registers, one sum each: up to 24 of the
 // 32 registers of AVX-512, 12 of 16 elsewhere.
-constexpr int tile_vectors(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 8 : 2; }
+constexpr int tile_vectors(int rows) { return kLanes == 16 || rows == 2 ? 4 : rows == 1 ? 8 : 2; }
 
 // What to bring into the cache meanwhile: `lines` cache lines per step of the loop. The hardware
 // would start on the next stretch only when all tiles are done with this one.
@@ -25,6 +25,20 @@ struct Prefetch {
     for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
   }
 };
+
+template <int kNumber>
+struct Number {
+  static constexpr int value = kNumber;
+};
+
+// Calls body(Number<0>{}), body(Number<1>{}) and so on.
+template <int kEnd, int kAt = 0, class Body>
+VLLM_INLINE void unroll(Body body) {
+  if constexpr (kAt < kEnd) {
+    body(Number<kAt>{});
+    unroll<kEnd, kAt + 1>(body);
+  }
+}
 
 // total[kRows][64] = (or +=) the products of `inputs` inputs with float, bf16 or int8 weights. The
 // arguments named Weight say how the weight is stored; only int4 has a choice.
@@ -51,19 +65,22 @@ struct DenseTile {
     for (int column = 0; column < kPanel; column += kVectors * kLanes) {
       Acc acc[kRows][kVectors] = {};
       const auto step = [&](int64_t k) __attribute__((always_inline)) {
-        Bits weights[kVectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) {
-          weights[v] = load_bits(w + k * kPanel + column + v * kLanes);
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; ++r) {
-          const auto inputs_of_word = Dot::splat_of(x + r * x_stride + k * Dot::kInputs);
+        unroll<Dot::kParts>([&](auto number) __attribute__((always_inline)) {
+          constexpr int kPart = decltype(number)::value;
+          decltype(Dot::template part<kPart>(Bits{})) weights[kVectors];
 #pragma GCC unroll 8
           for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = Dot::dot(acc[r][v], weights[v], inputs_of_word);
+            weights[v] = Dot::template part<kPart>(load_bits(w + k * kPanel + column + v * kLanes));
           }
-        }
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const auto splat = Dot::template splat_of<kPart>(x + r * x_stride + k * Dot::kInputs);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) {
+              acc[r][v] = Dot::dot(acc[r][v], weights[v], splat);
+            }
+          }
+        });
       };
       int64_t k = 0;
       for (; k + 4 <= num_words; k += 4) {
@@ -83,11 +100,6 @@ struct DenseTile {
       }
     }
   }
-};
-
-template <int kNumber>
-struct Number {
-  static constexpr int value = kNumber;
 };
 
 // Calls body(Number<rows>{}), for 1 to kMaxTileRows rows.

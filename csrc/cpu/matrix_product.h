@@ -20,15 +20,6 @@ struct TileProduct {
   bool is_first;      // c is not read
 };
 
-// Calls body(Number<0>{}), body(Number<1>{}) and so on.
-template <int kEnd, int kAt = 0, class Body>
-VLLM_INLINE void unroll(Body body) {
-  if constexpr (kAt < kEnd) {
-    body(Number<kAt>{});
-    unroll<kEnd, kAt + 1>(body);
-  }
-}
-
 // Tiles of sums are rows first: 1 x 4, 2 x 2 or 4 x 1, or fewer. The tiles must be configured: for
 // two rows of tiles with the rows of each, for others with equal numbers. A sum is made in the order
 // of inputs, one step after the other: it does not depend on how many tiles there are.

@@ -205,6 +205,30 @@ def test_every_number_of_mxfp4_is_multiplied_exactly(isa):
     assert torch.equal(pack_stored(weight).linear(127 * torch.eye(32)).T, 127 * weight.dequantize())
 
 
+def test_sums_of_the_largest_numbers_do_not_overflow(isa):
+    """All inputs are 127 steps, all weights the largest number of their format."""
+    ones, num_in = torch.ones(1, 256), 256
+    words = torch.full((num_in // 8, 64), -1, dtype=torch.int32)  # 15 everywhere
+    no_zeros = torch.zeros(2, 8, dtype=torch.int32)  # GPTQ stores zero points minus one
+    gptq = PackedWeight.from_gptq(words, no_zeros, torch.ones(2, 64).half())
+    packed = {"gptq": (gptq, 14.0)}
+    for bits in (4, 5):
+        weight = minimums(64, num_in, bits, 32, 256)
+        weight.codes.fill_((1 << bits) - 1)
+        for scales, multiplier in ((weight.scales, 1), (weight.minimums, 0)):
+            scales.factors.fill_(1), scales.multipliers.fill_(multiplier)
+        packed[f"{bits} bits with minimums"] = pack_stored(weight), (1 << bits) - 1
+    weight = mxfp4(64, num_in)
+    weight.blocks.fill_(0x77), weight.scales.fill_(127)
+    packed["mxfp4"] = pack_stored(weight), 6.0
+    numbers = torch.full((64, num_in), -127, dtype=torch.int8)
+    packed["int8"] = pack_stored(Int8Weight(numbers=numbers, scales=torch.ones(64))), -127.0
+    for name, (weight, number) in packed.items():
+        for sign in (1, -1):
+            got = weight.linear(sign * ones.expand(7, -1).contiguous())
+            torch.testing.assert_close(got, torch.full_like(got, sign * number * num_in), msg=name)
+
+
 def test_exponents_of_mxfp4_that_are_far_apart_are_left_to_torch():
     weight = mxfp4(64, 64)
     weight.scales[5] = torch.tensor([100, 150])

@@ -29,6 +29,7 @@ _CPU_FLAGS = (
     "avx2",
     "f16c",
     "fma",
+    "avx_vnni",
     "avx512f",
     "avx512bw",
     "avx512_vnni",
