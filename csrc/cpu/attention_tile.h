@@ -176,7 +176,8 @@ template <class Dot, int kHeads, typename T>
 inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
                      int64_t value_size, float* out, int64_t out_stride) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
-  constexpr int kParts = 4 / Dot::kInputs;
+  constexpr int kVectors = kLanes < 16 && kHeads > 2 ? 2 : 4;  // sums of each head, in registers
+  constexpr int kParts = kVectors / Dot::kInputs;
   int64_t i = 0;
   for (; i + kParts * kElements <= value_size; i += kParts * kElements, next = nullptr) {
     add_values<Dot, kHeads, kParts>(weights, tile, next, i, kElements, out, out_stride);
@@ -291,8 +292,8 @@ template <class Dot, typename T>
 inline void attend_tile(const TileWork& work, int64_t head, int64_t num_heads,
                         const Tile<T>& tile, const Fetch* next, const ScoreOptions& options) {
   for (const int64_t end = head + num_heads; head < end; next = nullptr) {
-    if (kLanes >= 16 && end - head >= 4) {
-      attend_heads<Dot, (kLanes >= 16 ? 4 : 1)>(work, head, tile, next, options);
+    if (kLanes >= 8 && end - head >= 4) {
+      attend_heads<Dot, (kLanes >= 8 ? 4 : 1)>(work, head, tile, next, options);
       head += 4;
     } else if (kLanes >= 8 && end - head >= 2) {
       attend_heads<Dot, (kLanes >= 8 ? 2 : 1)>(work, head, tile, next, options);

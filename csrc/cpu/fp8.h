@@ -108,17 +108,60 @@ VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+// As widen_fp8, to bf16: bytes in lanes of 16 bits. The numbers below the smallest normal one are looked
+// up, at most eight of them: their lower bytes are the first half of the table.
+template <class Format>
+VLLM_INLINE __m256i widen_halves(__m128i packed) {
+  const auto set = [](uint32_t x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); };
+  constexpr int kShift = 7 - Format::kMantissa;
+  alignas(16) uint8_t tiny[16] = {};
+  for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
+    const float number = static_cast<float>(m) * Format::kSmallest;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &number, sizeof bits);
+    tiny[m] = static_cast<uint8_t>(bits >> 16);
+    tiny[8 + m] = static_cast<uint8_t>(bits >> 24);
+  }
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(tiny)));
+  const __m256i bytes = _mm256_cvtepu8_epi16(packed);
+  const __m256i magnitude = _mm256_and_si256(bytes, set(0x7f));
+  const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(magnitude, kShift),
+                                          set(uint32_t{Format::kRebias} << 7));
+  const __m256i index = _mm256_or_si256(_mm256_or_si256(magnitude, _mm256_slli_epi16(magnitude, 8)),
+                                        set(0x0800));
+  __m256i bits = _mm256_blendv_epi8(normal, _mm256_shuffle_epi8(table, index),
+                                    _mm256_cmpgt_epi16(set(1u << Format::kMantissa), magnitude));
+  const __m256i is_special = _mm256_cmpgt_epi16(magnitude, set(Format::kFirstSpecial - 1));
+  if (__builtin_expect(!_mm256_testz_si256(is_special, is_special), 0)) {
+    const __m256i special = Format::kMantissa == 3
+                                ? set(0x7fc0)
+                                : _mm256_add_epi16(bits, set(uint32_t{Format::kRebias} << 7));
+    bits = _mm256_blendv_epi8(bits, special, is_special);
+  }
+  return _mm256_or_si256(bits, _mm256_slli_epi16(_mm256_and_si256(bytes, set(0x80)), 8));
+}
+#endif
+
 // to[0, head_size) = from, and zeros up to a multiple of `unit` elements.
 template <class Format, typename T>
 inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* to) {
   int64_t done = 0;
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 2) {
     const __m512i tiny = tiny_halves<Format>();
     for (; done + 32 <= head_size; done += 32) {
       const __m512i bytes = _mm512_cvtepu8_epi16(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done)));
       _mm512_storeu_si512(to + done, widen_halves<Format, true>(bytes, tiny));
+    }
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 2) {
+    for (; done + 16 <= head_size; done += 16) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + done));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + done), widen_halves<Format>(bytes));
     }
   }
 #endif

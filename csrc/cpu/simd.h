@@ -152,12 +152,28 @@ VLLM_INLINE Vec pair_sums(Vec a, Vec b) {
 
 // Lane i of the result is the sum of all lanes of rows[i]. Overwrites rows.
 VLLM_INLINE Vec sum_each(Vec (&rows)[kLanes]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The instruction adds neighbours within each half of its operands.
+  const auto in_halves = [](Vec a, Vec b) {
+    return reinterpret_cast<Vec>(
+        _mm256_hadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+  };
+#pragma GCC unroll 2
+  for (int n = 4; n > 1; n /= 2) {
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i) rows[i] = in_halves(rows[2 * i], rows[2 * i + 1]);
+  }
+  const __m256 first = reinterpret_cast<__m256>(rows[0]), last = reinterpret_cast<__m256>(rows[1]);
+  return reinterpret_cast<Vec>(_mm256_permute2f128_ps(first, last, 0x20)) +
+         reinterpret_cast<Vec>(_mm256_permute2f128_ps(first, last, 0x31));
+#else
 #pragma GCC unroll 16
   for (int n = kLanes / 2; n > 0; n /= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) rows[i] = pair_sums(rows[2 * i], rows[2 * i + 1]);
   }
   return rows[0];
+#endif
 }
 
 // By halves: one lane after the other would wait for each addition.
