@@ -67,6 +67,8 @@ struct DenseTile {
       const auto step = [&](int64_t k) __attribute__((always_inline)) {
         unroll<Dot::kParts>([&](auto number) __attribute__((always_inline)) {
           constexpr int kPart = decltype(number)::value;
+          // Or the compiler loads weights for both parts at once, for which it has no registers.
+          if constexpr (Dot::kParts > 1) __asm__ volatile("" : : : "memory");
           decltype(Dot::template part<kPart>(Bits{})) weights[kVectors];
 #pragma GCC unroll 8
           for (int v = 0; v < kVectors; ++v) {
