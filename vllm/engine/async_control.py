@@ -1,5 +1,5 @@
-"""Methods of `AsyncLLM` that are not about requests: settings, statistics, and calls to the
-workers.
+"""Methods of `AsyncLLM` that are not about requests: settings, tokenizer, statistics, and calls to
+the workers.
 
 The getters of settings are coroutines, because programs await them.
 """
@@ -21,10 +21,13 @@ from vllm.errors import RequestError, RequestTimeoutError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, SchedulerStats
+from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from vllm.engine.metrics.stats_log import StatsLog
 
 
@@ -37,6 +40,7 @@ class AsyncControl:
     _is_shut_down: bool
     input_processor: InputProcessor
     output_processor: OutputProcessor
+    generation_defaults: dict[str, Any]
 
     if TYPE_CHECKING:
 
@@ -132,6 +136,27 @@ class AsyncControl:
         """The config of LoRA; None if it is off."""
         lora = (await self.get_vllm_config()).lora
         return lora if lora.enable_lora else None
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer, or None."""
+        return self.input_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a new object each time."""
+        defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
+        return SamplingParams.from_optional(**defaults)
+
+    async def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
+        """The tokenizer; every adapter has the same one.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        await self.wait_ready()
+        if self.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
 
     async def is_tracing_enabled(self) -> bool:
         """False: the server makes the traces of requests."""
