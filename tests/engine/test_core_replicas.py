@@ -19,6 +19,7 @@ from vllm.errors import (
     ConfigError,
     EngineDeadError,
     RequestError,
+    RequestTimeoutError,
     WeightLoadError,
     WorkerCallError,
 )
@@ -317,11 +318,14 @@ def test_a_replica_whose_weights_cannot_be_read_again_takes_no_requests(run):
 
 def test_a_replica_that_ends_while_it_reads_weights_is_started_again_once(run):
     async def check(engine, first, second, third, fourth):
-        await engine.collective_rpc("reload_weights", args=["A"])
+        second.is_held = True
+        with pytest.raises(RequestTimeoutError):  # but it goes on
+            await engine.collective_rpc("reload_weights", timeout=0.01, args=["A"])
         third.is_held = True
-        second.die()
+        second.die()  # in the middle of the call; the other one has done it
         while engine.replica_states()[1].state != "repeating reload_weights":
             await asyncio.sleep(0.001)
+        assert first.core.worker.folder == "A"
         third.die()
         while engine.replica_states()[1].state != "ready":
             await asyncio.sleep(0.001)

@@ -272,9 +272,8 @@ class AsyncControl:
         arguments = list(args), dict(kwargs or {})
         call: Awaitable[list[list[Any]]]
         if method == "reload_weights":
-            call = asyncio.shield(
-                self._core.calls.reload_weights(*arguments)
-            )  # noted when it is done
+            # It is noted when it is done, after a timeout too.
+            call = asyncio.shield(self._core.calls.reload_weights(*arguments))
         else:
             call = self._core.calls.call("collective_rpc", method, None, *arguments)
         try:

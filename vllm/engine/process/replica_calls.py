@@ -1,12 +1,12 @@
 """Calls that go to the cores of all replicas, and what they have changed there."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_supervisor import CoreSupervisor
-from vllm.errors import CapacityError, RequestError
+from vllm.errors import CapacityError, EngineDeadError, RequestError
 
 
 class ReplicaCalls:
@@ -35,11 +35,7 @@ class ReplicaCalls:
         Raises:
             As `CoreSupervisor.call`.
         """
-        results = await self._call_ready(name, *args)
-        for result in results.values():
-            if isinstance(result, BaseException):
-                raise result
-        return list(results.values())
+        return _all_of(await self._call_ready(name, *args))
 
     async def sleep(self, level: int) -> None:
         """Let all replicas sleep. If one has requests, none sleeps.
@@ -48,13 +44,12 @@ class ReplicaCalls:
             As `EngineCore.sleep`.
         """
         async with self._changes.lock:
-            try:
-                await self.call("sleep", level)
-            except CapacityError:
-                if len(self._all) > 1:
-                    await self.call("wake_up", None)  # the replicas that had no requests
-                raise
-            self._changes.note_sleep(level)
+            results = await self._call_ready("sleep", level)
+            if _has_changed(results):
+                self._changes.note_sleep(level)
+            elif len(self._all) > 1 and any(isinstance(e, CapacityError) for e in results.values()):
+                await self.call("wake_up", None)  # the replicas that had no requests
+            _all_of(results)
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Wake all replicas, or parts of them.
@@ -63,8 +58,10 @@ class ReplicaCalls:
             As `EngineCore.wake_up`.
         """
         async with self._changes.lock:
-            await self.call("wake_up", tags)
-            self._changes.note_wake_up(tags)
+            results = await self._call_ready("wake_up", tags)
+            if _has_changed(results):
+                self._changes.note_wake_up(tags)
+            _all_of(results)
 
     async def reload_weights(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Call `reload_weights` of all workers.
@@ -73,9 +70,11 @@ class ReplicaCalls:
             As `call`.
         """
         async with self._changes.lock:
-            results = await self.call("collective_rpc", "reload_weights", None, args, kwargs)
-            self._changes.note_reload(args, kwargs)
-        return results
+            call = ("collective_rpc", "reload_weights", None, args, kwargs)
+            results = await self._call_ready(*call)
+            if _has_changed(results):
+                self._changes.note_reload(args, kwargs)
+            return _all_of(results)
 
     async def stop_profile(self) -> list[str]:
         """End the traces of all replicas.
@@ -114,3 +113,19 @@ class ReplicaCalls:
         calls = [self._all[index].call(name, *args) for index in ready]
         results = await asyncio.gather(*calls, return_exceptions=True)
         return dict(zip(ready, results, strict=True))
+
+
+def _has_changed(results: Mapping[int, Any]) -> bool:
+    """Whether a call has changed the cores: none has refused it. One that has died meanwhile is
+    changed when it is started again."""
+    failures = [each for each in results.values() if isinstance(each, BaseException)]
+    is_lost = all(isinstance(failure, EngineDeadError) for failure in failures)
+    return is_lost and len(failures) < len(results)
+
+
+def _all_of(results: Mapping[int, Any]) -> list[Any]:
+    """The results of a call, in the order of the replicas; raises its first failure."""
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return list(results.values())
