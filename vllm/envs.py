@@ -5,46 +5,22 @@ per deployment are config fields; a variable is for what must be known before a 
 (logging, device selection) or is part of the compatibility surface.
 Values arrive where they are used inside a config dataclass. This module does not log: the logger,
 which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
-and why are in `env_compat`.
+and why are in `env_compat`. What a field declares is in `env_fields`.
 """
 
 import difflib
-import math
 import os
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
 
 from vllm.env_compat import COMPAT_VARIABLES, CompatVariable
+from vllm.env_fields import WORDS, env, parse
 from vllm.env_others import OTHER_READERS
-from vllm.errors import ConfigError
 
 _PREFIX = "VLLM_"
-
-
-def env(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    at_least: float | None = None,
-    at_most: float | None = None,
-    *,
-    section: str,
-    may_be_empty: bool = False,
-) -> Any:
-    """Declare one variable. A default of None means "not set", and so does an empty value unless it
-    `may_be_empty`."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "at_least": at_least,
-        "at_most": at_most,
-        "section": section,
-        "may_be_empty": may_be_empty,
-    }
-    return field(default=default, metadata=metadata)
 
 
 _general = partial(env, section="General")
@@ -375,43 +351,11 @@ class Envs:
         environ = os.environ if environ is None else environ
         types = typing.get_type_hints(cls)
         values = {
-            f.name: _parse(f.name, environ[f.name], types[f.name], f.metadata)
+            f.name: parse(f.name, environ[f.name], types[f.name], f.metadata)
             for f in fields(cls)
             if environ.get(f.name, "").strip() or (f.name in environ and f.metadata["may_be_empty"])
         }
         return cls(**values)
-
-
-_WORDS = {
-    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
-    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
-}
-
-
-def _parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> Any:
-    options = [a for a in typing.get_args(annotation) if a is not type(None)]
-    type_ = options[0] if options else annotation
-    text = raw.strip()
-    if choices := metadata["choices"]:
-        for choice in choices:
-            if text.lower() == choice.lower():
-                return choice
-        raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(choices)}")
-    if type_ is str:
-        return raw  # a prefix may end with a space
-    try:
-        value = _WORDS[text.lower()] if type_ is bool else type_(text)
-        if type_ is float and not math.isfinite(value):
-            raise ValueError
-    except (KeyError, ValueError):
-        accepted = {bool: "0, 1, true or false", int: "an integer", float: "a number"}[type_]
-        raise ConfigError(f"{name}={raw!r}: expected {accepted}") from None
-    at_least, at_most = metadata["at_least"], metadata["at_most"]
-    if at_least is not None and value < at_least:
-        raise ConfigError(f"{name}={raw!r}: expected at least {at_least}")
-    if at_most is not None and value > at_most:
-        raise ConfigError(f"{name}={raw!r}: expected at most {at_most}")
-    return value
 
 
 @cache
@@ -443,57 +387,6 @@ def of_launcher(name: str) -> str | None:
     """A variable that a launcher such as torchrun or Ray sets for each process; None: it is not
     set."""
     return os.environ.get(name)
-
-
-def rank_variables(
-    rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
-) -> dict[str, str]:
-    """What tells libraries the place of a process among those of an engine, and its Gaudi card.
-
-    Args:
-        rank, world_size: of the process, and processes in all.
-        local_rank, num_local: the same on its machine; None: all are on one machine.
-
-    Raises:
-        ConfigError: HABANA_VISIBLE_MODULES names fewer cards than there are ranks.
-    """
-    local_rank = rank if local_rank is None else local_rank
-    num_local = world_size if num_local is None else num_local
-    cards = _visible_cards(num_local)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(num_local),
-        "HLS_MODULE_ID": cards[local_rank].strip(),
-    }
-
-
-def _visible_cards(count: int) -> list[str]:
-    modules = os.environ.get("HABANA_VISIBLE_MODULES", "")
-    cards = modules.split(",") if modules.strip() else [str(n) for n in range(count)]
-    if len(cards) < count:
-        raise ConfigError(
-            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
-            f"{count}. Name more, or lower tensor_parallel_size or data_parallel_size"
-        )
-    return cards
-
-
-def export_replica(index: int, count: int, world_size: int) -> None:
-    """Hide the Gaudi cards of other replicas from this process, before a library looks."""
-    cards = _visible_cards(count * world_size)
-    own = cards[index * world_size : (index + 1) * world_size]
-    export("HABANA_VISIBLE_MODULES", ",".join(card.strip() for card in own))
-
-
-def export_rank(
-    rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
-) -> None:
-    """Set the variables of a rank in this process, before a library reads them."""
-    for name, value in rank_variables(rank, world_size, local_rank, num_local).items():
-        export(name, value)
-    get.cache_clear()
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
@@ -563,7 +456,7 @@ def _asked(environ: Mapping[str, str] | None) -> list[CompatVariable]:
 
 
 def _is_same(variable: CompatVariable, word: str) -> bool:
-    return variable.same_as is not None and _WORDS.get(word) is variable.same_as
+    return variable.same_as is not None and WORDS.get(word) is variable.same_as
 
 
 _REPORTED_PREFIXES = (_PREFIX, "PT_HPU", "HABANA_")

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from tests.e2e.server import ROOT
 from tests.executor.thread_ranks import ThreadRanks
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.engine import engine_core
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
@@ -146,6 +147,37 @@ def test_one_engine_computes_prompts_for_another(expected, tmp_path):
     for path in files:
         path.unlink()  # the producer is lost
     assert generate(other)[0] == expected
+
+
+def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_path, monkeypatch):
+    """It ends when they are there, with all of its tokens."""
+    config = transfer("SharedStorageConnector", tmp_path, kv_role="kv_producer")
+    engine = LLM(**SMALL, kv_transfer_config=config).llm_engine
+    go, write = threading.Event(), BlockFolder.write
+    monkeypatch.setattr(BlockFolder, "write", lambda *args: (go.wait(60), write(*args)))
+    for name, prompt, max_tokens in (("short", 0, 2), ("gone", 2, 2), ("long", 1, 12)):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(name, PROMPTS[prompt], params)
+    told, final = {"short": 0, "gone": 0, "long": 0}, {}
+
+    def step():
+        for output in engine.step():
+            told[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                final[output.request_id] = output.outputs[0].token_ids
+
+    while engine.engine_core.scheduler.num_unfinished_requests:
+        step()
+    assert told == {"short": 1, "gone": 1, "long": 11} and not final
+    assert engine.has_unfinished_requests() and not list(tmp_path.rglob("*.kv"))
+    step()  # waits for the files, but not for long
+    engine.abort_request("gone")
+    go.set()
+    while engine.has_unfinished_requests():
+        step()
+        assert not final or list(tmp_path.rglob("*.kv"))
+    assert final == {"short": expected[0][:2], "long": expected[1]}
+    engine.shutdown()
 
 
 def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expected):

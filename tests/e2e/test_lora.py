@@ -212,6 +212,7 @@ def broken(folder: Path, kind: str) -> Path:
             "only weights, and gate_up_proj and down_proj of experts",
         ),
         ('rank_pattern={"(": 4}', "no regular expression"),
+        ('rank_pattern={"a{99999999999999999999}": 4}', "no regular expression: .* too large"),
         ('rank_pattern=["q_proj"]', "rank_pattern and alpha_pattern must be objects"),
         ("many patterns", "have 3000 entries, and 2048 are accepted"),
         ("long config", r"adapter_config.json has more than 1048576 bytes$"),

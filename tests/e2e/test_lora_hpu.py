@@ -14,7 +14,7 @@ from tests.lora_files import (
     write_stacked_expert_adapter,
 )
 from tests.tiny_models import make_tiny_model
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams, env_ranks
 from vllm.lora.request import LoRARequest
 from vllm.platforms.habana.sim import SimBridge
 
@@ -240,7 +240,7 @@ def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
 def test_adapters_with_drafts_and_on_two_cards(settings, folder, mixes, monkeypatch):
     plain = LLM(folder, device="cpu", **ENGINE)
     want = [tokens_of(plain, mix) for mix in mixes]
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     card = FEW_BUCKETS | {"VLLM_HPU_SIM_STRICT": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True}
     is_alone = "speculative_config" in settings

@@ -9,7 +9,7 @@ from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LONG_PROMPTS
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams, env_ranks
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
@@ -29,7 +29,7 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
         "num_gpu_blocks_override": 65,  # layers with windows of their own need more
     }
     want = generate(LLM(str(dense), device="cpu", **engine))
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     is_lazy, enforce_eager = MODES[mode]
     with simulated_hpu(
@@ -90,7 +90,7 @@ def test_blocks_of_fp8_may_be_on_two_cards(family, tmp_path, monkeypatch):
         return [each[token].logprob for token, each in places]
 
     want = prompt_logprobs(dense, "cpu", 1)
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)
     with simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS):
         got = prompt_logprobs(folder, "hpu", 2)
@@ -169,7 +169,7 @@ def test_layers_are_divided_over_cards_in_both_ways(
 @pytest.mark.parametrize("pool_mib", [60, 100])
 def test_a_card_with_less_memory_decides_which_launches_all_cards_run(pool_mib, monkeypatch):
     """Rank 1 is another process, whose card has all of its memory."""
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)
     variables = LARGE_BUCKETS | {"VLLM_GRAPH_RESERVED_MEM": 0.65, "VLLM_GRAPH_PROMPT_RATIO": 0.4}
     prompts = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (200, 30)]
@@ -188,7 +188,7 @@ def test_a_card_with_less_memory_decides_which_launches_all_cards_run(pool_mib, 
 
 
 def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)
     folder = str(make_tiny_model("llama", tmp_path))
     with (

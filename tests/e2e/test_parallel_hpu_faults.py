@@ -31,7 +31,7 @@ from tests.hpu import (
     steps_in_flight,
 )
 from tests.tiny_models import make_tiny_model
-from vllm import LLM, envs
+from vllm import LLM, env_ranks
 from vllm.errors import ConfigError, EngineDeadError
 
 FAILING = "tests.executor.failing_workers"
@@ -59,7 +59,7 @@ def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
         return started[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in envs.rank_variables(0, 1).items():
+        for name, value in env_ranks.rank_variables(0, 1).items():
             patch.setenv(name, value)  # an engine sets them; they are put back afterwards
         with simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS):
             yield start

@@ -23,7 +23,7 @@ from tests.e2e.test_speculators import (
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tools.save_sharded_state import save
-from vllm import LLM, envs
+from vllm import LLM, env_ranks
 from vllm.assets import BUNDLED_MODEL
 from vllm.engine import engine_core
 from vllm.errors import WeightLoadError
@@ -138,7 +138,7 @@ def test_drafts_on_cards_change_no_token(method, mode, made, monkeypatch):
     config = {"adaptive": False, **speculator.config}
     if method == "draft_model":
         config = {"adaptive": False, "method": method, "model": str(speculator.target)}
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     is_lazy, is_eager = MODES[mode]
     want = run_few(LLM(str(speculator.target), device="cpu", **COMMON))

@@ -10,7 +10,7 @@ from tests.e2e.test_pipeline_parallel import executor_of, in_stages
 from tests.e2e.test_pooling import CHUNKS, ENGINE
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.tiny_pooling_models import make_pooling_model
-from vllm import LLM, envs
+from vllm import LLM, env_ranks
 from vllm.errors import ConfigError
 
 LENGTHS = (1, 7, 30, 18, 24, 29)
@@ -90,7 +90,7 @@ def test_stages_on_cards_pool_as_the_cpu(architecture, mode, settings, tmp_path,
     folder = str(make_pooling_model(architecture, tmp_path))
     prompts, values = prompts_of(architecture), {"skip_tokenizer_init": True, **settings}
     want = encode(LLM(folder, device="cpu", **values), prompts)
-    for name, value in envs.rank_variables(0, 1).items():
+    for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     is_lazy, is_eager = MODES[mode]
     with simulated_hpu(

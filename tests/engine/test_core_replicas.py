@@ -14,13 +14,44 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
 from vllm.engine.process.wire import CoreFailed
-from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    RequestTimeoutError,
+    WeightLoadError,
+    WorkerCallError,
+)
 from vllm.messages import SchedulerStats
 
 
 class Worker:
+    """Attributes:
+    folder: that its weights were read from.
+    lost: a folder that is not there.
+    has_trace: it records one.
+    """
+
+    folder = "MODEL"
+    lost = "gone"
+    has_trace = False
+
     def name(self):
         return "worker"
+
+    def reload_weights(self, weights_path=None):
+        if weights_path == self.lost:
+            raise WeightLoadError(f"{weights_path}: no such folder")
+        self.folder = weights_path or self.folder
+
+    def start_profile(self):
+        self.has_trace = True
+
+    def stop_profile(self):
+        if not self.has_trace:
+            raise RequestError("no trace is being recorded")
+        self.has_trace = False
 
 
 def make_clients(count=2, **fields):
@@ -242,8 +273,80 @@ def test_a_replica_that_is_started_again_sleeps_as_the_other_does(run, woken):
         assert await engine.collective_rpc("name") == ["worker", "worker"]  # it has been told
         assert third.core.sleeping_tags == first.core.sleeping_tags
         assert third.core.is_sleeping() == (woken is not None)
+        assert (engine.refusal is None) == (woken is None)
         await engine.wake_up()
         assert not await engine.is_sleeping()
+
+    run(check, num_clients=3)
+
+
+def test_a_replica_that_is_started_again_has_the_weights_that_the_other_has_read(run):
+    async def check(engine, first, second, third, fourth):
+        for args in (["A"], ["B"], []):  # without a folder: the same once more
+            await engine.collective_rpc("reload_weights", args=args)
+        with pytest.raises(WorkerCallError, match="gone"):
+            await engine.collective_rpc("reload_weights", args=["gone"])
+        second.die()
+        third.is_held = True
+        tasks = [asyncio.create_task(collect(engine, f"r{n}")) for n in range(2)]
+        assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+        while engine.replica_states()[1].state != "repeating reload_weights":
+            await asyncio.sleep(0.001)
+        assert third.core.worker.folder == "MODEL" and not third.core.added
+        release(third)
+        await engine.sleep(2)  # waits for the new one
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": "C"})
+        assert third.core.worker.folder == first.core.worker.folder == "C"
+        await engine.restart_replica(0)
+        assert fourth.core.worker.folder == "C" and fourth.core.is_sleeping()
+        await engine.wake_up()
+
+    run(check, num_clients=4, num_restarts=1)
+
+
+def test_a_replica_whose_weights_cannot_be_read_again_takes_no_requests(run):
+    async def check(engine, first, second, third):
+        await engine.collective_rpc("reload_weights", args=["A"])
+        third.core.worker.lost = "A"
+        with pytest.raises(EngineDeadError, match=r"reload_weights could not be repeated.*no such"):
+            await engine.restart_replica(1)
+        assert [state.state for state in engine.replica_states()] == ["ready", "failed"]
+        assert (await collect(engine, "after"))[-1].finished
+
+    run(check, num_clients=3)
+
+
+def test_a_replica_that_ends_while_it_reads_weights_is_started_again_once(run):
+    async def check(engine, first, second, third, fourth):
+        second.is_held = True
+        with pytest.raises(RequestTimeoutError):  # but it goes on
+            await engine.collective_rpc("reload_weights", timeout=0.01, args=["A"])
+        third.is_held = True
+        second.die()  # in the middle of the call; the other one has done it
+        while engine.replica_states()[1].state != "repeating reload_weights":
+            await asyncio.sleep(0.001)
+        assert first.core.worker.folder == "A"
+        third.die()
+        while engine.replica_states()[1].state != "ready":
+            await asyncio.sleep(0.001)
+        assert fourth.core.worker.folder == "A" and engine.num_restarts_done == 2
+
+    run(check, num_clients=4, num_restarts=2)
+
+
+def test_a_trace_ends_although_a_replica_was_started_again(run):
+    async def check(engine, first, second, third):
+        await engine.start_profile()
+        await engine.restart_replica(1)
+        assert await engine.stop_profile() == ["replica 1 has no trace, as it was started again"]
+        assert not first.core.worker.has_trace
+        with pytest.raises(RequestError, match="no trace is being recorded"):
+            await engine.stop_profile()
+        await engine.start_profile()
+        assert await engine.stop_profile() == []
+        await engine.start_profile()
+        third.die()
+        assert await engine.stop_profile() == ["replica 1 has no trace: its state is 'failed'"]
 
     run(check, num_clients=3)
 
@@ -266,10 +369,14 @@ def test_a_dead_replica_can_be_restarted_and_a_drained_one_resumed(run):
         second.die()
         await engine.restart_replica(1)
         assert [state.state for state in engine.replica_states()] == ["ready", "ready"]
-        await asyncio.gather(engine.drain_replica(0), engine.drain_replica(1))
+        await engine.drain_replica(0)
+        assert engine.refusal is None
+        await engine.drain_replica(1)
+        assert engine.refusal == "every replica that is ready is being drained. Try again later"
         with pytest.raises(CapacityError, match="being drained"):
             await collect(engine, "refused")
         await engine.resume_replica(0)
+        assert engine.refusal is None
         assert (await collect(engine, "taken"))[-1].finished
         with pytest.raises(RequestError, match=r"replica=2: there is no such replica.* has 2"):
             await engine.drain_replica(2)

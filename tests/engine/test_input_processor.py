@@ -211,9 +211,11 @@ def test_bad_words_are_tokenised_as_they_begin_a_text_and_as_they_follow_a_word(
 
 def test_bad_words_are_tokenised_together_and_once_for_all_prompts(monkeypatch):
     processor, calls = make_processor(), []
-    encode = processor._encode_bad_words
+    encode = processor.sampling._encode_bad_words
     monkeypatch.setattr(
-        processor, "_encode_bad_words", lambda words: (calls.append(len(words)), encode(words))[1]
+        processor.sampling,
+        "_encode_bad_words",
+        lambda words: (calls.append(len(words)), encode(words))[1],
     )
     tokenizer = CountingTokenizer(processor.tokenizer)
     processor.tokenizer = tokenizer

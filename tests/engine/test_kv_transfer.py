@@ -283,11 +283,22 @@ def test_files_come_back_after_a_restart(tmp_path):
     connector.close()
 
 
-def test_what_a_producer_has_saved_is_in_the_folder_at_once(tmp_path):
+def test_what_a_producer_saves_is_told_when_it_is_in_the_folder(tmp_path):
     connector = make_tiers(tmp_path, kv_role="kv_producer")
-    connector.save(KEYS[:4], [BLOCK] * 4)
+    connector.save(KEYS[:4], [BLOCK] * 4).result()
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     connector.close()
+    both = make_tiers(tmp_path)
+    assert both.save(KEYS[4:5], [BLOCK]) is None  # its requests do not wait
+    both.close()
+
+
+def test_a_producer_waits_for_a_slow_folder_and_loses_no_block(tmp_path, monkeypatch):
+    connector = make_tiers(tmp_path, kv_role="kv_producer", kv_buffer_size=200)
+    written = [connector.save([key], [BLOCK]) for key in KEYS]
+    assert all(each.done() for each in written[:-2])
+    connector.close()
+    assert len(list(tmp_path.rglob("*.kv"))) == len(KEYS)
 
 
 def test_a_slow_folder_does_not_collect_blocks_in_memory(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.fakes import make_config
-from vllm import envs
+from vllm import env_ranks, envs
 from vllm.config import DeviceConfig, ObservabilityConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
@@ -188,7 +188,7 @@ def test_the_offline_engine_has_one_replica():
 )
 def test_each_replica_sees_its_own_cards(monkeypatch, visible, index, own):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
-    envs.export_replica(index, 2, 2)
+    env_ranks.export_replica(index, 2, 2)
     assert os.environ["HABANA_VISIBLE_MODULES"] == own
     with pytest.raises(ConfigError, match=r"names 2 cards, and the engine needs 4.*data_parallel"):
-        envs.export_replica(index, 2, 2)
+        env_ranks.export_replica(index, 2, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm.errors import ConfigError
+from vllm.utils.patterns import compile_pattern
 
 IncMode = Literal["MEASURE", "QUANTIZE"]
 
@@ -227,8 +228,8 @@ class _Reader:
                 raise self.wrong(key, accepted)
         for pattern in lists[1]:
             try:
-                re.compile(pattern)
-            except re.error as error:
+                compile_pattern(pattern)
+            except ValueError as error:
                 raise self.wrong(
                     key, f"the name {pattern!r} is not a regular expression: {error}"
                 ) from None

@@ -1,6 +1,5 @@
 """The model: the user's settings."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -10,6 +9,7 @@ from vllm.config.inc import IncConfig
 from vllm.config.model_arch import ModelArch
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.errors import ConfigError
+from vllm.utils.patterns import compile_pattern
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow", "mistral"]
@@ -148,8 +148,8 @@ class ModelConfig:
         check_at_least(self, 0, "max_logprobs")
         if self.logits_processor_pattern is not None:
             try:
-                re.compile(self.logits_processor_pattern)
-            except re.error as error:
+                compile_pattern(self.logits_processor_pattern)
+            except ValueError as error:
                 raise ConfigError(
                     f"logits_processor_pattern {self.logits_processor_pattern!r} is not a regular "
                     f"expression: {error}"

@@ -1,11 +1,11 @@
-"""Methods of `AsyncLLM` that are not about requests: settings, statistics, and calls to the
-workers.
+"""Methods of `AsyncLLM` that are not about requests: settings, tokenizer, statistics, and calls to
+the workers.
 
 The getters of settings are coroutines, because programs await them.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,16 @@ from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
 from vllm.errors import RequestError, RequestTimeoutError
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, SchedulerStats
+from vllm.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from vllm.engine.metrics.stats_log import StatsLog
 
 
@@ -34,6 +40,7 @@ class AsyncControl:
     _is_shut_down: bool
     input_processor: InputProcessor
     output_processor: OutputProcessor
+    generation_defaults: dict[str, Any]
 
     if TYPE_CHECKING:
 
@@ -71,6 +78,12 @@ class AsyncControl:
     def is_running(self) -> bool:
         """Whether requests are computed."""
         return self.startup.is_ready
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the running engine refuses new requests now: it sleeps, or all of its replicas are
+        being drained. None: it takes them."""
+        return self._core.refusal
 
     @property
     def is_stopped(self) -> bool:
@@ -123,6 +136,27 @@ class AsyncControl:
         """The config of LoRA; None if it is off."""
         lora = (await self.get_vllm_config()).lora
         return lora if lora.enable_lora else None
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer, or None."""
+        return self.input_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a new object each time."""
+        defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
+        return SamplingParams.from_optional(**defaults)
+
+    async def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
+        """The tokenizer; every adapter has the same one.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        await self.wait_ready()
+        if self.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
 
     async def is_tracing_enabled(self) -> bool:
         """False: the server makes the traces of requests."""
@@ -195,7 +229,7 @@ class AsyncControl:
     async def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
         await self.wait_ready()
-        is_done = all(await self._core.call("reset_prefix_cache"))
+        is_done = all(await self._core.calls.call("reset_prefix_cache"))
         self._core.forget_prefixes()
         return is_done
 
@@ -235,9 +269,15 @@ class AsyncControl:
                 param="method",
             )
         await self.wait_ready()
-        call = self._core.call("collective_rpc", method, None, list(args), dict(kwargs or {}))
+        arguments = list(args), dict(kwargs or {})
+        call: Awaitable[list[list[Any]]]
+        if method == "reload_weights":
+            # It is noted when it is done, after a timeout too.
+            call = asyncio.shield(self._core.calls.reload_weights(*arguments))
+        else:
+            call = self._core.calls.call("collective_rpc", method, None, *arguments)
         try:
-            results: list[list[Any]] = await asyncio.wait_for(call, timeout)
+            results = await asyncio.wait_for(call, timeout)
         except asyncio.TimeoutError:
             raise RequestTimeoutError(
                 f"collective_rpc {method!r} did not finish within timeout={timeout} s; the "
@@ -261,7 +301,8 @@ class AsyncControl:
             EngineDeadError: the core has died.
         """
         await self.wait_ready()
-        await self._core.sleep(level)
+        await self._core.calls.sleep(level)
+        self._core.forget_prefixes()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again. Requests are accepted when all of it is allocated.
@@ -275,12 +316,12 @@ class AsyncControl:
             EngineDeadError: the core has died.
         """
         await self.wait_ready()
-        await self._core.wake_up(tags if tags is None else list(tags))
+        await self._core.calls.wake_up(tags if tags is None else list(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether the memory of weights or KV cache is released."""
         await self.wait_ready()
-        return any(await self._core.call("is_sleeping"))
+        return any(await self._core.calls.call("is_sleeping"))
 
     # ---- replicas -------------------------------------------------------------------------
 
@@ -332,10 +373,18 @@ class AsyncControl:
         """
         await self.collective_rpc("start_profile")
 
-    async def stop_profile(self) -> None:
+    async def stop_profile(self) -> list[str]:
         """End the trace and write it; returns when the file is complete.
+
+        Returns:
+            A sentence about each replica that has no trace, such as one that was started again
+            meanwhile. They are logged, too.
 
         Raises:
             RequestError: no trace is being recorded.
         """
-        await self.collective_rpc("stop_profile")
+        await self.wait_ready()
+        missing = await self._core.calls.stop_profile()
+        for sentence in missing:
+            logger.warning("%s", sentence)
+        return missing

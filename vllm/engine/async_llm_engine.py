@@ -48,8 +48,6 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
@@ -476,27 +474,6 @@ class AsyncLLM(AsyncControl):
         """The config of the engine. Available once the start has read the model's config."""
         assert self._config is not None, "the engine has not started"
         return self._config
-
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer, or None."""
-        return self.input_processor.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; a new object each time."""
-        defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
-        return SamplingParams.from_optional(**defaults)
-
-    async def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
-        """The tokenizer; every adapter has the same one.
-
-        Raises:
-            RequestError: the engine runs without a tokenizer.
-        """
-        await self.wait_ready()
-        if self.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
-        return self.tokenizer
 
     @property
     def num_unfinished_requests(self) -> int:

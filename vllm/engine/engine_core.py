@@ -178,16 +178,17 @@ class EngineCore:
         """Abort requests without an output; unknown ids are ignored."""
         ids = list(request_ids)
         if self._transfer is not None:
-            self._transfer.leave(ids)
+            self._transfer.abort(ids)
         self.scheduler.abort_requests(ids)
         self._resources.end(ids)
         self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests wait or run, or a step is in flight, even if all of its requests were
-        aborted."""
+        """Whether requests wait or run, blocks of requests that have ended are being written, or a
+        step is in flight, even if all of its requests were aborted."""
         is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
-        return is_busy or bool(self._resources)
+        is_saving = self._transfer is not None and self._transfer.has_outputs
+        return is_busy or bool(self._resources) or is_saving
 
     def step(self) -> EngineOutput:
         """Start a step, wait for the result of the oldest step in flight, and return it.
@@ -204,6 +205,8 @@ class EngineCore:
             self._queue_prepared()
             if refused := self._resources.take_refused():
                 return EngineOutput(finished=refused)
+        if (saved := self._take_saved()) is not None:
+            return saved
         if self._num_stages > 1:
             most = self._num_pipelined_steps
         else:
@@ -211,21 +214,23 @@ class EngineCore:
         while len(self._in_flight) < most and self._start_step():
             pass
         if not self._in_flight:
-            return _IDLE
+            return self._take_saved(_PREPARE_WAIT_S) or _IDLE
         output = self._wait()
         trace = get_trace()
         with trace.span("update"):
             result = self.scheduler.update(output)
-        if self._transfer is not None:
-            self._transfer.save_freed()
-            self._transfer.leave(result.finished)
         self._resources.end(result.finished)
+        if self._transfer is not None:
+            result = self._transfer.end(result)
         self._publish_events()
         if trace.is_on:
             pool = self.scheduler.cache.pool
             used = pool.num_usable_blocks - pool.num_free
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
+
+    def _take_saved(self, timeout_s: float = 0.0) -> EngineOutput | None:
+        return None if self._transfer is None else self._transfer.take_output(timeout_s)
 
     def has_idle_work(self) -> bool:
         """Whether `idle_step` has something to do: no request is there, and measurements are not

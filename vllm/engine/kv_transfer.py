@@ -2,14 +2,17 @@
 
     a request is next   blocks that the connector has and the cache lacks are written into free
                         blocks, and can then be found as any prefix
-    a request leaves    its full blocks are read, before a step can write over them, and saved
+    a request leaves    its full blocks are read, before a step can write over them, and saved;
+                        its last output is kept back until other engines find them
 
 Scheduler and workers know nothing of it.
 """
 
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Container, Iterable
+from concurrent.futures import Future, wait
 from hashlib import sha256
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.core.block_hash import block_hashes, root_hash
@@ -17,7 +20,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, TransferStats, number_of
+from vllm.messages import EngineOutput, EngineRequest, TransferStats, number_of
 from vllm.request import Request
 
 logger = init_logger(__name__)
@@ -38,6 +41,8 @@ class KVTransfer:
         self._executor = executor
         self._waiting: set[str] = set()
         """Ids of requests whose blocks have not been loaded yet."""
+        self._last_outputs: deque[tuple[Future[None], EngineOutput]] = deque()
+        """Of requests that have ended, until their blocks are written; in that order."""
         self._is_open = False
         self._namespace: str | None = None
         self._is_mixed = False
@@ -90,33 +95,77 @@ class KVTransfer:
                 shared = cache.find_prefix(request)
             taken.update(shared)
 
-    def leave(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended; unknown ids are ignored."""
-        self._waiting.difference_update(request_ids)
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Requests end without an output; unknown ids are ignored."""
+        ids = set(request_ids)
+        self._waiting -= ids
+        outputs = [(written, _split(output, ids)[1]) for written, output in self._last_outputs]
+        self._last_outputs = deque(each for each in outputs if each[1].finished)
 
-    def save_freed(self) -> None:
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs of requests are kept back."""
+        return bool(self._last_outputs)
+
+    def take_output(self, timeout_s: float = 0.0) -> EngineOutput | None:
+        """The last output of requests whose blocks are written, each once.
+
+        Args:
+            timeout_s: to wait for it.
+        """
+        if not self._last_outputs:
+            return None
+        written, output = self._last_outputs[0]
+        if not written.done() and not (timeout_s and wait([written], timeout_s).done):
+            return None
+        self._last_outputs.popleft()
+        written.result()
+        return output
+
+    def end(self, output: EngineOutput) -> EngineOutput:
+        """Save the blocks of the requests that have ended in a step.
+
+        Args:
+            output: of the step.
+
+        Returns:
+            What may be told now of it; `take_output` has the rest later.
+        """
+        self._waiting.difference_update(output.finished)
+        written = self.save_freed()
+        if written is None or not output.finished:
+            return output
+        last, rest = _split(output, output.finished)
+        self._last_outputs.append((written, last))
+        return rest
+
+    def save_freed(self) -> "Future[None] | None":
         """Save the blocks of requests that have left. To be called before a step or a load is
-        started that may write over them."""
+        started that may write over them.
+
+        Returns:
+            As `KVConnector.save`.
+        """
         cache = self._cache
         if cache.forgotten:
             forgotten, cache.forgotten = cache.forgotten, []
             self._connector.forget(forgotten)
         if not cache.freed:
-            return
+            return None
         freed, cache.freed = dict(cache.freed), []
         keys = list(freed.values())
         block_ids = list(freed)
         self._open()
         wanted = self._connector.missing(keys)
         if not wanted or self._is_mixed:
-            return
+            return None
         keys = [keys[index] for index in wanted]
         parts = self._executor.collective_rpc(
             "read_blocks", args=([block_ids[index] for index in wanted],)
         )
         blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
         self._num_saved_bytes += _num_bytes(blocks)
-        self._connector.save(keys, blocks)
+        return self._connector.save(keys, blocks)
 
     def reset(self) -> None:
         """The prefix cache was emptied, perhaps because the weights will change."""
@@ -216,3 +265,24 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
             config.kv_buffer_size,
             block_bytes,
         )
+
+
+def _split(output: EngineOutput, ids: Container[str]) -> tuple[EngineOutput, EngineOutput]:
+    """The output of the requests with these ids, and that of all others."""
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name in output.__struct_fields__:
+        value = getattr(output, name)
+        if isinstance(value, dict):
+            parts[0][name] = {key: each for key, each in value.items() if key in ids}
+            parts[1][name] = {key: each for key, each in value.items() if key not in ids}
+    counts = output.num_tokens or [1] * len(output.request_ids)
+    for part in parts:
+        part.update(request_ids=[], token_ids=[], num_tokens=[])
+    begin = 0
+    for request_id, count in zip(output.request_ids, counts, strict=True):
+        part = parts[request_id not in ids]
+        part["request_ids"].append(request_id)
+        part["token_ids"] += output.token_ids[begin : begin + count]
+        part["num_tokens"].append(count)
+        begin += count
+    return EngineOutput(**parts[0]), EngineOutput(**parts[1])

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from vllm import envs
+from vllm import env_ranks, envs
 from vllm.distributed import Meeting
 from vllm.executor import rank_process
 from vllm.executor.rank_wire import FrameReader, RankFailed
@@ -45,7 +45,7 @@ class ChildRank:
         assert meeting.arena_fd is not None, "the ranks are on one machine"
         descriptors = (theirs.fileno(), meeting.arena_fd)
         numbers = (*descriptors, meeting.address[1])
-        variables = envs.rank_variables(rank, meeting.layout.world_size)
+        variables = env_ranks.rank_variables(rank, meeting.layout.world_size)
         self.process: ForkedProcess | subprocess.Popen[bytes]
         if is_copy:
             log_format = current_format()

@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
 from vllm.utils.pace import Rest, no_rest
+from vllm.utils.patterns import compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
 NAME_PREFIX = "base_model.model."
@@ -256,8 +257,8 @@ def _check_pattern(path: Path, key: str) -> None:
             f"names of the modules"
         )
     try:
-        re.compile(key)
-    except re.error as error:
+        compile_pattern(key)
+    except ValueError as error:
         raise RequestError(f"{where} is no regular expression: {error}") from None
 
 

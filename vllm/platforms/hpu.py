@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from vllm import envs
+from vllm import env_ranks, envs
 from vllm.config.cache import CacheDType
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -79,7 +79,7 @@ class HPUPlatform(Platform):
                 f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
                 f"and this machine has {num_cards()}. Lower it"
             )
-        envs.export_replica(index, count, world_size)
+        env_ranks.export_replica(index, count, world_size)
 
     def set_rank(
         self,
@@ -107,7 +107,7 @@ class HPUPlatform(Platform):
                 f"engine of one card already. Start this engine in a process of its own, or set "
                 f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
             )
-        envs.export_rank(rank, world_size, local_rank, num_local)
+        env_ranks.export_rank(rank, world_size, local_rank, num_local)
 
     @property
     def ops_class(self) -> str:

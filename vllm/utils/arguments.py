@@ -16,11 +16,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_ON_OR_OFF = (argparse.BooleanOptionalAction, argparse._StoreTrueAction)
+_BOOLEANS = {"true": True, "false": False}
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """`--max_model_len` is `--max-model-len`; the error for an unknown flag names the nearest one.
 
     An error is two lines, without the usage: with dozens of flags that would hide the error.
     Flags cannot be abbreviated, because a new flag would make an old command line ambiguous.
+    A flag that is on or off may be followed by true or false: `--flag=false` is `--no-flag`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,10 +34,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As in argparse, after replacing underscores in flags by dashes."""
-        return super().parse_known_args(
-            _with_dashes(sys.argv[1:] if args is None else args), namespace
-        )
+        """As in argparse, after replacing underscores in flags by dashes, and true and false behind
+        flags by the flag or its opposite."""
+        tokens = _with_dashes(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._without_booleans(tokens), namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -53,6 +58,28 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             elif any(flag.startswith("--") for flag in action.option_strings):
                 names.add(action.dest)
         return names
+
+    def _without_booleans(self, tokens: Sequence[str]) -> list[str]:
+        """`--flag=false` and `--flag false` as `--no-flag`, `--flag=true` and `--flag true` as
+        `--flag`."""
+        end = tokens.index("--") if "--" in tokens else len(tokens)
+        result: list[str] = []
+        at = 0
+        while at < end:
+            flag, equals, value = tokens[at].partition("=")
+            action, at = self._option_string_actions.get(flag), at + 1
+            if not isinstance(action, _ON_OR_OFF):
+                result.append(tokens[at - 1])
+                continue
+            if not equals and at < end and tokens[at].lower() in _BOOLEANS:
+                value, at = tokens[at], at + 1
+            elif equals and value.lower() not in _BOOLEANS:
+                self.error(f"{flag} takes no value, or true or false, got {value!r}")
+            if _BOOLEANS.get(value.lower(), True):
+                result.append(flag)
+            else:
+                result += _opposite(flag, action)
+        return [*result, *tokens[end:]]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As in argparse; the error names the nearest choice."""
@@ -87,6 +114,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 if isinstance(chosen, FlexibleArgumentParser):
                     return chosen._chosen(parsed)
         return self
+
+
+def _opposite(flag: str, action: argparse.Action) -> list[str]:
+    """The flag that says the opposite; none where leaving the flag out says it."""
+    opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else f"--no-{flag[2:]}"
+    return [opposite] if opposite in action.option_strings else []
 
 
 def _with_dashes(tokens: Iterable[str]) -> list[str]:

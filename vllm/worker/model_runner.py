@@ -5,7 +5,6 @@ has its own class; this module calls them in order.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -27,7 +26,7 @@ from vllm.messages import (
 )
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.masks import RowDrafts
-from vllm.sample.sampler import Sampler, SamplerOutput
+from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
@@ -36,10 +35,10 @@ from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
+from vllm.worker.launch_result import LaunchResult, PendingLaunch
 from vllm.worker.model_input import ModelInput, build_ragged_input
-from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
+from vllm.worker.prompt_logprobs import PromptLogprobs, join_logprobs
 from vllm.worker.stage_drafts import InnerLayers, StageDrafts
-from vllm.worker.verification import count_accepted
 
 
 class StepHandle:
@@ -67,68 +66,6 @@ class StepHandle:
                 self._before = None
             self._output = self._finish()
         return self._output
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchResult:
-    """The result of one launch, on the device."""
-
-    rows: IntArray
-    """[n] the row of each row of the logits; a row with drafts occurs once per position."""
-    indices: IntArray
-    """[t] indices of the entries that sampled a token, ascending."""
-    sampled: SamplerOutput | None
-    """The sampled tokens of n rows or more; None when t is 0."""
-    prompt_logprobs: list[tuple[int, PendingLogprobs]]
-    num_drafts: IntArray | None = field(default=None, kw_only=True)
-    """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
-    `indices`. None if no row has drafts; m is t then."""
-    accepted: Tensor | None = field(default=None, kw_only=True)
-    """[rows, 1 + Q] where the device has compared drafts: see `ResidentTokens.accept`; the rows of
-    the logits are those of its last Q columns. None: the host compares them."""
-
-    @classmethod
-    def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
-        """Of a stage of a pipeline whose tokens the last stage samples.
-
-        Args:
-            rows: [m] rows of the batch that sample.
-            num_drafts: [m] of each; None: no row has drafts.
-        """
-        if num_drafts is not None:
-            rows = np.repeat(rows, num_drafts + 1)
-        indices = np.arange(len(rows), dtype=np.int32)
-        return cls(rows, indices, None, [], num_drafts=num_drafts)
-
-    def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
-        """Wait for the tokens: those of the rows of the logits, and how many of each row of the
-        batch that sampled are output (None: one each, and no row has drafts)."""
-        assert self.sampled is not None
-        if self.accepted is None:
-            host_ids = self.sampled.host_ids.cpu().numpy()
-            if expected.num_drafts is None:
-                return host_ids, None
-            assert expected.draft_ids is not None
-            sampled = host_ids[self.indices]
-            return host_ids, count_accepted(sampled, expected.draft_ids, expected.num_drafts)
-        found = self.accepted.cpu().numpy()
-        host_ids = found[:, 1:].ravel()
-        if expected.num_drafts is None:
-            return host_ids, None
-        first = np.cumsum(expected.num_drafts + 1) - expected.num_drafts - 1
-        return host_ids, found[self.indices[first] // (found.shape[1] - 1), 0]
-
-    @property
-    def sampled_rows(self) -> IntArray:
-        """[m] rows of the batch that sampled."""
-        rows = self.rows[self.indices]
-        if self.num_drafts is None:
-            return rows
-        return rows[np.cumsum(self.num_drafts + 1) - 1]
-
-
-PendingLaunch = tuple[LaunchResult, ExpectedTokens]
-"""A launch, and the expected tokens of its `indices` in the batch."""
 
 
 class Drafter(Protocol):

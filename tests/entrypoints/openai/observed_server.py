@@ -27,6 +27,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.startup = StartupState()
+        self.refusal = None
         self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
 
     def work(

@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.requests: dict[str, tuple[str, SamplingParams]] = {}
         self.aborted: list[str] = []
         self.startup = StartupState()
+        self.refusal = None
         self.startup.set_ready()
         self.vllm_config = make_config(max_model_len)
         self.generation_defaults: dict[str, Any] = {}

@@ -20,6 +20,7 @@ class FakeEngine:
     Attributes:
         controls: calls that control the engine, with their arguments.
         answer: of all of them; an exception is raised.
+        refusal: why it takes no new requests, although it runs.
     """
 
     def __init__(self, *, is_ready: bool = True) -> None:
@@ -29,6 +30,7 @@ class FakeEngine:
         self.is_cache_free = True
         self.controls: list[tuple[Any, ...]] = []
         self.answer: Any = None
+        self.refusal: str | None = None
         self.vllm_config = SimpleNamespace(
             model=SimpleNamespace(served_model_name=("fake",), model="fake")
         )
@@ -55,8 +57,8 @@ class FakeEngine:
     async def start_profile(self) -> None:
         await self._control("start_profile")
 
-    async def stop_profile(self) -> None:
-        await self._control("stop_profile")
+    async def stop_profile(self) -> Any:
+        return await self._control("stop_profile")
 
     def replica_states(self) -> list[ReplicaState]:
         return [ReplicaState(0, "ready", 7, 1, 20, 0), ReplicaState(1, "failed", None, 0, 0, 2)]

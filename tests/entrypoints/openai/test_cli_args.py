@@ -60,6 +60,37 @@ def test_a_flag_of_the_server_is_a_field(argv, name, value):
     assert getattr(read(*argv)[1], name) == value
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--enforce-eager"], True),
+        (["--enforce-eager=True"], True),
+        (["--enforce_eager", "true", "m"], True),
+        (["--enforce-eager", "m"], True),
+        (["--no-enforce-eager"], False),
+        (["--enforce-eager", "--enforce-eager=FALSE"], False),
+        (["m", "--enforce-eager", "False"], False),
+        (["--no-enforce-eager=false"], True),
+        (["--no-enforce-eager=true"], False),
+    ],
+)
+def test_true_or_false_may_follow_a_flag_that_is_on_or_off(argv, value):
+    assert read(*argv)[0].enforce_eager is value
+
+
+def test_every_flag_that_is_on_or_off_takes_true_and_false(capsys):
+    parser = make_arg_parser(FlexibleArgumentParser())
+    known = parser._option_string_actions
+    flags = [flag for flag in known if f"--no-{flag[2:]}" in known]
+    assert "--multi-step-stream-outputs" in flags and len(flags) > 50
+    for flag in flags:
+        for words, plain in (([flag, "false"], [f"--no-{flag[2:]}"]), ([f"{flag}=true"], [flag])):
+            assert parser.parse_args(words) == parser.parse_args(plain)
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"{flag}=nope"])
+        assert f"{flag} takes no value, or true or false, got 'nope'" in capsys.readouterr().err
+
+
 def test_flags_of_the_engine_reach_it():
     engine, _ = read("--max-model-len", "8k", "--served-model-name", "a", "b", "--port", "1")
     assert (engine.max_model_len, engine.served_model_name) == (8000, ("a", "b"))

@@ -91,6 +91,11 @@ def test_profiles_are_begun_and_ended_where_there_is_a_folder_for_them(name):
     assert send(f"/{name}", settings=DEV)[0].status_code == 404
 
 
+def test_the_end_of_a_profile_tells_which_replicas_have_no_trace():
+    response, _ = send("/stop_profile", settings=PROFILE, answer=["replica 1 has no trace"])
+    assert (response.status_code, response.json()) == (200, {"message": "replica 1 has no trace"})
+
+
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc"])
 def test_only_development_mode_has_routes_that_control_the_engine(path):
     response, controls = send(path, settings=PROFILE)

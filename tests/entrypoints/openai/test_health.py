@@ -8,12 +8,14 @@ from vllm.errors import EngineDeadError
 
 
 def in_state(state):
-    app, context = make_app(is_ready=state in ("ready", "draining"))
+    app, context = make_app(is_ready=state in ("ready", "draining", "paused"))
     startup = context.engine.startup
     if state == "starting":
         startup.report("compiling graphs", 3, 12)
     if state == "draining":
         context.is_draining = True
+    if state == "paused":
+        context.engine.refusal = "the engine is asleep"
     if state == "failed":
         startup.set_failed(EngineDeadError("gone"))
     if state == "restarting":
@@ -23,23 +25,31 @@ def in_state(state):
 
 
 @pytest.mark.parametrize(
-    ("state", "startupz", "readyz"),
+    ("state", "startupz", "readyz", "health"),
     [
-        ("starting", 503, 503),
-        ("ready", 200, 200),
-        ("draining", 200, 503),
-        ("restarting", 200, 503),
-        ("failed", 503, 503),
+        ("starting", 503, 503, 503),
+        ("ready", 200, 200, 200),
+        ("paused", 200, 503, 200),
+        ("draining", 200, 503, 503),
+        ("restarting", 200, 503, 503),
+        ("failed", 503, 503, 503),
     ],
 )
-def test_probes_tell_the_state(state, startupz, readyz):
+def test_probes_tell_the_state(state, startupz, readyz, health):
     client = in_state(state)
     assert client.get("/livez").status_code == 200
     assert client.get("/startupz").status_code == startupz
     assert client.get("/readyz").status_code == readyz
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         response = client.request(method, path)
-        assert (response.status_code, response.content) == (readyz, b"")
+        assert (response.status_code, response.content) == (health, b"")
+    response = client.get("/load")
+    assert (response.status_code, response.json()) == (200, {"server_load": 0})
+
+
+def test_a_server_that_runs_but_takes_no_requests_says_why():
+    body = in_state("paused").get("/readyz").json()
+    assert body == {"status": "paused", "phase": "ready", "message": "the engine is asleep"}
 
 
 def test_progress_is_shown_while_the_engine_starts():

@@ -27,7 +27,7 @@ from tests.entrypoints.openai.scripted_engine import (
 )
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.input.sampling_input import SamplingInput
 from vllm.entrypoints.http.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
@@ -276,7 +276,7 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
     watch(BodyRoute, "read_body")
     watch(prompt, "render_chat")
     if path == "/v1/completions":  # of a conversation only token ids are left by then
-        watch(InputProcessor, "_check_params")
+        watch(SamplingInput, "check")
     serve(monkeypatch, "generate", check)
     assert threads.keys() >= {"read_body"}
     assert ("render_chat" in threads) == (path != "/v1/completions")

@@ -57,8 +57,13 @@ class KVConnector(ABC):
         """Indices of the keys whose blocks should be saved."""
 
     @abstractmethod
-    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> None:
-        """Keep blocks. A block that cannot be kept is dropped."""
+    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
+        """Keep blocks. A block that cannot be kept is dropped.
+
+        Returns:
+            Done when they are where other engines find them; the requests that have computed them
+            do not end before. None: nothing has to wait.
+        """
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:

@@ -71,10 +71,11 @@ class TCPConnector(KVConnector):
         """See `KVConnector`."""
         return [index for index, key in enumerate(keys) if key not in self._host]
 
-    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> None:
+    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
         """See `KVConnector`."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
+        return None
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """See `KVConnector`."""

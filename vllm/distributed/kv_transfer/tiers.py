@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.interface import BlockData, KVConnector
 class TieredConnector(KVConnector):
     """Keeps blocks in host memory and, where there is a folder, in files.
 
-    Files are read and written in a thread. An engine that only produces blocks waits until they are
-    written, so that they can be loaded elsewhere when its request has ended.
+    Files are read and written in a thread. The requests of an engine that only produces blocks end
+    when these are written, so that they can be loaded elsewhere then.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -71,18 +71,24 @@ class TieredConnector(KVConnector):
             if (key not in self._host if folder is None else not folder.has(key))
         ]
 
-    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> None:
+    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
         """See `KVConnector`."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
         num_bytes = sum(len(part) for block in blocks for part in block)
-        if self._folder is None or self._num_unwritten > self.config.kv_buffer_size:
-            return  # the folder is slower than what is computed
+        if self._folder is None:
+            return None
+        is_full = self._num_unwritten > self.config.kv_buffer_size
+        if is_full and self.config.loads:
+            return None  # the folder is slower than what is computed
         with self._lock:
             self._num_unwritten += num_bytes
         written = self._thread.submit(self._write, list(keys), list(blocks), num_bytes)
-        if not self.config.loads:
+        if self.config.loads:
+            return None
+        if is_full:
             written.result()
+        return written
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """See `KVConnector`."""

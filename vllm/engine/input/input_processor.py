@@ -11,21 +11,20 @@ import operator
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
 from vllm.engine.input.prompt_embeds import (
     PLACEHOLDER_TOKEN_ID,
     PromptEmbeds,
     cache_keys,
-    needs_tokens,
 )
+from vllm.engine.input.sampling_input import SamplingInput, check_without_tokens
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.lora.files import adapter_keys, find_adapter
@@ -34,7 +33,6 @@ from vllm.messages import AdapterRef, EngineRequest, Grammar, TokenEmbeddings
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
 from vllm.utils.pace import Pace, no_rest
 
@@ -84,16 +82,12 @@ class InputProcessor:
         self._generation_defaults = generation_defaults
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._max_model_len = config.scheduler.max_model_len
-        self._max_logprobs = config.model.max_logprobs
-        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._structured_output = config.structured_output
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
         self._pooler = config.model.pooler
         self._length_bound: TextLengthBound | None = None
-        self._bad_words: tuple[list[str], list[list[int]]] | None = None
-        """Cache of the newest bad words and their tokens, which the prompts of one request
-        share."""
+        self.sampling = SamplingInput(config, self)
         self.pooling = PoolingInput(config, self)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
@@ -151,12 +145,12 @@ class InputProcessor:
             RequestError: the request is wrong; names the field and the accepted values.
         """
         refuse_generation(self._pooler)
-        self._check_params(params)
+        self.sampling.check(params)
         adapter = None if lora_request is None else self.adapter(lora_request)
         is_truncated = params.truncate_prompt_tokens is not None
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             tokenized = self._read_embeddings(prompt)
-            _check_without_tokens(params)
+            check_without_tokens(params)
         else:
             tokenized = self.tokenize(
                 prompt, max_tokens=None if is_truncated else self._max_model_len - 1
@@ -182,7 +176,7 @@ class InputProcessor:
             stop_token_ids=others.union(
                 params.stop_token_ids or (), params.all_stop_token_ids - {eos}
             ),
-            bad_words_token_ids=self._tokenize_bad_words(params.bad_words or ()),
+            bad_words_token_ids=self.sampling.tokenize_bad_words(params.bad_words or ()),
             max_total_tokens=max_total,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
@@ -414,78 +408,6 @@ class InputProcessor:
             )
         return ids
 
-    # ---- sampling parameters --------------------------------------------------------------
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
-            )
-        params.check_ranking()
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and value > self._max_logprobs:
-                raise RequestError(
-                    f"{name} must be at most {self._max_logprobs}, got {value}; "
-                    f"the limit is max_logprobs of the engine",
-                    param=name,
-                )
-        self._named_processors.check(params)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.all_stop_token_ids)
-        if params.guided_decoding is not None:
-            make_spec(params.guided_decoding, self._structured_output)  # raises
-            if self.tokenizer is None or self.end_tokens == (None, frozenset()):
-                raise RequestError(
-                    "structured output needs a tokenizer with an end-of-sequence token; this "
-                    "engine has none",
-                    param=field_of(params.guided_decoding),
-                )
-        for name in ("stop", "bad_words"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise RequestError(
-                    f"{name} needs a tokenizer, and this engine runs without one "
-                    f"(skip_tokenizer_init)",
-                    param=name,
-                )
-
-    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            return
-        wrong = next(t for t in token_ids if not 0 <= t < self._vocab_size)
-        raise RequestError(
-            f"{name} has token id {wrong}, which is not in the vocabulary of "
-            f"{self._vocab_size} tokens (0 to {self._vocab_size - 1})",
-            param=name,
-        )
-
-    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokenise each word in two ways: at the beginning of a text, and after another word."""
-        if not words:
-            return []
-        if self._bad_words is None or self._bad_words[0] != words:
-            self._bad_words = list(words), self._encode_bad_words(words)
-        return self._bad_words[1]
-
-    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        assert self.tokenizer is not None
-        word_of: dict[str, str] = {}  # text -> the word that it belongs to; each text once
-        for word in words:
-            stem = word.lstrip()
-            for text in (stem, " " + stem) if stem else (word,):
-                word_of.setdefault(text, word)
-        encoded = self.tokenizer(list(word_of), add_special_tokens=False, verbose=False)
-        sequences: list[list[int]] = encoded["input_ids"]
-        for word, token_ids in zip(word_of.values(), sequences, strict=True):
-            if not token_ids or max(token_ids) >= self._vocab_size:
-                raise RequestError(
-                    f"bad_words: {word!r} has no tokens in the vocabulary of the model. Leave it "
-                    f"out",
-                    param="bad_words",
-                )
-        return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
-
 
 def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
     salt = prompt.get("cache_salt")
@@ -494,15 +416,6 @@ def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
             f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
         )
     return salt
-
-
-def _check_without_tokens(params: SamplingParams) -> None:
-    """Refuse parameters that need the prompt's tokens, if the prompt is embeddings."""
-    if not isinstance(params, SamplingParams):
-        return
-    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
-        if getattr(params, name) is not None:
-            raise needs_tokens(name)
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:

@@ -9,13 +9,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_supervisor import CoreSupervisor
 from vllm.engine.process.far_cores import FarCores
+from vllm.engine.process.replica_calls import ReplicaCalls
 from vllm.engine.process.replica_router import ReplicaRouter
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.engine.resolve.replicas import replica_configs
-from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    RequestError,
+)
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.utils import startup_progress
@@ -23,6 +31,8 @@ from vllm.utils import startup_progress
 logger = init_logger(__name__)
 
 _DRAIN_POLL_S = 0.02
+
+_ALL_DRAINED = "every replica that is ready is being drained. Try again later"
 
 
 class ReplicaState(NamedTuple):
@@ -58,6 +68,7 @@ class CoreReplicas:
         startup: state of all of them together: ready once all were ready, and then as long as one
             is.
         stats: the latest statistics of each replica.
+        calls: of methods of all cores.
         death_callbacks: called once when all replicas are dead.
     """
 
@@ -76,8 +87,6 @@ class CoreReplicas:
         self._on_output = on_output
         self._on_lost = on_lost
         self._draining: set[int] = set()
-        self._sleep_calls: list[tuple[str, tuple[Any, ...]]] = []
-        """Those that have put the replicas to sleep, and woken parts of them since."""
         self._router: ReplicaRouter | None = None
         self._has_started = False
         self._far: FarCores | None = None
@@ -87,18 +96,20 @@ class CoreReplicas:
                 parallel.data_parallel_rpc_port,
                 range(num_local, num_replicas),
             )
+        changes = CoreChanges()
         self._all = [
             CoreSupervisor(
                 num_restarts,
                 "" if num_replicas == 1 else f" of replica {index}",
                 *self._start_of(index, num_local),
-                first_calls=self._sleep_calls,
+                changes=changes,
                 on_output=partial(self._take_output, index),
                 on_refused=on_refused,
                 on_lost=partial(self._lose, index),
             )
             for index in range(num_replicas)
         ]
+        self.calls = ReplicaCalls(self._all, changes)
         if num_replicas == 1:
             self.startup = self._all[0].startup
         else:
@@ -131,6 +142,14 @@ class CoreReplicas:
     def dead_error(self) -> BaseException:
         """The reason why nothing can be computed now."""
         return self._all[0].dead_error if len(self._all) == 1 else self._none_ready()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a running engine refuses new requests now; None: it takes them."""
+        if sleeping := self.calls.sleeping_parts:
+            return str(EngineAsleepError(sleeping))
+        ready = {index for index, each in enumerate(self._all) if each.startup.is_ready}
+        return _ALL_DRAINED if ready and ready <= self._draining else None
 
     # ---- start and end --------------------------------------------------------------------
 
@@ -236,7 +255,7 @@ class CoreReplicas:
             if replica is None and not any(each.startup.is_ready for each in self._all):
                 raise self.dead_error
             raise CapacityError(
-                "every replica that is ready is being drained. Try again later"
+                _ALL_DRAINED
                 if replica is None
                 else f"data_parallel_rank={replica}: this replica gets no requests now "
                 f"({self.states()[replica].state}). Try again later, or leave it out",
@@ -272,62 +291,6 @@ class CoreReplicas:
             self._running.end(ids)
             if self._all[owner].startup.is_ready:
                 self._all[owner].send(AbortRequests(request_ids=ids))
-
-    # ---- calls ----------------------------------------------------------------------------
-
-    async def call(self, name: str, *args: Any) -> list[Any]:
-        """Call a method of the core of every replica that is ready, all at the same time.
-
-        Returns:
-            Their results. A failure of one is raised when all have ended.
-
-        Raises:
-            As `CoreSupervisor.call`.
-        """
-        ready = [replica for replica in self._all if replica.startup.is_ready]
-        if not ready:
-            raise self.dead_error
-        calls = [replica.call(name, *args) for replica in ready]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    async def sleep(self, level: int) -> None:
-        """Let all replicas sleep; one that is started again goes to sleep, too. If one has
-        requests, none sleeps.
-
-        Raises:
-            As `EngineCore.sleep`.
-        """
-        before = list(self._sleep_calls)
-        self._sleep_calls[:] = [("sleep", (level,))]  # first: one may become ready meanwhile
-        try:
-            await self.call("sleep", level)
-        except BaseException as error:
-            self._sleep_calls[:] = before
-            if isinstance(error, CapacityError) and len(self._all) > 1:
-                await self.call("wake_up", None)  # the replicas that had no requests
-            raise
-        self.forget_prefixes()
-
-    async def wake_up(self, tags: list[str] | None) -> None:
-        """Wake all replicas, or parts of them.
-
-        Raises:
-            As `EngineCore.wake_up`.
-        """
-        before = list(self._sleep_calls)
-        if tags is None:
-            self._sleep_calls.clear()
-        elif before and (call := ("wake_up", (tags,))) not in before:
-            self._sleep_calls.append(call)
-        try:
-            await self.call("wake_up", tags)
-        except BaseException:
-            self._sleep_calls[:] = before
-            raise
 
     def forget_prefixes(self) -> None:
         """The prefix caches of all replicas were emptied."""

@@ -5,10 +5,11 @@ Everything except starting a process happens in one event loop.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
+from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_client import CoreClient
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import (
@@ -22,7 +23,13 @@ from vllm.engine.process.wire import (
     Refused,
     ToCore,
 )
-from vllm.errors import ConfigError, EngineDeadError
+from vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    WorkerCallError,
+)
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
 from vllm.model_executor.models.registry import ModelRegistry
@@ -82,8 +89,7 @@ class CoreSupervisor:
         suffix: names the core in messages, such as " of replica 1".
         start_core: starts a process, or waits for one on another machine.
         first_phase: what it does until it has its config, for progress reports.
-        first_calls: name and arguments of calls that a core which is started again gets before any
-            request; read when it is ready.
+        changes: of all cores, which a core that is started again gets before any request.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
@@ -101,7 +107,7 @@ class CoreSupervisor:
         start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
         first_phase: str = "importing PyTorch and the engine",
         *,
-        first_calls: Sequence[tuple[str, tuple[Any, ...]]] = (),
+        changes: CoreChanges,
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],
@@ -112,7 +118,7 @@ class CoreSupervisor:
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
-        self._first_calls = first_calls
+        self._changes = changes
         self._on_output = on_output
         self._on_refused = on_refused
         self._on_lost = on_lost
@@ -213,15 +219,7 @@ class CoreSupervisor:
             WorkerCallError: the call has failed.
             EngineDeadError: the core has died.
         """
-        arguments = encode_arguments(args, kwargs)
-        call_id = next(self._call_ids)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        try:
-            self.send(CallCore(call_id=call_id, name=name, arguments=arguments))
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return await self._call(self.send, name, args, kwargs)
 
     def stop(self, error: EngineDeadError) -> None:
         """End the core for good. Everyone who waits gets the error."""
@@ -233,6 +231,23 @@ class CoreSupervisor:
         self._release()
 
     # ---- internals ------------------------------------------------------------------------
+
+    async def _call(
+        self,
+        send: Callable[[ToCore], None],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        arguments = encode_arguments(args, kwargs)
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            send(CallCore(call_id=call_id, name=name, arguments=arguments))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
 
     async def _start_process(self) -> "asyncio.Future[None]":
         """Start a process that waits for its config. The future is done when it is ready."""
@@ -320,26 +335,44 @@ class CoreSupervisor:
         self._restart_task = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
+        core: Core | None = None
         try:
             if self._closing is not None:
                 await self._closing  # its memory and its device are free then
             ready = await self._start_process()
             await self._configure()
             await ready
+            core = self._core
+            async with self._changes.lock:
+                await self._repeat_changes(core)
+                if core is None or self._core is not core:
+                    return  # it has ended since, which was noticed
+                self.startup.set_ready()
         except Exception as error:  # also errors of the system: no memory, no process, no disk
+            if core is not None and self._core is not core:
+                return  # it has ended while it was called, which was noticed
             self._release_behind()
             if not self._is_stopped:
                 logger.error("the engine%s could not be started again: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
-        if self._core is None:
-            return  # it has ended since, which was noticed
-        for name, args in self._first_calls:
-            arguments = encode_arguments(args, {})
-            self._core.send(CallCore(call_id=next(self._call_ids), name=name, arguments=arguments))
-        self.startup.set_ready()
         logger.info("the engine%s runs again", self._suffix)
+
+    async def _repeat_changes(self, core: Core | None) -> None:
+        """Change a new core as the others were changed.
+
+        Raises:
+            EngineDeadError: it cannot be changed so, or has ended.
+        """
+        for change in self._changes.calls:
+            if core is None or self._core is not core:
+                return
+            self.startup.report(f"repeating {change.what}")
+            try:
+                await self._call(core.send, change.name, change.args, {})
+            except (RequestError, CapacityError, WorkerCallError) as error:
+                raise EngineDeadError(f"{change.what} could not be repeated: {error}") from error
 
     def _fail_calls(self, error: BaseException) -> None:
         for future in self._calls.values():

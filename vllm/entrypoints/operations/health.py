@@ -2,8 +2,10 @@
 
 /livez     200 as long as the process answers
 /startupz  200 once the engine has been ready; 503 with phase and progress before
-/readyz    200 while requests are accepted: not during start or shutdown, nor after a failure
-/health    as /readyz, without a body
+/readyz    200 while new requests are taken: not during start or shutdown, nor after a failure, nor
+           while the engine sleeps or all of its replicas are being drained
+/health    200 while the engine runs: as /readyz, but also while it sleeps or is drained, as it need
+           not be started again then. No body
 /ping      as /health, for SageMaker
 """
 
@@ -33,15 +35,16 @@ async def startupz(request: Request) -> JSONResponse:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> JSONResponse:
-    """Whether requests are accepted, and the reason if not."""
+    """Whether new requests are taken, and the reason if not."""
     context = get_context(request)
-    return _describe(context, 200 if is_ready(context) else 503)
+    return _describe(context, 200 if context.state == "ready" else 503)
 
 
 @router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
-    """Whether requests are accepted, as a status without a body."""
-    return Response(status_code=200 if is_ready(get_context(request)) else 503)
+    """Whether the engine runs, as a status without a body."""
+    is_running = get_context(request).state in ("ready", "paused")
+    return Response(status_code=200 if is_running else 503)
 
 
 @router.get("/ping", operation_id="ping", response_class=Response)
@@ -63,12 +66,6 @@ async def load(request: Request) -> JSONResponse:
     return JSONResponse({"server_load": get_context(request).num_in_progress})
 
 
-def is_ready(context: ServerContext) -> bool:
-    """Whether requests are accepted."""
-    engine = context.engine
-    return engine.startup.is_ready and not engine.errored and not context.is_draining
-
-
 def _has_started(context: ServerContext) -> bool:
     was_ready = context.has_been_ready or context.engine.startup.is_ready
     return was_ready and not _is_dead(context)
@@ -80,17 +77,11 @@ def _is_dead(context: ServerContext) -> bool:
 
 def _describe(context: ServerContext, status_code: int) -> JSONResponse:
     startup = context.engine.startup
-    body: dict[str, Any] = {"status": _status(context), "phase": startup.phase}
+    body: dict[str, Any] = {"status": context.state, "phase": startup.phase}
+    if context.state == "paused":
+        body["message"] = context.engine.refusal
     if not startup.is_ready and not _is_dead(context):
         eta = startup.eta_seconds
         body |= {"done": startup.done, "total": startup.total}
         body["eta_seconds"] = None if eta is None else round(eta, 1)
     return JSONResponse(body, status_code=status_code)
-
-
-def _status(context: ServerContext) -> str:
-    if context.is_draining:
-        return "draining"
-    if _is_dead(context):
-        return "failed"
-    return "ready" if context.engine.startup.is_ready else "starting"

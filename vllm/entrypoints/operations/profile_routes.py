@@ -1,7 +1,7 @@
 """Routes for traces of torch's profiler, served if VLLM_TORCH_PROFILER_DIR is set."""
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.server.context import get_context
 
@@ -17,6 +17,6 @@ async def start_profile(request: Request) -> Response:
 
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
-    """End the trace and write its file."""
-    await get_context(request).engine.stop_profile()
-    return Response(status_code=200)
+    """End the trace and write its file. A body tells which replicas have none."""
+    missing = await get_context(request).engine.stop_profile()
+    return JSONResponse({"message": ". ".join(missing)}) if missing else Response(status_code=200)

@@ -18,7 +18,7 @@ def describe_server(context: ServerContext) -> dict[str, Any]:
     eta = startup.eta_seconds
     return {
         "version": __version__,
-        "state": _state(context),
+        "state": context.state,
         "phase": startup.phase,
         "done": startup.done,
         "total": startup.total,
@@ -28,15 +28,6 @@ def describe_server(context: ServerContext) -> dict[str, Any]:
             for name, seconds in startup.finished_phases
         ],
     }
-
-
-def _state(context: ServerContext) -> str:
-    startup = context.engine.startup
-    if context.is_draining:
-        return "draining"
-    if startup.error is not None:
-        return "failed"
-    return "ready" if startup.is_ready else "starting"
 
 
 def fresh_json(value: Any) -> Response:

@@ -45,6 +45,19 @@ class ServerContext:
         return self.engine.vllm_config
 
     @property
+    def state(self) -> str:
+        """What the server does, in one word: starting, ready, paused (it runs, but takes no new
+        requests), draining (it shuts down) or failed."""
+        startup = self.engine.startup
+        if self.is_draining:
+            return "draining"
+        if startup.error is not None:
+            return "failed"
+        if not startup.is_ready:
+            return "starting"
+        return "ready" if self.engine.refusal is None else "paused"
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first one is that of the responses."""
         return self.config.model.served_model_name

@@ -43,6 +43,7 @@ from vllm.model_executor.quantization.settings import (
     wrong,
 )
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
+from vllm.utils.patterns import compile_pattern
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 _CLASS = "Linear"
@@ -107,14 +108,14 @@ def _object(group: Settings, key: str, default: dict[str, Any] | None) -> dict[s
     return _given(value)
 
 
-def _patterns(settings: Settings, key: str) -> list[str]:
+def _patterns(settings: Settings, key: str, within: str = "") -> list[str]:
     found = names(settings, key)
     for each in found:
         if each.startswith("re:"):
             try:
-                re.compile(each[3:])
-            except re.error as error:
-                raise wrong(key, each, f"a regular expression ({error})") from error
+                compile_pattern(each[3:])
+            except ValueError as error:
+                raise wrong(within + key, each, f"a regular expression ({error})") from error
     return found
 
 
@@ -132,7 +133,7 @@ class _Scheme:
     def __init__(self, group: Settings) -> None:
         weights = _object(group, "weights", None)
         inputs = _object(group, "input_activations", {})
-        self.targets = _patterns(group, "targets")
+        self.targets = _patterns(group, "targets", "config_groups.")
         self.format = choice(group, "format", (*_FORMATS, "naive-quantized"))
         kind = choice(weights, "type", ("int", "float"), "int")
         if self.format == "naive-quantized":

@@ -20,9 +20,7 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
-
-_MAX_PATTERN = 1000
-"""Characters of a pattern in `dynamic`."""
+from vllm.utils.patterns import compile_pattern
 
 
 class GPTQ(CheckpointFormat[GroupLayout]):
@@ -80,10 +78,8 @@ def _dynamic_of(settings: Settings) -> list[tuple[re.Pattern[str], GroupLayout |
     found: list[tuple[re.Pattern[str], GroupLayout | None]] = []
     for pattern, other in dynamic.items():
         try:
-            if len(pattern) > _MAX_PATTERN:
-                raise re.error("too long")
-            compiled = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
-        except re.error as error:
+            compiled = compile_pattern(pattern.removeprefix("+:").removeprefix("-:"))
+        except ValueError as error:
             raise wrong("dynamic", pattern, f"{accepted} ({error})") from error
         is_dense = pattern.startswith("-:")
         found.append((compiled, None if is_dense else _layout_of({**settings, **other})))

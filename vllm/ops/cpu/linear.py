@@ -8,7 +8,6 @@ number of rows. Knows no layers and no models.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from typing import Any, NoReturn, cast
 
@@ -17,71 +16,14 @@ from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
 from vllm.ops.cpu.int4_minimums import MinimumGroups, minimum_panels
-from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kernels
+from vllm.ops.cpu.library import CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.symbols import Ids, Rows
+from vllm.ops.cpu.weight_format import DENSE_FORMATS, WeightFormat, can_pack
 from vllm.ops.stored_weight import MinimumWeight
 
 _ALIGNMENT = 64
-MAX_INT8_INPUTS = 65_000
-"""255 * 128 * inputs stays below 2^31."""
 
 _num_threads = torch.get_num_threads
-
-
-class WeightFormat(Enum):
-    """How a weight is stored; the values are the names in csrc/cpu/linear_format.h."""
-
-    FLOAT32 = "kFloat"
-    BFLOAT16 = "kBf16"
-    INT8 = "kInt8"
-    """One scale per output feature; inputs are rounded to int8 too, with one scale per row."""
-    INT4 = "kInt4"
-    """One float16 scale, and a zero point or none, per block of 8 to 128 inputs of an output
-    feature; inputs are rounded to int8 in the same blocks."""
-    FP8 = "kFp8"
-    """float8_e4m3fn with a scale per block of inputs of an output feature; inputs stay as they
-    are, and so do the weights: widening them is exact."""
-    UINT8 = "kUint8"
-    """Whole numbers from 0 to 255 with a zero point and a scale per block of inputs of an output
-    feature; the rest as FP8."""
-    MXFP4 = "kMxfp4"
-    """Elements of E2M1 with a power of two per 32 inputs, as float16; inputs as with INT4."""
-    INT4_MINIMUMS = "kInt4Minimums"
-    """Numbers from 0 to 15 times a scale, less a minimum, both for 16 or 32 inputs of an output
-    feature; inputs as with INT4."""
-    INT5_MINIMUMS = "kInt5Minimums"
-    """The same up to 31, for 32 inputs."""
-
-    @property
-    def inputs_per_word(self) -> int:
-        """in_features must be a multiple of this."""
-        if self.has_int4_blocks:
-            return 8
-        return {"kFloat": 1, "kBf16": 2}.get(self.value, 4)
-
-    @property
-    def has_int4_blocks(self) -> bool:
-        """Whether numbers of 4 or 5 bits are stored in blocks with their scales."""
-        return self.value in ("kInt4", "kMxfp4", "kInt4Minimums", "kInt5Minimums")
-
-
-_DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
-
-
-def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
-    """Whether a dense weight [out_features, in_features] can be stored in a format.
-
-    Args:
-        weight: of any device and dtype.
-        weight_format: None is the weight's own dtype.
-    """
-    own = _DENSE_FORMATS.get(weight.dtype)
-    if load_cpu_kernels() is None or own is None or weight.device.type != "cpu":
-        return False
-    wanted = own if weight_format is None else weight_format
-    in_features = weight.shape[1]
-    fits = wanted is not WeightFormat.INT8 or in_features <= MAX_INT8_INPUTS
-    return fits and in_features > 0 and in_features % wanted.inputs_per_word == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +115,7 @@ class PackedWeight:
         else:
             panels = weight.new_zeros(padded * num_in)
             panels[: num_out * num_in] = weight.flatten()
-        weight_format = _DENSE_FORMATS[weight.dtype]
+        weight_format = DENSE_FORMATS[weight.dtype]
         _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
         return cls(weight_format, weight.shape, panels)
 

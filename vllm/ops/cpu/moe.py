@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.symbols import Rows
+from vllm.ops.cpu.weight_format import WeightFormat
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 
 _ALIGNMENT = 64

@@ -23,7 +23,6 @@ from vllm.ops.cpu.attention import (
 )
 from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.linear import can_pack
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
     ROUTINGS,
@@ -35,6 +34,7 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.weight_format import can_pack
 from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
 from vllm.ops.low_rank import (
     AdaptedHeads,

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
 from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
-from vllm.ops.cpu.linear import MAX_INT8_INPUTS, ByteGroups, PackedWeight, WeightFormat
+from vllm.ops.cpu.linear import ByteGroups, PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
+from vllm.ops.cpu.weight_format import MAX_INT8_INPUTS, WeightFormat
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.stored_weight import (
     Fp8Weight,

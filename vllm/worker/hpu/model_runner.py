@@ -44,7 +44,8 @@ from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.input_batch import ExpectedTokens
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
-from vllm.worker.model_runner import Drafter, LaunchResult, ModelRunner
+from vllm.worker.launch_result import LaunchResult
+from vllm.worker.model_runner import Drafter, ModelRunner
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
 
 

@@ -3,6 +3,7 @@
 // The phase of a start with its progress, or what another state means.
 function describeState(s) {
   const words = {ready: "ready for requests", draining: "finishing what runs, taking nothing new",
+    paused: "asleep or drained, taking nothing new",
     failed: "the engine has failed; see the log of the server"};
   const steps = s.state === "starting" && s.total ? ` (${s.done} of ${s.total})` : "";
   return words[s.state] || s.phase + steps;

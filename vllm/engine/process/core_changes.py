@@ -1,0 +1,65 @@
+"""What was changed in the cores since their start, for a core that is started again."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_PARTS = ("weights", "kv_cache")
+"""Tags of the parts that can sleep."""
+
+
+class Change(NamedTuple):
+    """A call that has changed all cores."""
+
+    what: str
+    """In words."""
+    name: str
+    args: tuple[Any, ...]
+
+
+class CoreChanges:
+    """Parts that sleep, and weights that were read from another folder.
+
+    Attributes:
+        lock: held while all cores are changed, and while a core that was started again is changed
+            as they were, so that it misses nothing.
+        calls: those that bring a new core to the state of the others, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.calls: list[Change] = []
+
+    @property
+    def sleeping_parts(self) -> list[str]:
+        """Tags of the parts that sleep."""
+        asleep: set[str] = set()
+        for change in self.calls:
+            if change.name == "sleep":
+                asleep = set(_PARTS)
+            elif change.name == "wake_up":
+                asleep -= set(change.args[0])
+        return [part for part in _PARTS if part in asleep]
+
+    def note_sleep(self, level: int) -> None:
+        """All parts sleep."""
+        self._forget("sleep", "wake_up")
+        self.calls.append(Change(f"sleep(level={level})", "sleep", (level,)))
+
+    def note_wake_up(self, tags: Sequence[str] | None) -> None:
+        """Parts are awake again; None: all."""
+        woken = list(_PARTS if tags is None else tags)
+        self.calls.append(Change(f"wake_up(tags={woken})", "wake_up", (woken,)))
+        if not self.sleeping_parts:
+            self._forget("sleep", "wake_up")
+
+    def note_reload(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Weights were read again, or will be when they wake up; without arguments from the folder
+        that was read last."""
+        if args or kwargs:
+            self._forget("collective_rpc")
+            call = ("reload_weights", None, args, kwargs)
+            self.calls.append(Change("reload_weights", "collective_rpc", call))
+
+    def _forget(self, *names: str) -> None:
+        self.calls = [change for change in self.calls if change.name not in names]

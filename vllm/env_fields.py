@@ -1,0 +1,75 @@
+"""Declares one environment variable, and reads its text. Reads no environment."""
+
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from vllm.errors import ConfigError
+
+WORDS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
+"""What a switch may say."""
+
+
+def env(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+    *,
+    section: str,
+    may_be_empty: bool = False,
+) -> Any:
+    """Declare one variable. A default of None means "not set", and so does an empty value unless it
+    `may_be_empty`."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "section": section,
+        "may_be_empty": may_be_empty,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> Any:
+    """The value of a variable.
+
+    Args:
+        name: of the variable.
+        raw: its text.
+        annotation: its type, or one of its type and None.
+        metadata: of `env`.
+
+    Raises:
+        ConfigError: it does not parse; names variable, value and accepted form.
+    """
+    options = [a for a in typing.get_args(annotation) if a is not type(None)]
+    type_ = options[0] if options else annotation
+    text = raw.strip()
+    if choices := metadata["choices"]:
+        for choice in choices:
+            if text.lower() == choice.lower():
+                return choice
+        raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(choices)}")
+    if type_ is str:
+        return raw  # a prefix may end with a space
+    try:
+        value = WORDS[text.lower()] if type_ is bool else type_(text)
+        if type_ is float and not math.isfinite(value):
+            raise ValueError
+    except (KeyError, ValueError):
+        accepted = {bool: "0, 1, true or false", int: "an integer", float: "a number"}[type_]
+        raise ConfigError(f"{name}={raw!r}: expected {accepted}") from None
+    at_least, at_most = metadata["at_least"], metadata["at_most"]
+    if at_least is not None and value < at_least:
+        raise ConfigError(f"{name}={raw!r}: expected at least {at_least}")
+    if at_most is not None and value > at_most:
+        raise ConfigError(f"{name}={raw!r}: expected at most {at_most}")
+    return value

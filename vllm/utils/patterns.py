@@ -1,0 +1,17 @@
+"""Regular expressions that users and checkpoints give."""
+
+import re
+
+
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """Compile a regular expression.
+
+    Raises:
+        ValueError: it is none, or Python cannot compile it; the message says why.
+    """
+    try:
+        return re.compile(text)
+    except RecursionError:
+        raise ValueError("its groups are nested too deeply") from None
+    except (re.error, OverflowError) as error:
+        raise ValueError(str(error)) from None
