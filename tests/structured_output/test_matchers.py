@@ -1,5 +1,6 @@
 """The grammars of the engine core: loaded beside the steps, kept for the next request."""
 
+import sys
 import threading
 
 import msgspec
@@ -9,14 +10,16 @@ import pytest
 from tests.structured_output.helpers import BYTES, compiled, make_request
 from vllm.config import (
     CacheConfig,
+    DeviceConfig,
     ModelConfig,
     SchedulerConfig,
     StructuredOutputConfig,
     VllmConfig,
 )
 from vllm.structured_output import matchers
-from vllm.structured_output.backends import make_backend
+from vllm.structured_output.backends import BACKENDS, make_backend
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.utils.short_turns import TURN_S
 
 
 class Libraries:
@@ -25,10 +28,13 @@ class Libraries:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_load = threading.Event()
         self.num_made = 0
+        self.turns: set[float] = set()
+        """Length of a turn of the interpreter while they are imported."""
         monkeypatch.setattr(matchers, "make_backend", self._make)
         monkeypatch.setattr(GrammarMatchers, "_ready_vocabulary", self._vocabulary)
 
     def _make(self, name, vocabulary):
+        self.turns.add(sys.getswitchinterval())
         assert self.may_load.wait(120)
         self.num_made += 1
         return make_backend(name, vocabulary)
@@ -39,8 +45,9 @@ class Libraries:
         return BYTES
 
 
-def make_matchers(**settings) -> GrammarMatchers:
+def make_matchers(*, is_beside_server: bool = False, **settings) -> GrammarMatchers:
     config = VllmConfig(
+        device=DeviceConfig(is_beside_server=is_beside_server),
         model=ModelConfig(),
         cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64),
@@ -71,6 +78,22 @@ def test_a_grammar_is_loaded_in_the_background_and_once(monkeypatch):
     assert grammars.prepare(request) is None
     assert libraries.num_made == 1
     assert first_mask(grammars, request).any()
+
+
+def test_libraries_are_imported_beside_the_start_and_in_short_turns(monkeypatch):
+    usual = sys.getswitchinterval()
+    libraries = Libraries(monkeypatch)
+    grammars = make_matchers(is_beside_server=True)
+    grammars.preload_beside_weights()
+    future = grammars.prepare(make_request(compiled("regex", "[ab]")))
+    libraries.may_load.set()
+    future.result(120)
+    assert libraries.num_made == len(BACKENDS)
+    assert libraries.turns == {TURN_S}
+    for thread in threading.enumerate():
+        if thread.name.startswith("grammar"):
+            thread.join(120)
+    assert sys.getswitchinterval() == usual
 
 
 def test_a_grammar_that_is_loaded_does_not_wait_for_one_that_is_being_loaded(monkeypatch):

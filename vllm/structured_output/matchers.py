@@ -22,6 +22,7 @@ from vllm.structured_output.backends import (
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.utils.short_turns import start_in_short_turns
 
 logger = init_logger(__name__)
 
@@ -63,7 +64,7 @@ class GrammarMatchers:
         import cannot delay any step.
         """
         if self._has_requests_early and self._model.pooler is None:
-            threading.Thread(target=self._preload, name="grammar-preload", daemon=True).start()
+            start_in_short_turns(self._preload, "grammar-preload")
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
         """Load the grammar of a request in the background.
@@ -82,8 +83,7 @@ class GrammarMatchers:
             if future is not None:
                 return future
             future = self._loading[grammar.key] = Future()
-        args = (grammar, future)
-        threading.Thread(target=self._load_early, args=args, name="grammar", daemon=True).start()
+        start_in_short_turns(partial(self._load_early, grammar, future), "grammar")
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
