@@ -9,7 +9,7 @@ from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input import preparation
+from vllm.engine.input import preparation, slow_lane
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.slow_lane import preparation_cost
 from vllm.engine.process import core_supervisor
@@ -383,6 +383,16 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
         outputs = await collect(engine, prompt=text, truncate_prompt_tokens=20)
         expected = engine.input_processor.tokenize(text).token_ids[-20:]
         assert outputs[0].prompt_token_ids == expected
+
+    run(check)
+
+
+def test_a_tokenizer_for_long_texts_is_there_from_the_start(run, monkeypatch):
+    """No stream waits for its copy, which keeps the interpreter."""
+
+    async def check(engine, client):
+        monkeypatch.setattr(slow_lane, "copy", None)
+        assert (await engine.tokenize("import os\n" * 2000)).token_ids
 
     run(check)
 

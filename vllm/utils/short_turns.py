@@ -3,6 +3,9 @@
 import sys
 import threading
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 TURN_S = 0.0005
 """Longest time for which code in Python keeps the interpreter while another thread wants it."""
@@ -35,15 +38,15 @@ class _ShortTurns:
                 sys.setswitchinterval(self._usual_s)
 
 
-short_turns = _ShortTurns()
-"""`with short_turns:` around work in a thread for which no other thread should wait."""
+_short_turns = _ShortTurns()
+
+
+def in_short_turns(work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread for which no other thread should wait."""
+    with _short_turns:
+        return work()
 
 
 def start_in_short_turns(work: Callable[[], None], name: str) -> None:
     """Run `work` in a thread of this name, in short turns."""
-
-    def run() -> None:
-        with short_turns:
-            work()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=in_short_turns, args=(work,), name=name, daemon=True).start()

@@ -6,12 +6,13 @@ loop; FastAPI would do it there.
 
 import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse
 
-from vllm.utils.short_turns import short_turns
+from vllm.utils.short_turns import in_short_turns
 
 router = APIRouter()
 
@@ -22,7 +23,7 @@ _lock = threading.Lock()
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
     """What the routes accept and return."""
-    description = await asyncio.to_thread(_describe, request.app)
+    description = await asyncio.to_thread(in_short_turns, partial(_describe, request.app))
     root_path = request.scope.get("root_path", "").rstrip("/")
     if root_path:
         description = {**description, "servers": [{"url": root_path}]}
@@ -30,5 +31,5 @@ async def openapi(request: Request) -> JSONResponse:
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
-    with _lock, short_turns:
+    with _lock:
         return app.openapi()  # which keeps it
