@@ -9,12 +9,13 @@ from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input import preparation
+from vllm.engine.input import preparation, slow_lane
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.slow_lane import preparation_cost
 from vllm.engine.process import core_supervisor
 from vllm.engine.process.admission import AdmissionLimits
-from vllm.engine.process.wire import CoreFailed, CoreOutput
+from vllm.engine.process.core_supervisor import _MAX_TOGETHER
+from vllm.engine.process.wire import AddRequests, CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
     ConfigError,
@@ -140,6 +141,35 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
         assert (await other)[-1].finished
         assert (await collect(engine))[-1].finished
         assert engine.num_unfinished_requests == 0 and engine._admission.num_waiting == 0
+
+    run(check)
+
+
+def test_requests_of_one_moment_are_sent_together_and_refused_alone(run, monkeypatch):
+    async def check(engine, client):
+        await collect(engine)
+        sent, send = [], client.send
+
+        def spy(message):
+            sent.extend([len(message.requests)] if isinstance(message, AddRequests) else [])
+            send(message)
+
+        monkeypatch.setattr(client, "send", spy)
+        tasks = [asyncio.ensure_future(collect(engine, f"r{i}")) for i in range(40)]
+        await asyncio.gather(*tasks)
+        assert sent == [_MAX_TOGETHER, 40 - _MAX_TOGETHER]
+        code = {"logits_processors": [lambda ids, logits: logits]}
+        outputs = await asyncio.gather(
+            *(collect(engine, f"s{i}", **(code if i == 1 else {})) for i in range(3)),
+            return_exceptions=True,
+        )
+        assert isinstance(outputs[1], RequestError) and outputs[1].param == "logits_processors"
+        assert outputs[0][-1].finished and outputs[2][-1].finished
+        left = asyncio.ensure_future(collect(engine, "left"))
+        await asyncio.sleep(0)
+        await engine.abort("left")  # before it is sent
+        assert (await left)[-1].outputs[0].finish_reason == "abort"
+        assert engine.num_unfinished_requests == 0 and not client.core.running
 
     run(check)
 
@@ -353,6 +383,16 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
         outputs = await collect(engine, prompt=text, truncate_prompt_tokens=20)
         expected = engine.input_processor.tokenize(text).token_ids[-20:]
         assert outputs[0].prompt_token_ids == expected
+
+    run(check)
+
+
+def test_a_tokenizer_for_long_texts_is_there_from_the_start(run, monkeypatch):
+    """No stream waits for its copy, which keeps the interpreter."""
+
+    async def check(engine, client):
+        monkeypatch.setattr(slow_lane, "copy", None)
+        assert (await engine.tokenize("import os\n" * 2000)).token_ids
 
     run(check)
 

@@ -1,5 +1,6 @@
 """The process of a core as its client sees it, without a core."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.engine.process import core_client, socket_folder
+from vllm.engine.process import core_client, core_supervisor, socket_folder
 
 
 class KeptProcess:
@@ -69,3 +70,26 @@ def test_nothing_is_removed_that_is_not_of_a_socket(tmp_path, folder, scheme):
     empty.mkdir()
     socket_folder.remove(f"{scheme}{empty / 'core'}")
     assert empty.is_dir()
+
+
+def test_the_first_core_may_be_started_early_and_is_ended_if_nobody_takes_it(monkeypatch):
+    ended = []
+
+    class Client:
+        def close(self):
+            ended.append(self)
+
+    monkeypatch.setattr(core_supervisor, "CoreClient", Client)
+    core_supervisor.start_early_core()
+    (early,) = core_supervisor._early
+
+    async def start():
+        return await core_supervisor.start_core()
+
+    assert asyncio.run(start()) is early
+    assert asyncio.run(start()) is not early
+    core_supervisor.end_early_core()
+    assert not ended
+    core_supervisor.start_early_core()
+    core_supervisor.end_early_core()
+    assert len(ended) == 1 and not core_supervisor._early

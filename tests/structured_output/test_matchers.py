@@ -1,22 +1,30 @@
 """The grammars of the engine core: loaded beside the steps, kept for the next request."""
 
+import copy
+import sys
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.structured_output.helpers import BYTES, compiled, make_request
+from tests.engine.tokenizers_for_tests import byte_level
+from tests.structured_output.helpers import BYTES, compiled, make_request, spec
 from vllm.config import (
     CacheConfig,
+    DeviceConfig,
     ModelConfig,
     SchedulerConfig,
     StructuredOutputConfig,
     VllmConfig,
 )
 from vllm.structured_output import matchers
-from vllm.structured_output.backends import make_backend
+from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.structured_output.vocabulary import Vocabulary
+from vllm.utils.short_turns import TURN_S
 
 
 class Libraries:
@@ -25,10 +33,13 @@ class Libraries:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_load = threading.Event()
         self.num_made = 0
+        self.turns: set[float] = set()
+        """Length of a turn of the interpreter while they are imported."""
         monkeypatch.setattr(matchers, "make_backend", self._make)
         monkeypatch.setattr(GrammarMatchers, "_ready_vocabulary", self._vocabulary)
 
     def _make(self, name, vocabulary):
+        self.turns.add(sys.getswitchinterval())
         assert self.may_load.wait(120)
         self.num_made += 1
         return make_backend(name, vocabulary)
@@ -39,9 +50,12 @@ class Libraries:
         return BYTES
 
 
-def make_matchers(**settings) -> GrammarMatchers:
+def make_matchers(
+    *, model: ModelConfig | None = None, is_beside_server: bool = False, **settings
+) -> GrammarMatchers:
     config = VllmConfig(
-        model=ModelConfig(),
+        device=DeviceConfig(is_beside_server=is_beside_server),
+        model=model or ModelConfig(),
         cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64),
         structured_output=StructuredOutputConfig(**settings),
@@ -73,6 +87,27 @@ def test_a_grammar_is_loaded_in_the_background_and_once(monkeypatch):
     assert first_mask(grammars, request).any()
 
 
+@pytest.mark.parametrize("are_weights_loaded", [False, True])
+def test_libraries_are_loaded_beside_the_weights_and_in_short_turns(
+    monkeypatch, are_weights_loaded
+):
+    usual = sys.getswitchinterval()
+    libraries = Libraries(monkeypatch)
+    grammars = make_matchers(is_beside_server=True)
+    if are_weights_loaded:
+        grammars.end_preload()
+    grammars.preload_beside_weights()
+    future = grammars.prepare(make_request(compiled("regex", "[ab]")))
+    libraries.may_load.set()
+    future.result(120)
+    assert libraries.turns == {TURN_S}
+    for thread in threading.enumerate():
+        if thread.name.startswith("grammar"):
+            thread.join(120)
+    assert libraries.num_made == (1 if are_weights_loaded else len(BACKENDS))
+    assert sys.getswitchinterval() == usual
+
+
 def test_a_grammar_that_is_loaded_does_not_wait_for_one_that_is_being_loaded(monkeypatch):
     libraries = Libraries(monkeypatch)
     grammars = make_matchers()
@@ -96,6 +131,29 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_request_in_its_first_step(mon
     matcher = grammars.matcher(request, [])
     matcher.fill(np.zeros(BYTES.num_words, np.int32))
     assert matcher.error is not None and "structured output failed" in matcher.error
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_tokenizer_is_made_only_where_its_file_does_not_say_all(monkeypatch, tmp_path, differs):
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.save_pretrained(tmp_path)
+    if differs:  # a class of transformers may add tokens
+        tokenizer.add_tokens(["<think>"])
+    made = []
+    monkeypatch.setattr(matchers, "load_tokenizer", lambda model: made.append(1) or tokenizer)
+    grammars = make_matchers(
+        model=ModelConfig(tokenizer=str(tmp_path), arch=SimpleNamespace(vocab_size=4200))
+    )
+    vocabulary = Vocabulary.of(tokenizer, 4200)
+    library = make_backend("llguidance", vocabulary)
+    for pattern in ("[ab]", "[cd]"):
+        grammar = compile_spec(spec("regex", pattern), vocabulary, {"llguidance": library})
+        request = make_request(grammar)
+        grammars.prepare(request).result(120)
+        matcher = grammars.matcher(request, [])
+        matcher.fill(np.zeros(vocabulary.num_words, np.int32))
+        assert matcher.error is None
+    assert len(made) == differs
 
 
 def test_a_request_without_a_grammar_has_nothing_to_load():

@@ -221,6 +221,7 @@ class AsyncLLM(AsyncControl):
             # While the core loads its weights: no request, the first one least of all, waits for
             # the imports of the grammar libraries.
             self.input_processor.grammar_compiler.start()
+        self._preparation.prepare()
         self._admission = Admission(self._limits, config.scheduler.max_num_seqs * len(self._core))
 
     # ---- requests -------------------------------------------------------------------------

@@ -43,5 +43,11 @@ def sample_id(request_id: str, index: int) -> str:
     return f"{index}_{request_id}"
 
 
+def known_ids(request_id: str) -> tuple[str, str]:
+    """The ids by which the parent of a core may know a request: its own, or that of its first
+    sample."""
+    return request_id, sample_id(request_id, 0)
+
+
 def _wrap_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63

@@ -23,6 +23,7 @@ from vllm.utils.deadline_worker import (
     make_server,
 )
 from vllm.utils.fork_server import ForkServer
+from vllm.utils.short_turns import start_in_short_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +110,7 @@ class GrammarCompiler:
     def start(self) -> None:
         """Start the processes in the background, so that the first request does not wait for
         them."""
-        threading.Thread(target=self._start_first, name="grammar-start", daemon=True).start()
+        start_in_short_turns(self._start_first, "grammar-start")
 
     def close(self) -> None:
         """End the processes. Running compilations fail."""

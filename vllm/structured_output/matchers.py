@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
@@ -17,11 +18,13 @@ from vllm.structured_output.backends import (
     BackendMatcher,
     LoadedGrammar,
     check_vocabulary,
+    import_backend,
     make_backend,
 )
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.utils.short_turns import start_in_short_turns
 
 logger = init_logger(__name__)
 
@@ -49,7 +52,10 @@ class GrammarMatchers:
         self._load_lock = threading.Lock()
         """Held during imports and loading."""
         self._vocabulary: Vocabulary | None = None
+        self._is_exact = False
+        """Whether it is that of the tokenizer, and not only of its file."""
         self._backends: dict[str, Backend] = {}
+        self._has_weights = False
         self._lock = threading.Lock()
         """Protects the following members; never held for long."""
         self._loading: dict[bytes, Future[None]] = {}
@@ -57,13 +63,18 @@ class GrammarMatchers:
         self._loaded_bytes = 0
 
     def preload_beside_weights(self) -> None:
-        """In a server, import the libraries and load the tokenizer in the background.
+        """In a server, import the libraries and read the vocabulary in the background.
 
         Called when the weights begin to load: the process waits for the model's files then, and an
         import cannot delay any step.
         """
         if self._has_requests_early and self._model.pooler is None:
-            threading.Thread(target=self._preload, name="grammar-preload", daemon=True).start()
+            start_in_short_turns(self._preload, "grammar-preload")
+
+    def end_preload(self) -> None:
+        """The weights are loaded. What is not preloaded yet and would stop steps for a moment is
+        made for the first request that needs it."""
+        self._has_weights = True
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
         """Load the grammar of a request in the background.
@@ -82,8 +93,7 @@ class GrammarMatchers:
             if future is not None:
                 return future
             future = self._loading[grammar.key] = Future()
-        args = (grammar, future)
-        threading.Thread(target=self._load_early, args=args, name="grammar", daemon=True).start()
+        start_in_short_turns(partial(self._load_early, grammar, future), "grammar")
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
@@ -128,6 +138,8 @@ class GrammarMatchers:
     def _load(self, grammar: Grammar) -> LoadedGrammar:
         with self._load_lock:
             vocabulary = self._ready_vocabulary()
+            if grammar.vocabulary_key != vocabulary.key:
+                vocabulary = self._exact_vocabulary()
             check_vocabulary(grammar, vocabulary)
             loaded = self._backend(grammar.backend, vocabulary).load(grammar.content)
         self._keep(grammar, loaded)
@@ -145,9 +157,23 @@ class GrammarMatchers:
                 self._loaded_bytes -= oldest_cost
 
     def _ready_vocabulary(self) -> Vocabulary:
+        """The vocabulary, from tokenizer.json if possible: no step should wait until a tokenizer is
+        made, and nothing else in this process needs one."""
         if self._vocabulary is None:
+            path = Path(self._model.tokenizer or self._model.resolved_path) / "tokenizer.json"
+            self._vocabulary = Vocabulary.of_file(path, self._model.resolved_arch.vocab_size)
+        return self._vocabulary or self._exact_vocabulary()
+
+    def _exact_vocabulary(self) -> Vocabulary:
+        """The vocabulary of the tokenizer itself; backends for another one are dropped."""
+        if not self._is_exact:
             vocab_size = self._model.resolved_arch.vocab_size
-            self._vocabulary = Vocabulary.of(load_tokenizer(self._model), vocab_size)
+            exact = Vocabulary.of(load_tokenizer(self._model), vocab_size)
+            if self._vocabulary is None or self._vocabulary.key != exact.key:
+                self._vocabulary = exact
+                self._backends.clear()
+            self._is_exact = True
+        assert self._vocabulary is not None
         return self._vocabulary
 
     def _backend(self, name: str, vocabulary: Vocabulary) -> Backend:
@@ -160,6 +186,9 @@ class GrammarMatchers:
             with self._load_lock:
                 vocabulary = self._ready_vocabulary()
                 for name in BACKENDS:
-                    self._backend(name, vocabulary)
+                    import_backend(name)
+                for name in BACKENDS:
+                    if not self._has_weights:
+                        self._backend(name, vocabulary)
         except (ImportError, RequestError) as error:
             logger.info("requests for structured output will fail: %s", error)

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,6 +46,15 @@ class Vocabulary:
             backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=True
         )
         return cls([token_bytes[token_id] for token_id in range(vocab_size)])
+
+    @classmethod
+    def of_file(cls, path: Path, vocab_size: int) -> "Vocabulary | None":
+        """What tokenizer.json says, for `vocab_size` logits, which a class of transformers may have
+        changed: compare `key`. None: it does not say it."""
+        from vllm.transformers_utils.token_bytes import read_token_bytes
+
+        tokens = read_token_bytes(path, vocab_size)
+        return None if tokens is None else cls(tokens)
 
     @classmethod
     def decode(cls, data: bytes) -> "Vocabulary":

@@ -75,13 +75,17 @@ class MemoryTrim:
         asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
 
-def keep_for_good() -> None:
+def keep_for_good(*, collect: bool = True) -> None:
     """Exclude all objects that are alive now from later garbage collections.
 
     Modules, models and tables stay until the end. A full collection that visits them would stop
     the process, and with it all streams, for a quarter of a second.
+
+    Args:
+        collect: collect garbage first, which takes as long. Imports leave hardly any.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.freeze()
     # At the end of the process, libraries look for unfreed objects and print them.
     atexit.register(gc.unfreeze)

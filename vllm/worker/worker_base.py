@@ -109,6 +109,7 @@ class WorkerBase(ABC):
         self.profile = TorchProfile(observed.torch_profiler_dir, name, observed.profiled_steps)
         self.grammars.preload_beside_weights()
         self._load_model()
+        self.grammars.end_preload()
 
     @abstractmethod
     def _load_model(self) -> None:

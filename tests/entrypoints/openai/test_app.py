@@ -1,14 +1,18 @@
 """The application as a whole: what answers when no route does, and what surrounds all routes."""
 
+import asyncio
 import json
 import logging
+import sys
 
 import pytest
+from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.server_fakes import make_client
+from tests.entrypoints.openai.server_fakes import make_app, make_client
 from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.middleware.request_id import is_safe
 from vllm.errors import ConfigError
+from vllm.utils.short_turns import TURN_S
 from vllm.version import __version__
 
 
@@ -39,6 +43,23 @@ def test_openapi_and_docs_can_be_turned_off():
     assert "openapi.json" in client.get("/docs").text
     client = make_client(disable_fastapi_docs=True)
     assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [404, 404]
+
+
+def test_the_description_is_made_on_demand_and_beside_the_event_loop(monkeypatch):
+    app, _ = make_app(root_path="/behind")
+    places = []
+
+    def describe():
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            places.append(sys.getswitchinterval())
+        return {"paths": {}}
+
+    monkeypatch.setattr(app, "openapi", describe)
+    answer = TestClient(app).get("/openapi.json").json()
+    assert answer == {"paths": {}, "servers": [{"url": "/behind"}]}
+    assert places == [TURN_S]
 
 
 def test_the_description_tells_which_answers_may_be_streams_and_which_are_empty():

@@ -215,3 +215,36 @@ def test_a_connection_can_be_used_again_when_a_refused_body_has_come():
     parts = (request, b"12345", request, b"12345", last, b"12345")
     answer = run(*parts, pause_s=0.01, application=refuse_at_once)
     assert answer.count(b"HTTP/1.1 401 ") == 3
+
+
+def test_every_request_of_a_connection_is_told_that_its_client_has_left(caplog):
+    """Also one before the newest: its answer would go on, and could not be written."""
+    events = []
+
+    async def stream(scope, receive, send):
+        await receive()
+        events.append("begun")
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(start)
+        gone = asyncio.ensure_future(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+        events.append(gone.result()["type"])
+
+    async def check():
+        async with serve(stream) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
+            await reader.read(100)
+            writer.transport.abort()
+            await asyncio.wait_for(until(lambda: len(events) == 2), 60)
+
+    asyncio.run(check())
+    assert events == ["begun", "http.disconnect"]
+    assert not caplog.records
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -49,6 +49,11 @@ class Preparation:
     def _processor(self) -> InputProcessor:
         return self._source()
 
+    def prepare(self) -> None:
+        """Make what the first long text needs. Called in any thread, before the first request; huge
+        texts are rare, and what they need takes memory."""
+        self._slow_lane.prepare()
+
     def shutdown(self) -> None:
         """Accept no more requests."""
         self._slow_lane.shutdown()

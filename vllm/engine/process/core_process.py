@@ -21,7 +21,7 @@ import zmq
 
 from vllm.config import VllmConfig
 from vllm.engine.engine_core import EngineCore
-from vllm.engine.fan_out import fan_out, sample_id
+from vllm.engine.fan_out import fan_out, known_ids
 from vllm.engine.process import socket_folder
 from vllm.engine.process.wire import (
     START_LENGTH,
@@ -39,7 +39,7 @@ from vllm.engine.process.wire import (
     ToCore,
     decode_to_core,
     encode,
-    ids_of_requests,
+    requests_apart,
 )
 from vllm.errors import CapacityError, ConfigError, RequestError, VllmError
 from vllm.executor import make_executor
@@ -119,22 +119,27 @@ class CoreLoop:
             try:
                 message = decode_to_core(data)
             except msgspec.ValidationError as error:
-                self._refuse_unreadable(data, error)
+                self._handle_apart(data, error)
             else:
                 self._handle(message)
 
-    def _refuse_unreadable(self, data: bytes, error: msgspec.ValidationError) -> None:
-        """Refuse the requests of a message that cannot be decoded; the engine goes on."""
-        ids = ids_of_requests(data)
-        if not ids:
+    def _handle_apart(self, data: bytes, error: msgspec.ValidationError) -> None:
+        """Refuse the requests for which a message cannot be decoded, and handle the others."""
+        parts = requests_apart(data)
+        if not parts:
             raise error
+        for request_id, part in parts.items():
+            try:
+                message = decode_to_core(part)
+            except msgspec.ValidationError as own_error:
+                self._refuse_unreadable(request_id, own_error)
+            else:
+                self._handle(message)
+
+    def _refuse_unreadable(self, request_id: str, error: msgspec.ValidationError) -> None:
         text = f"the request cannot be read by the engine: {error}"
-        for request_id in ids:
-            # The parent knows one of the two ids: that of the request or that of its first sample.
-            for known_id in (request_id, sample_id(request_id, 0)):
-                self._send(
-                    Refused(request_id=known_id, message=text, status=400, is_capacity=False)
-                )
+        for known_id in known_ids(request_id):
+            self._send(Refused(request_id=known_id, message=text, status=400, is_capacity=False))
 
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):

@@ -15,7 +15,7 @@ from vllm.engine.process.far_cores import FarCores
 from vllm.engine.process.replica_calls import ReplicaCalls
 from vllm.engine.process.replica_router import ReplicaRouter
 from vllm.engine.process.startup_state import StartupState
-from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
+from vllm.engine.process.wire import AbortRequests, CoreOutput, Refused
 from vllm.engine.resolve.replicas import replica_configs
 from vllm.errors import (
     CapacityError,
@@ -264,13 +264,12 @@ class CoreReplicas:
         return self._running.choose(request, core_ids, candidates)
 
     def add(self, index: int, request: EngineRequest) -> None:
-        """Send a request to the replica that was chosen.
+        """Send a request to the replica that was chosen; see `CoreSupervisor.add`.
 
         Raises:
-            RequestError: it contains something that cannot be sent.
             EngineDeadError: the replica is not ready.
         """
-        self._all[index].send(AddRequests(requests=[request]))
+        self._all[index].add(request)
 
     def owner(self, core_id: str) -> int:
         """The replica that has a request; 0 if it has ended."""

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
+from vllm.engine.fan_out import known_ids
 from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_client import CoreClient
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import (
+    AddRequests,
     CallCore,
     CallResult,
     CoreFailed,
@@ -32,9 +34,14 @@ from vllm.errors import (
 )
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
+from vllm.messages import EngineRequest
 from vllm.model_executor.models.registry import ModelRegistry
 
 logger = init_logger(__name__)
+
+
+_MAX_TOGETHER = 32
+"""Requests that are sent together. The core can begin with them while more are prepared."""
 
 
 class Core(Protocol):
@@ -74,10 +81,29 @@ class Core(Protocol):
         ...
 
 
+_early: list[CoreClient] = []
+
+
+def start_early_core() -> None:
+    """Start a core on this machine for the first `start_core`, before there is an event loop: it
+    imports modules for longer than this process, so it should begin first."""
+    _early.append(CoreClient())
+
+
+def end_early_core() -> None:
+    """End the core of `start_early_core` if nobody has taken it."""
+    while _early:
+        _early.pop().close()
+
+
 def start_core() -> "asyncio.Future[Core]":
     """A core on this machine, which imports modules. No task: the end of the event loop does not
     cancel it, so that a process that is being made can be ended."""
     loop = asyncio.get_running_loop()
+    if _early:
+        early: asyncio.Future[Core] = loop.create_future()
+        early.set_result(_early.pop())
+        return early
     return loop.run_in_executor(None, lambda: CoreClient())
 
 
@@ -128,6 +154,7 @@ class CoreSupervisor:
         self._restart_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
+        self._added: list[EngineRequest] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_stopped = False
@@ -189,15 +216,60 @@ class CoreSupervisor:
         self._begin_restart(error)
         await self.startup.wait()
 
-    def send(self, message: ToCore) -> None:
-        """Send a message to the running core.
+    def add(self, request: EngineRequest) -> None:
+        """Send a request to the running core, in one message with others that are added in the same
+        turn of the event loop: a step would begin with the first one, and the others wait for it.
+        One that cannot be sent is refused (`on_refused`).
 
         Raises:
             EngineDeadError: none runs.
         """
+        self._check_runs()
+        self._added.append(request)
+        if len(self._added) == 1:
+            asyncio.get_running_loop().call_soon(self._send_added)
+        elif len(self._added) >= _MAX_TOGETHER:
+            self._send_added()
+
+    def send(self, message: ToCore) -> None:
+        """Send a message to the running core, after what was added before.
+
+        Raises:
+            EngineDeadError: none runs.
+        """
+        self._check_runs()
+        self._send_added()
+        assert self._core is not None
+        self._core.send(message)
+
+    def _check_runs(self) -> None:
         if self._core is None or not self.startup.is_ready:
             raise self.dead_error
-        self._core.send(message)
+
+    def _send_added(self) -> None:
+        requests, self._added = self._added, []
+        if not requests or self._core is None:
+            return
+        try:
+            self._core.send(AddRequests(requests=requests))
+        except RequestError:
+            for request in requests:
+                self._send_alone(self._core, request)
+
+    def _send_alone(self, core: Core, request: EngineRequest) -> None:
+        try:
+            core.send(AddRequests(requests=[request]))
+        except RequestError as error:
+            for known_id in known_ids(request.request_id):
+                self._on_refused(
+                    Refused(
+                        request_id=known_id,
+                        message=str(error),
+                        status=error.status,
+                        is_capacity=False,
+                        param=error.param,
+                    )
+                )
 
     @property
     def dead_error(self) -> BaseException:
@@ -382,6 +454,7 @@ class CoreSupervisor:
 
     def _release(self) -> None:
         core, self._core = self._core, None
+        self._added.clear()
         if core is not None:
             core.close()
 
@@ -389,6 +462,7 @@ class CoreSupervisor:
         """End the core, and wait for its end in a thread: to free much memory or a device takes the
         system seconds, in which the event loop serves the requests of other cores."""
         core, self._core = self._core, None
+        self._added.clear()
         if core is not None:
             core.kill()
             self._closing = asyncio.get_running_loop().run_in_executor(None, core.close)

@@ -105,12 +105,17 @@ class CallResult(_Message, frozen=True, kw_only=True):
     error: CallError | None = None
 
 
-def ids_of_requests(data: bytes) -> list[str]:
-    """The ids in an `AddRequests` message with a value of a wrong type; none for other messages."""
-    name, *fields = msgspec.msgpack.decode(data)
-    if name != AddRequests.__name__:
-        return []
-    return [request["request_id"] for request in fields[0]]
+def requests_apart(data: bytes) -> dict[str, bytes]:
+    """Request id -> a message with this request alone, of an `AddRequests` message that cannot be
+    decoded; none for other messages."""
+    name, *fields = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+    if msgspec.msgpack.decode(name) != AddRequests.__name__:
+        return {}
+    requests = msgspec.msgpack.decode(fields[0], type=list[msgspec.Raw])
+    return {
+        msgspec.msgpack.decode(request)["request_id"]: encode([name, [request]])
+        for request in requests
+    }
 
 
 ToCore = StartCore | AddRequests | AbortRequests | CallCore

@@ -6,7 +6,7 @@ Every connection ends at some time: a timer runs whenever no response is being m
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Request line and headers of one request."""
@@ -54,14 +54,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first request."""
+        self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered
         super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer, and tell every request of the connection; the base class tells only the
+        newest, and an answer to one before it would be written to a closed connection."""
         self._stop_head_timer()
         self._stop_body_timer()
         super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes in pieces, so that only bytes of headers count for their limit."""
@@ -97,6 +104,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._body_deadline = self.loop.time() + self.body_timeout_s
         self._start_body_timer(self.body_timeout_s + _BODY_GRACE_S)
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
         self.cycle.transport = _ClosesAfterBody(self.transport, self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
+from vllm.utils.short_turns import in_short_turns
+
 T = TypeVar("T")
 
 LARGE_BODY_BYTES = 32 * 1024
 """A body with at least this many bytes is large."""
 _NUM_THREADS = 2
-"""Each thread costs the event loop a few milliseconds, because of the interpreter lock."""
+"""The event loop waits for a turn of each thread whenever it asks for the interpreter."""
 
 _is_large: ContextVar[bool] = ContextVar("is_large_request", default=False)
 
@@ -37,7 +39,7 @@ async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
     """
     if not (_is_large.get() if is_large is None else is_large):
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+    return await asyncio.get_running_loop().run_in_executor(_threads(), in_short_turns, work)
 
 
 @functools.cache

@@ -206,10 +206,7 @@ class _Server(uvicorn.Server):
             self._end(error)
         else:
             context.has_been_ready = True
-            if app.openapi_url is not None:
-                # Slow, so neither while the engine starts nor in the first request that needs it.
-                await asyncio.to_thread(app.openapi)
-            keep_for_good()
+            keep_for_good(collect=False)  # the first requests run
 
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name

@@ -17,8 +17,11 @@ from vllm.utils import FlexibleArgumentParser
 from vllm.utils.startup_progress import process_start
 
 if TYPE_CHECKING:
+    import socket
+
     from fastapi import FastAPI
 
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.async_llm_engine import AsyncLLM
     from vllm.entrypoints.server.context import ServerContext
@@ -62,34 +65,52 @@ def run_server(
 
         return run_host(config or engine_args.create_engine_config())
 
-    from vllm.entrypoints.http.uvicorn_server import bind, serve
+    from vllm.engine.process.core_supervisor import end_early_core, start_early_core
+    from vllm.entrypoints.http.uvicorn_server import bind
 
     with bind(args) as listener:
-        from vllm.engine.async_llm_engine import AsyncLLM
-        from vllm.engine.process.admission import AdmissionLimits
-
-        engine = AsyncLLM(
-            engine_args if config is None else None,
-            config=config,
-            limits=AdmissionLimits(
-                max_queued_requests=args.max_queued_requests,
-                max_queued_tokens=args.max_queued_tokens,
-                request_timeout=args.request_timeout,
-            ),
-            num_restarts=args.restart_engine,
-            began=process_start(),
-        )
-
-        def load() -> "tuple[ServerContext, FastAPI]":
-            from vllm.entrypoints.server import app
-
-            return (load_server or app.load_server)(engine, args)
-
+        # The core's process imports its modules at the same time as this one.
+        if engine_args.data_parallel_size_local != 0:
+            start_early_core()
         try:
-            # The core's process imports its modules at the same time as this one.
-            return serve(load, args, listener, engine.prepare)
+            return _serve(engine_args, config, args, listener, load_server)
         finally:
-            engine.shutdown()
+            end_early_core()
+
+
+def _serve(
+    engine_args: "EngineArgs",
+    config: "VllmConfig | None",
+    args: ServerArgs,
+    listener: "socket.socket",
+    load_server: "LoadServer | None",
+) -> int:
+    """Serve on this socket. See `run_server`; `config` comes from `engine_args`, if it is known."""
+    from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.engine.process.admission import AdmissionLimits
+    from vllm.entrypoints.http.uvicorn_server import serve
+
+    engine = AsyncLLM(
+        engine_args if config is None else None,
+        config=config,
+        limits=AdmissionLimits(
+            max_queued_requests=args.max_queued_requests,
+            max_queued_tokens=args.max_queued_tokens,
+            request_timeout=args.request_timeout,
+        ),
+        num_restarts=args.restart_engine,
+        began=process_start(),
+    )
+
+    def load() -> "tuple[ServerContext, FastAPI]":
+        from vllm.entrypoints.server import app
+
+        return (load_server or app.load_server)(engine, args)
+
+    try:
+        return serve(load, args, listener, engine.prepare)
+    finally:
+        engine.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
 from vllm.entrypoints.operations import (
+    description,
     dev_routes,
     health,
     metrics_route,
@@ -70,7 +71,7 @@ def build_app(context: ServerContext) -> FastAPI:
         title="vllm",
         version=__version__,
         summary="LLM inference with the OpenAI API",
-        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
+        openapi_url=None,  # `operations.description` serves it
         docs_url=None,  # its page would load code from another host
         redoc_url=None,
         redirect_slashes=False,
@@ -91,6 +92,8 @@ def build_app(context: ServerContext) -> FastAPI:
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
     modules = [*_MODEL_ROUTES, health, metrics_route]
+    if not args.disable_fastapi_docs:
+        modules.append(description)
     if args.can_update_adapters:
         modules.append(serving_lora)
     if args.dev_mode:

@@ -1,0 +1,25 @@
+"""Turns of the interpreter are short while work runs in the background, and only then."""
+
+import sys
+import threading
+from concurrent.futures import Future
+
+from vllm.utils.short_turns import TURN_S, start_in_short_turns
+
+
+def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_ends():
+    usual = sys.getswitchinterval()
+    begun, ends = [Future(), Future()], [threading.Event(), threading.Event()]
+
+    def work(number: int) -> None:
+        begun[number].set_result(threading.current_thread())
+        ends[number].wait(10)
+
+    for number in range(2):
+        start_in_short_turns(lambda number=number: work(number), "test")
+    threads = [future.result(10) for future in begun]
+    for number in range(2):  # the first to begin is the first to end
+        assert sys.getswitchinterval() == TURN_S
+        ends[number].set()
+        threads[number].join(10)
+    assert sys.getswitchinterval() == usual

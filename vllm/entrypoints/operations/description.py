@@ -1,0 +1,35 @@
+"""GET /openapi.json: the description of the server's routes, for programs and for the page /docs.
+
+Half a second of work, so it is done for the first request that asks for it, and not in the event
+loop; FastAPI would do it there.
+"""
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import JSONResponse
+
+from vllm.utils.short_turns import in_short_turns
+
+router = APIRouter()
+
+_lock = threading.Lock()
+"""Held while a description is made: whoever asks meanwhile waits for it."""
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    """What the routes accept and return."""
+    description = await asyncio.to_thread(in_short_turns, partial(_describe, request.app))
+    root_path = request.scope.get("root_path", "").rstrip("/")
+    if root_path:
+        description = {**description, "servers": [{"url": root_path}]}
+    return JSONResponse(description)
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    with _lock:
+        return app.openapi()  # which keeps it
