@@ -135,9 +135,12 @@ bool find_out(const Kernel* amx, const Kernel* reference) {
   notice[0] = 0;
   if (!is_assumed && !processor_has_amx()) return false;
   if (!ask_permission()) {
+    // A signal puts the tiles of a thread on the stack of its handler.
+    const char* const more =
+        errno == ENOSPC ? "; a thread has an alternate signal stack that is too small for them" : "";
     std::snprintf(notice, sizeof notice,
-                  "AMX is not used: the system refuses this process the tiles (arch_prctl: %s)",
-                  std::strerror(errno));
+                  "AMX is not used: the system refuses this process the tiles (arch_prctl: %s%s)",
+                  std::strerror(errno), more);
     return false;
   }
   const char* const wrong = wrong_product(amx, reference);

@@ -5,6 +5,7 @@ refused permission, and of wrong products.
 """
 
 import ctypes
+import errno
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -123,9 +124,10 @@ class Emulator:
         self._functions.amx_emulator_counters.restype = ctypes.POINTER(ctypes.c_int64)
         self._functions.amx_emulator_is_configured.restype = ctypes.c_bool
 
-    def start(self, *, grants: bool, errs: bool) -> str:
-        """The instruction set that is chosen on a processor of this behaviour."""
-        self._functions.amx_emulator_behave(grants, errs)
+    def start(self, *, refuses: int = 0, errs: bool = False) -> str:
+        """The instruction set that is chosen where the request for tiles fails with this errno, or
+        the products are wrong."""
+        self._functions.amx_emulator_behave(refuses, errs)
         ctypes.CDLL(str(LIBRARY_PATH)).vllm_cpu_assume_amx()
         return CPUKernels(LIBRARY_PATH).isa
 
@@ -143,9 +145,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     emulator = None if LIBRARY.set_isa("amx") else Emulator()
     if emulator is not None:
-        found["refused"] = emulator.start(grants=False, errs=False)
-        found["wrong"] = emulator.start(grants=True, errs=True)
-        found["granted"] = emulator.start(grants=True, errs=False)
+        found["refused"] = emulator.start(refuses=errno.EPERM)
+        found["no room"] = emulator.start(refuses=errno.ENOSPC)
+        found["wrong"] = emulator.start(errs=True)
+        found["granted"] = emulator.start()
     found["compared"], found["differing"] = differing()
     if emulator is not None:
         found["counters"], found["is_configured"] = emulator.counters(), emulator.is_configured()

@@ -28,7 +28,8 @@ struct Tiles {
 };
 
 thread_local Tiles tiles;
-bool is_wrong = false, is_granted = true;
+bool is_wrong = false;
+int refusal = 0;  // the errno of a request for the tiles; 0: it is granted
 
 enum Counter { kConfigs, kReleases, kBf16, kU8S8, kS8S8, kNumCounters };
 int64_t counters[kNumCounters];
@@ -253,10 +254,10 @@ __attribute__((constructor)) void install() {
 
 }  // namespace
 
-// grants: whether a process that asks for the tiles gets them. errs: whether products of bytes are
-// wrong.
-extern "C" void amx_emulator_behave(bool grants, bool errs) {
-  is_granted = grants;
+// refuses: the errno for a process that asks for the tiles; 0: it gets them. errs: whether products
+// of bytes are wrong.
+extern "C" void amx_emulator_behave(int refuses, bool errs) {
+  refusal = refuses;
   is_wrong = errs;
 }
 
@@ -275,8 +276,8 @@ extern "C" long syscall(long number, ...) noexcept {
   va_end(list);
   constexpr long kRequestPermission = 0x1023;
   if (number == SYS_arch_prctl && args[0] == kRequestPermission) {
-    if (is_granted) return 0;
-    errno = EPERM;
+    if (refusal == 0) return 0;
+    errno = refusal;
     return -1;
   }
   register long r10 __asm__("r10") = args[3];
