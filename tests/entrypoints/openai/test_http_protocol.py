@@ -1,8 +1,8 @@
 """What a connection may send before a request is complete."""
 
 import asyncio
-import logging
 import contextlib
+import logging
 import socket
 
 import pytest
