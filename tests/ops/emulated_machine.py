@@ -14,13 +14,15 @@ Linux starts in a minute, `import torch` takes two; the clock of the machine is 
 Python and its packages are copied into an image of some gigabytes, which stays in `--folder`.
 
 Bochs 3.0 cannot run `amx` as it is, so AMX is left out unless `--exclude` says otherwise. These
-are the faults that have to be mended in its source first:
+are the faults that have to be mended in its source first, but for the conversion of bf16:
 - It has no XFD, without which Linux hands out no tiles: registers 0x1c4 and 0x1c5, bit 4 of EAX of
   leaf 0xd.1 of CPUID, bit 2 of ECX of leaf 0xd.18, and #NM at instructions on the data of tiles.
 - XSAVE writes rows and bytes of a tile's configuration in each other's place, half of the rows of
   its data, and takes tiles in use for unused ones. XRSTOR of the compact form miscounts where a
   component begins after one that is in the image and is not asked for.
 - Products of bytes take signed bytes as unsigned.
+- VCVTNE2PS2BF16 (AVX512-BF16) takes both halves from its second operand. So attention in bf16 on
+  `avx512_bf16` and the sets above it has wrong numbers there, `amx` those of `amx_portable`.
 - Decoded instructions survive that they are overwritten: AMX_OK, bit 7 of what selects an entry of
   their cache, moves it out of the 128 entries that are searched.
 """
