@@ -70,16 +70,22 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
   return load_bytes(bytes);
 }
 
+// A number below the smallest normal one, by its byte, as bf16.
+template <class Format>
+VLLM_INLINE uint32_t tiny_half(uint32_t byte) {
+  const float number = static_cast<float>(byte) * Format::kSmallest;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &number, sizeof bits);
+  return bits >> 16;
+}
+
 #ifdef __AVX512BW__
-// The numbers below the smallest normal one as bf16, by their bytes.
+// All of them, by their bytes.
 template <class Format>
 VLLM_INLINE __m512i tiny_halves() {
   alignas(64) uint16_t tiny[32] = {};
   for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
-    const float number = static_cast<float>(m) * Format::kSmallest;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &number, sizeof bits);
-    tiny[m] = static_cast<uint16_t>(bits >> 16);
+    tiny[m] = static_cast<uint16_t>(tiny_half<Format>(m));
   }
   return _mm512_load_si512(tiny);
 }
@@ -117,11 +123,8 @@ VLLM_INLINE __m256i widen_halves(__m128i packed) {
   constexpr int kShift = 7 - Format::kMantissa;
   alignas(16) uint8_t tiny[16] = {};
   for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
-    const float number = static_cast<float>(m) * Format::kSmallest;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &number, sizeof bits);
-    tiny[m] = static_cast<uint8_t>(bits >> 16);
-    tiny[8 + m] = static_cast<uint8_t>(bits >> 24);
+    tiny[m] = static_cast<uint8_t>(tiny_half<Format>(m));
+    tiny[8 + m] = static_cast<uint8_t>(tiny_half<Format>(m) >> 8);
   }
   const __m256i table =
       _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(tiny)));

@@ -43,15 +43,20 @@ VLLM_INLINE Bits splat_bits(const void* word) {
   return bits - Bits{};
 }
 
-struct DotFloat {
-  using Input = float;
-  using Acc = Vec;
-  using Splat = Vec;
-  static constexpr int kInputs = 1, kParts = 1;
+// Of a Dot that multiplies a word as it is.
+struct WholeWord {
+  static constexpr int kParts = 1;
   template <int>
   static VLLM_INLINE Bits part(Bits w) {
     return w;
   }
+};
+
+struct DotFloat : WholeWord {
+  using Input = float;
+  using Acc = Vec;
+  using Splat = Vec;
+  static constexpr int kInputs = 1;
   template <int = 0>
   static VLLM_INLINE Splat splat_of(const float* x) {
     return splat(*x);
@@ -80,15 +85,11 @@ struct DotWide {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define VLLM_DOT_BF16
 // Sums of pairs in one instruction; denormal numbers count as zero.
-struct DotBf16 {
+struct DotBf16 : WholeWord {
   using Input = bf16;
   using Acc = Vec;
   using Splat = Bits;
-  static constexpr int kInputs = 2, kParts = 1;
-  template <int>
-  static VLLM_INLINE Bits part(Bits w) {
-    return w;
-  }
+  static constexpr int kInputs = 2;
   template <int = 0>
   static VLLM_INLINE Splat splat_of(const bf16* x) {
     return splat_bits(x);
@@ -161,25 +162,23 @@ VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
 
 // int8 weights with inputs x + 128: the instruction multiplies unsigned by signed bytes. The caller
 // subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to 66,000 inputs.
-struct DotInt8 {
-  using Acc = Ints;
-  static constexpr int kInputs = 4;
 #ifdef VLLM_DOT_BYTES
+struct DotInt8 : WholeWord {
+  using Acc = Ints;
   using Input = uint8_t;
-  static constexpr int kParts = 1;
-  template <int>
-  static VLLM_INLINE Bits part(Bits w) {
-    return w;
-  }
+  static constexpr int kInputs = 4;
   template <int>
   static VLLM_INLINE Bits splat_of(const uint8_t* x) {
     return splat_bits(x);
   }
   static VLLM_INLINE Ints dot(Ints acc, Bits w, Bits x) { return byte_dot(acc, x, w); }
+};
 #else
-  // Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers: inputs are in this order (`spread`).
+// Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers: inputs are in this order (`spread`).
+struct DotInt8 {
+  using Acc = Ints;
   using Input = int16_t;
-  static constexpr int kParts = 2;
+  static constexpr int kInputs = 4, kParts = 2;
   template <int kPart>
   static VLLM_INLINE Shorts part(Bits w) {
     return reinterpret_cast<Shorts>(kPart == 0 ? w << 8 : w) >> 8;
@@ -191,8 +190,8 @@ struct DotInt8 {
   static VLLM_INLINE Ints dot(Ints acc, Shorts w, Shorts x) {
     return add_here(acc, pair_dot(w, x));
   }
-#endif
 };
+#endif
 
 // Bytes 0..kLargest, four of an int4 word, with signed bytes from -127 on. Sums of as many products as a
 // block has are exact; where kRunWords are given, only those of so many words of eight, and `widen` makes
