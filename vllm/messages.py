@@ -12,6 +12,7 @@ runner, from admission until it finishes or is preempted. Per-step data are arra
 that a steady decode step costs a few numpy calls and not a Python loop.
 """
 
+from collections.abc import Container
 from enum import IntEnum
 from typing import Any
 
@@ -36,6 +37,9 @@ NO_TOKEN = -1
 
 DRAFT_OF_WORKER = -1
 """Stands for a draft that the worker makes, with a draft model."""
+
+SLEEP_TAGS = ("weights", "kv_cache")
+"""The parts of an engine that can sleep, in the order in which they wake up."""
 
 
 class FinishReason(IntEnum):
@@ -426,6 +430,26 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """When requests were admitted for the first time, in seconds of `time.time()`."""
     pooled: dict[str, FloatArray] = {}
     """Results of a pooling model, [numbers] or [tokens, numbers], of requests in `finished`."""
+
+    def split(self, ids: Container[str]) -> "tuple[EngineOutput, EngineOutput]":
+        """The output of the requests with these ids, and that of all others."""
+        parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                parts[0][name] = {key: each for key, each in value.items() if key in ids}
+                parts[1][name] = {key: each for key, each in value.items() if key not in ids}
+        counts = self.num_tokens or [1] * len(self.request_ids)
+        for part in parts:
+            part.update(request_ids=[], token_ids=[], num_tokens=[])
+        begin = 0
+        for request_id, count in zip(self.request_ids, counts, strict=True):
+            part = parts[request_id not in ids]
+            part["request_ids"].append(request_id)
+            part["token_ids"] += self.token_ids[begin : begin + count]
+            part["num_tokens"].append(count)
+            begin += count
+        return EngineOutput(**parts[0]), EngineOutput(**parts[1])
 
 
 class _CacheEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):

@@ -9,10 +9,9 @@ Scheduler and workers know nothing of it.
 """
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from hashlib import sha256
-from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.core.block_hash import block_hashes, root_hash
@@ -99,7 +98,7 @@ class KVTransfer:
         """Requests end without an output; unknown ids are ignored."""
         ids = set(request_ids)
         self._waiting -= ids
-        outputs = [(written, _split(output, ids)[1]) for written, output in self._last_outputs]
+        outputs = [(written, output.split(ids)[1]) for written, output in self._last_outputs]
         self._last_outputs = deque(each for each in outputs if each[1].finished)
 
     @property
@@ -135,7 +134,7 @@ class KVTransfer:
         written = self.save_freed()
         if written is None or not output.finished:
             return output
-        last, rest = _split(output, output.finished)
+        last, rest = output.split(output.finished)
         self._last_outputs.append((written, last))
         return rest
 
@@ -265,24 +264,3 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
             config.kv_buffer_size,
             block_bytes,
         )
-
-
-def _split(output: EngineOutput, ids: Container[str]) -> tuple[EngineOutput, EngineOutput]:
-    """The output of the requests with these ids, and that of all others."""
-    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for name in output.__struct_fields__:
-        value = getattr(output, name)
-        if isinstance(value, dict):
-            parts[0][name] = {key: each for key, each in value.items() if key in ids}
-            parts[1][name] = {key: each for key, each in value.items() if key not in ids}
-    counts = output.num_tokens or [1] * len(output.request_ids)
-    for part in parts:
-        part.update(request_ids=[], token_ids=[], num_tokens=[])
-    begin = 0
-    for request_id, count in zip(output.request_ids, counts, strict=True):
-        part = parts[request_id not in ids]
-        part["request_ids"].append(request_id)
-        part["token_ids"] += output.token_ids[begin : begin + count]
-        part["num_tokens"].append(count)
-        begin += count
-    return EngineOutput(**parts[0]), EngineOutput(**parts[1])

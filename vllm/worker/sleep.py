@@ -11,12 +11,11 @@ from torch import nn
 
 from vllm.errors import RequestError
 from vllm.logger import init_logger
+from vllm.messages import SLEEP_TAGS
 
 logger = init_logger(__name__)
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE)
-"""The parts that can sleep, in the order in which they wake up."""
+WEIGHTS, KV_CACHE = TAGS = SLEEP_TAGS
 
 LEVELS = (1, 2)
 

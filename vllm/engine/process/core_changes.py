@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_PARTS = ("weights", "kv_cache")
-"""Tags of the parts that can sleep."""
+from vllm.messages import SLEEP_TAGS
 
 
 class Change(NamedTuple):
@@ -36,10 +35,10 @@ class CoreChanges:
         asleep: set[str] = set()
         for change in self.calls:
             if change.name == "sleep":
-                asleep = set(_PARTS)
+                asleep = set(SLEEP_TAGS)
             elif change.name == "wake_up":
                 asleep -= set(change.args[0])
-        return [part for part in _PARTS if part in asleep]
+        return [part for part in SLEEP_TAGS if part in asleep]
 
     def note_sleep(self, level: int) -> None:
         """All parts sleep."""
@@ -48,7 +47,7 @@ class CoreChanges:
 
     def note_wake_up(self, tags: Sequence[str] | None) -> None:
         """Parts are awake again; None: all."""
-        woken = list(_PARTS if tags is None else tags)
+        woken = list(SLEEP_TAGS if tags is None else tags)
         self.calls.append(Change(f"wake_up(tags={woken})", "wake_up", (woken,)))
         if not self.sleeping_parts:
             self._forget("sleep", "wake_up")
