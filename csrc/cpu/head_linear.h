@@ -15,7 +15,7 @@ int64_t head_linear_slab(const HeadLinearArgs<T>& args, int num_threads) {
   using Input = typename Kind::Input;
   const LinearWeight& weight = *args.weight;
   const int64_t rows = args.num_tokens, heads = args.num_heads, size = Kind::row_size(weight);
-  const Shares shares = share_out(weight, rows, Kind::Tile::kRowUnit, num_threads);
+  const Shares shares = share_out(weight, rows, Kind::Tile::kRowUnit, 1, num_threads);
   const int64_t x_bytes =
       Kind::kConverts ? aligned(rows * heads * size * int64_t{sizeof(Input)}) : 0;
   char* const scratch = vllm_cpu::workspace(x_bytes + shares.sum_bytes());

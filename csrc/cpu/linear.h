@@ -75,18 +75,37 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
   }
 }
 
-// total[rows][64] of one panel, in the order of its memory.
+// total[num_panels][rows][64] of panels that follow each other. A stretch of x is multiplied with all of
+// them before the next one is read.
 template <class Tile>
-void panel_sums(Tile, const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
-                int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
-  const uint32_t* w = weight.panels + panel * vllm_cpu::panel_words(weight);
-  for (int64_t k = 0; k < weight.in_features; k += Tile::kStretchInputs) {
+void panel_sums(Tile, const LinearWeight& weight, int64_t panel, int64_t num_panels,
+                const typename Tile::Input* x, int64_t x_stride, int64_t rows,
+                typename Tile::Acc (*total)[kPanel / kLanes]) {
+  const int64_t words = vllm_cpu::panel_words(weight);
+  const uint32_t* const first = weight.panels + panel * words;
+  int64_t inputs;
+  for (int64_t k = 0; k < weight.in_features; k += inputs) {
     const int64_t left = weight.in_features - k;
-    const int64_t inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
-    const uint32_t* const next = w + vllm_cpu::panel_words(weight, inputs);
-    run_stretch<Tile>(weight, x + Tile::x_offset(weight, k), x_stride, rows, w, inputs, total,
-                      k == 0, next);
-    w = next;
+    inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
+    const uint32_t* w = first + vllm_cpu::panel_words(weight, k);
+    for (int64_t p = 0; p < num_panels; ++p, w += words) {
+      const uint32_t* next = w + words;  // the same stretch of the next panel
+      if (p + 1 == num_panels) {
+        next = inputs < left ? first + vllm_cpu::panel_words(weight, k + inputs)
+                             : first + num_panels * words;
+      }
+      run_stretch<Tile>(weight, x + Tile::x_offset(weight, k), x_stride, rows, w, inputs,
+                        total + p * rows, k == 0, next);
+    }
+  }
+}
+
+template <class Dot, class Code>
+void panel_sums(ByteTile<Dot, Code> tile, const LinearWeight& weight, int64_t panel,
+                int64_t num_panels, const typename Dot::Input* x, int64_t x_stride, int64_t rows,
+                Vec (*total)[kPanel / kLanes]) {
+  for (int64_t p = 0; p < num_panels; ++p) {
+    panel_sums(tile, weight, panel + p, x, x_stride, rows, total + p * rows);
   }
 }
 
@@ -94,16 +113,16 @@ void panel_sums(Tile, const LinearWeight& weight, int64_t panel, const typename 
 template <class Tile>
 void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
                 int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
-  panel_sums(Tile{}, weight, panel, x, x_stride, rows, total);
+  panel_sums(Tile{}, weight, panel, 1, x, x_stride, rows, total);
 }
 
-// How a product is shared: units of one panel and block_rows rows.
+// How a product is shared: units of some panels that follow each other and block_rows rows.
 struct Shares {
-  int64_t num_blocks, block_rows, units_per_turn;
+  int64_t num_blocks, block_rows, unit_panels, units_per_turn;
   vllm_cpu::Threads threads;
 
   // Memory for the sums of all threads.
-  int64_t sum_bytes() const { return threads.useful * block_rows * kPanel * 4; }
+  int64_t sum_bytes() const { return threads.useful * unit_panels * block_rows * kPanel * 4; }
 };
 
 // The threads that a product is worth. num_words: words of weights of an output, of all panels
@@ -114,42 +133,62 @@ inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, in
   return {num_threads, 1 + cycles / 10000};  // 3 us for each
 }
 
-// row_unit: rows that are best multiplied together.
-inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit,
+// The most rows of a unit. Matrix tiles have several panels in a unit.
+constexpr int64_t block_rows_of(int64_t row_unit) { return row_unit > 1 ? 256 : kBlockRows; }
+
+// row_unit: rows that are best multiplied together; max_panels: panels that may be.
+inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit, int64_t max_panels,
                         int of_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
   const int64_t words = panels * vllm_cpu::panel_words(weight) / kPanel;
   const vllm_cpu::Threads threads = threads_for(words, words * rows, of_threads);
   const int num_threads = threads.useful;
-  int64_t num_blocks = ceil_div(rows, kBlockRows);
+  int64_t num_blocks = ceil_div(rows, block_rows_of(row_unit));
   while (panels * num_blocks < 4 * num_threads && rows > num_blocks * 8 * kMaxTileRows) {
     ++num_blocks;
   }
+  int64_t unit_panels = max_panels;
+  while (unit_panels > 1 && panels * num_blocks < 8 * unit_panels * num_threads) unit_panels /= 2;
   const int64_t turns = 8 * int64_t{num_threads};
+  const int64_t num_units = ceil_div(panels, unit_panels) * num_blocks;
   const int64_t block_rows = ceil_div(ceil_div(rows, num_blocks), row_unit) * row_unit;
-  return {num_blocks, block_rows, ceil_div(panels * num_blocks, turns), threads};
+  return {num_blocks, block_rows, unit_panels, ceil_div(num_units, turns), threads};
+}
+
+// The most panels of a unit: several, where matrix tiles would otherwise wait for what the second-level
+// cache has not kept of x since the panel before.
+template <class Tile>
+int64_t max_panels_of(int64_t rows, int64_t row_bytes) {
+  constexpr int64_t kKeptBytes = 384 << 10, kBlock = block_rows_of(Tile::kRowUnit);
+  if (Tile::kRowUnit == 1) return 1;
+  return (rows < kBlock ? rows : kBlock) * row_bytes > kKeptBytes ? 8 : 1;
 }
 
 // Calls store(panel, first_row, rows, sums) for all of the result. inputs_of(panel): the first row that
-// a panel is multiplied with.
+// a panel is multiplied with, and all panels of a unit.
 template <class Tile, class Inputs, class Store>
 void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, int64_t rows,
               const Shares& shares, char* scratch, Store store) {
   typedef typename Tile::Acc Totals[kPanel / kLanes];
-  const int64_t num_units = vllm_cpu::num_panels(weight) * shares.num_blocks;
+  const int64_t panels = vllm_cpu::num_panels(weight), unit_panels = shares.unit_panels;
+  const int64_t num_units = ceil_div(panels, unit_panels) * shares.num_blocks;
   parallel_for(num_units, shares.units_per_turn, shares.threads,
                [&](int64_t begin, int64_t end, int worker) {
-                 Totals* const totals =
-                     reinterpret_cast<Totals*>(scratch) + worker * shares.block_rows;
+                 Totals* const totals = reinterpret_cast<Totals*>(scratch) +
+                                        worker * unit_panels * shares.block_rows;
                  for (int64_t unit = begin; unit < end; ++unit) {
-                   const int64_t panel = unit / shares.num_blocks;
+                   const int64_t panel = unit / shares.num_blocks * unit_panels;
                    const int64_t first = unit % shares.num_blocks * shares.block_rows;
                    const int64_t left = rows - first;
                    const int64_t count = left < shares.block_rows ? left : shares.block_rows;
                    if (count <= 0) continue;
-                   panel_sums<Tile>(weight, panel, inputs_of(panel) + first * x_stride, x_stride,
-                                    count, totals);
-                   store(panel, first, count, totals);
+                   const int64_t num_panels =
+                       panels - panel < unit_panels ? panels - panel : unit_panels;
+                   panel_sums(Tile{}, weight, panel, num_panels,
+                              inputs_of(panel) + first * x_stride, x_stride, count, totals);
+                   for (int64_t p = 0; p < num_panels; ++p) {
+                     store(panel + p, first, count, totals + p * count);
+                   }
                  }
                });
 }
@@ -189,8 +228,10 @@ template <class Kind, typename T>
 int64_t linear_slab(const LinearCall<T>& call) {
   using Input = typename Kind::Input;
   const LinearWeight& weight = call.weight;
-  const Shares shares = share_out(weight, call.rows, Kind::Tile::kRowUnit, call.num_threads);
+  using Tile = typename Kind::Tile;
   const int64_t row_size = Kind::row_size(weight);
+  const int64_t max_panels = max_panels_of<Tile>(call.rows, row_size * int64_t{sizeof(Input)});
+  const Shares shares = share_out(weight, call.rows, Tile::kRowUnit, max_panels, call.num_threads);
   const int64_t x_bytes =
       Kind::kConverts ? aligned(call.rows * row_size * int64_t{sizeof(Input)}) : 0;
   char* const scratch = vllm_cpu::workspace(x_bytes + shares.sum_bytes());
@@ -207,7 +248,7 @@ int64_t linear_slab(const LinearCall<T>& call) {
   } else {
     x = call.x;
   }
-  multiply<typename Kind::Tile>(
+  multiply<Tile>(
       weight, [&](int64_t) { return x; }, x_stride, call.rows, shares, scratch + x_bytes,
       [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
         call.store_panel(panel, first, count, [&](int64_t r, int64_t v, int64_t output) {

@@ -100,7 +100,7 @@ struct Bf16MatrixKind {
 
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
-using Int8Tile = DenseMatrix<TilesOfU8S8, DotInt8>;
+using Int8Tile = Int8Matrix;
 template <class Code>
 using Int4KindTile = Int4Matrix<Code>;
 

@@ -1,9 +1,9 @@
 // One stretch of a panel of weights with all rows, on matrix tiles. The classes take the place of the
 // tiles of linear_tile.h.
 //
-// Panels are read as they are: their words are what a tile of b holds. Up to 16 rows take all 64
-// outputs of a panel at once, in one pass over memory; more rows take 32 outputs at a time with 32
-// rows, so that each tile that is loaded serves two products.
+// The words of a panel are what a tile of b holds. Up to 16 rows take all 64 outputs of a panel at once,
+// in one pass over memory; more rows take 32 outputs at a time with 32 rows, so that each tile that is
+// loaded serves two products.
 #pragma once
 
 #include "linear_bytes.h"
@@ -22,12 +22,35 @@ inline int64_t tile_row_bytes(int64_t bytes) {
   return (vllm_cpu::ceil_div(bytes, int64_t{kTileBytes}) | 1) * kTileBytes;
 }
 
-// bf16 and int8 weights.
+// Words of a stretch as products read them: those of an input row_words behind those of the one before,
+// 32 outputs, and half_words behind these the other 32.
+//
+// A panel has all 64 outputs in a row. The 32 that many rows are multiplied with would then share half of
+// the places of the first-level cache, too few for a stretch: they are copied into halves.
+struct StretchWords {
+  const uint32_t* words;
+  int64_t row_words, half_words;
+
+  static StretchWords in_rows(const uint32_t* words) { return {words, kPanel, kPanel / 2}; }
+  static StretchWords in_halves(const uint32_t* words, int64_t num_words) {
+    return {words, kPanel / 2, num_words * (kPanel / 2)};
+  }
+  bool is_in_halves() const { return row_words < kPanel; }
+
+  // Where a word of an output is.
+  VLLM_INLINE int64_t place(int64_t word, int64_t output) const {
+    constexpr int64_t kHalf = kPanel / 2;
+    return output / kHalf * half_words + word * row_words + output % kHalf;
+  }
+};
+
+// Products with words of bf16 or int8 weights.
 template <class Numbers, class Dot>
 struct DenseMatrix {
   using Input = typename Dot::Input;
   using Acc = typename Dot::Acc;
-  static constexpr int64_t kStretchInputs = 256 * Dot::kInputs;  // 64 KiB of weights
+  static constexpr int64_t kStretchWords = 256;  // 64 KiB of weights
+  static constexpr int64_t kStretchInputs = kStretchWords * Dot::kInputs;
   static constexpr int64_t kRowUnit = VLLM_ISA::kRowUnit;
 
   static int64_t x_offset(const LinearWeight&, int64_t input) { return input; }
@@ -38,57 +61,85 @@ struct DenseMatrix {
   static void run(const LinearWeight&, const Input* x, int64_t x_stride, int64_t rows,
                   const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
                   const uint32_t* next) {
-    run(x, x_stride, rows, w, inputs, total, is_first, next, kStepLines);
+    constexpr int64_t kManyRows = 192;  // that pay for a copy
+    const int64_t num_words = inputs / Dot::kInputs;
+    if (rows < kManyRows) {
+      return multiply(x, x_stride, rows, StretchWords::in_rows(w), num_words, total, is_first, next,
+                      kStepLines);
+    }
+    alignas(64) uint32_t copy[kStretchWords * kPanel];
+    const StretchWords halves = StretchWords::in_halves(copy, num_words);
+    for (int64_t word = 0; word < num_words; ++word) {
+      for (int64_t i = 0; i < kPanel; i += kLanes) {
+        __builtin_memcpy(copy + halves.place(word, i), w + word * kPanel + i, sizeof(Vec));
+      }
+    }
+    multiply(x, x_stride, rows, halves, num_words, total, is_first, next, kStepLines);
   }
 
-  static void run(const Input* x, int64_t x_stride, int64_t rows, const uint32_t* w, int64_t inputs,
-                  Acc (*total)[kPanel / kLanes], bool is_first, const uint32_t* next,
-                  int64_t step_lines) {
-    const int64_t num_words = inputs / Dot::kInputs, num_steps = num_words / kTileRows;
-    const int64_t columns = rows <= kTileRows ? kPanel : kPanel / 2;
+  // The same for words in either order. Each step asks for its part of step_lines lines from `next` on.
+  static void multiply(const Input* x, int64_t x_stride, int64_t rows, const StretchWords& w,
+                       int64_t num_words, Acc (*total)[kPanel / kLanes], bool is_first,
+                       const uint32_t* next, int64_t step_lines) {
+    const int64_t num_steps = num_words / kTileRows, num_last = num_words % kTileRows;
+    if (num_steps > 0) {
+      multiply_steps(x, x_stride, rows, w, num_steps, kTileRows, total, is_first, next, step_lines);
+    }
+    if (num_last > 0) {
+      const StretchWords last = {w.words + num_steps * kTileRows * w.row_words, w.row_words,
+                                 w.half_words};
+      multiply_steps(x + num_steps * kTileRows * Dot::kInputs, x_stride, rows, last, 1, num_last,
+                     total, is_first && num_steps == 0, nullptr, 0);
+    }
+  }
+
+ private:
+  static void multiply_steps(const Input* x, int64_t x_stride, int64_t rows, const StretchWords& w,
+                             int64_t num_steps, int64_t step_words, Acc (*total)[kPanel / kLanes],
+                             bool is_first, const uint32_t* next, int64_t step_lines) {
+    const bool is_one_pass = rows <= kTileRows && !w.is_in_halves();
+    const int64_t columns = is_one_pass ? kPanel : kPanel / 2;
     const int64_t num_calls = kPanel / columns * vllm_cpu::ceil_div(rows, kRowUnit);
-    // The next stretch is asked for in equal parts.
     const int64_t lines = next == nullptr ? 0 : vllm_cpu::ceil_div(step_lines, num_calls);
-    const char* ahead = reinterpret_cast<const char*>(next);
-    TileProduct product = {nullptr, x_stride * int64_t{sizeof(Input)}, nullptr, 4 * kPanel,
+    Prefetch prefetch = {reinterpret_cast<const char*>(next), lines};
+    TileProduct product = {nullptr, x_stride * int64_t{sizeof(Input)}, nullptr,   4 * w.row_words,
                            nullptr, 4 * kPanel,                        num_steps, is_first};
     for (int64_t column = 0; column < kPanel; column += columns) {
       for (int64_t first = 0; first < rows; first += kRowUnit) {
         const int64_t left = rows - first < kRowUnit ? rows - first : kRowUnit;
         product.a = x + first * x_stride;
-        product.b = w + column;
+        product.b = w.words + w.place(0, column);
         product.c = reinterpret_cast<float*>(total + first) + column;
-        Prefetch prefetch = {ahead, lines};
-        if (num_steps > 0) multiply(product, left, columns, kTileRows, prefetch);
-        ahead = prefetch.next;
-      }
-    }
-    const int64_t num_last = num_words - num_steps * kTileRows;
-    if (num_last == 0) return;
-    product.num_steps = 1;
-    product.is_first = is_first && num_steps == 0;
-    Prefetch nothing = {nullptr, 0};
-    for (int64_t first = 0; first < rows; first += kRowUnit) {
-      const int64_t left = rows - first < kRowUnit ? rows - first : kRowUnit;
-      for (int64_t column = 0; column < kPanel; column += columns) {
-        product.a = x + first * x_stride + num_steps * kTileRows * Dot::kInputs;
-        product.b = w + num_steps * kTileRows * kPanel + column;
-        product.c = reinterpret_cast<float*>(total + first) + column;
-        multiply(product, left, columns, num_last, nothing);
+        if (left <= kTileRows) {
+          configure_tiles(left, left, step_words);
+          if (is_one_pass) {
+            multiply_tiles<Numbers, 1, 4>(product, prefetch);
+          } else {
+            multiply_tiles<Numbers, 1, 2>(product, prefetch);
+          }
+        } else {
+          configure_tiles(kTileRows, left - kTileRows, step_words);
+          if (w.is_in_halves()) {
+            multiply_tiles<Numbers, 2, 2, true>(product, prefetch);
+          } else {
+            multiply_tiles<Numbers, 2, 2>(product, prefetch);
+          }
+        }
       }
     }
   }
+};
 
- private:
-  static void multiply(const TileProduct& product, int64_t rows, int64_t columns,
-                       int64_t num_words, Prefetch& prefetch) {
-    if (rows > kTileRows) {
-      configure_tiles(kTileRows, rows - kTileRows, num_words);
-      return multiply_tiles<Numbers, 2, 2>(product, prefetch);
+// int8 weights. Sums of whole numbers are exact: a few rows are left to vectors, which read faster.
+struct Int8Matrix : DenseMatrix<TilesOfU8S8, DotInt8> {
+  static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, int64_t rows,
+                  const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
+                  const uint32_t* next) {
+    if (rows <= kMaxTileRows) {
+      return run_tiles<DenseTile<DotInt8>>(weight, x, x_stride, rows, w, inputs, total, is_first,
+                                           next);
     }
-    configure_tiles(rows, rows, num_words);
-    if (columns == kPanel) return multiply_tiles<Numbers, 1, 4>(product, prefetch);
-    multiply_tiles<Numbers, 1, 2>(product, prefetch);
+    DenseMatrix::run(weight, x, x_stride, rows, w, inputs, total, is_first, next);
   }
 };
 
@@ -102,52 +153,61 @@ struct ByteMatrix {
   static constexpr int64_t kRowUnit = Dense::kRowUnit;
   static constexpr int64_t kStretchInputs = Dense::kStretchInputs;
 
-  // The words of `inputs` inputs of a panel as those of a bf16 weight.
-  static void widen(const uint32_t* w, const float* zeros, int64_t inputs, uint32_t* to) {
+  // The words of `inputs` inputs of a panel as those of a bf16 weight, at the places of `order`.
+  static void widen(const uint32_t* w, const float* zeros, int64_t inputs, const StretchWords& order,
+                    uint32_t* to) {
     Vec zero[kPanel / kLanes] = {};
     for (int v = 0; Code::kHasZeros && v < kPanel / kLanes; ++v) zero[v] = load(zeros + v * kLanes);
-    for (int64_t word = 0; word < inputs / 4; ++word, w += kPanel, to += 2 * kPanel) {
+    for (int64_t word = 0; word < inputs / 4; ++word, w += kPanel) {
 #pragma GCC unroll 4
       for (int v = 0; v < kPanel / kLanes; ++v) {
         const Pairs pairs = Code::widen(load_bits(w + v * kLanes), zero[v]);
-        __builtin_memcpy(to + v * kLanes, &pairs.first, sizeof pairs.first);
-        __builtin_memcpy(to + kPanel + v * kLanes, &pairs.second, sizeof pairs.second);
+        __builtin_memcpy(to + order.place(2 * word, v * kLanes), &pairs.first, sizeof(Vec));
+        __builtin_memcpy(to + order.place(2 * word + 1, v * kLanes), &pairs.second, sizeof(Vec));
       }
     }
   }
 };
 
-// total[rows][64] of one panel of bytes: a stretch with one scale at a time is widened, multiplied
-// with all rows, and added up.
+// total[num_panels][rows][64] of panels of bytes: a stretch with one scale at a time is widened,
+// multiplied with all rows, and added up.
 template <class Code>
-void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, const bf16* x,
-                int64_t x_stride, int64_t rows, Vec (*total)[kPanel / kLanes]) {
+void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int64_t num_panels,
+                const bf16* x, int64_t x_stride, int64_t rows, Vec (*total)[kPanel / kLanes]) {
   using Matrix = ByteMatrix<Code>;
-  constexpr int64_t kRows = 2 * kRowUnit;  // whose sums stay in the first cache
+  constexpr int64_t kRows = 256;  // whose sums stay in the second-level cache
   alignas(64) uint32_t words[Matrix::kStretchInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
-  const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
+  const int64_t panel_words = vllm_cpu::panel_words(weight);
   int64_t inputs;
   for (int64_t k = 0; k < weight.in_features; k += inputs) {
     const int64_t block = k / weight.block_inputs, end = (block + 1) * weight.block_inputs;
     const int64_t left = (end < weight.in_features ? end : weight.in_features) - k;
     inputs = left < Matrix::kStretchInputs ? left : Matrix::kStretchInputs;
-    const int64_t place = (block * vllm_cpu::num_panels(weight) + panel) * kPanel;
-    Matrix::widen(w + k / 4 * kPanel, weight.zeros + (Code::kHasZeros ? place : 0), inputs, words);
-    const uint32_t* const next = w + (k + inputs) / 4 * kPanel;
-    for (int64_t first = 0; first < rows; first += kRows) {
-      const int64_t count = rows - first < kRows ? rows - first : kRows;
-      Matrix::Dense::run(x + first * x_stride + k, x_stride, count, words, inputs, sums, true,
-                         first == 0 ? next : nullptr, Matrix::Dense::kStepLines / 2);
-      for (int64_t r = 0; r < count; ++r) {
+    const StretchWords order = rows <= kTileRows ? StretchWords::in_rows(words)
+                                                 : StretchWords::in_halves(words, inputs / 2);
+    for (int64_t p = panel; p < panel + num_panels; ++p, total += rows) {
+      const uint32_t* const w = weight.panels + p * panel_words + k / 4 * kPanel;
+      const int64_t place = (block * vllm_cpu::num_panels(weight) + p) * kPanel;
+      Matrix::widen(w, weight.zeros + (Code::kHasZeros ? place : 0), inputs, order, words);
+      const uint32_t* const next = p + 1 < panel + num_panels ? w + panel_words
+                                                              : w + inputs / 4 * kPanel -
+                                                                    (num_panels - 1) * panel_words;
+      for (int64_t first = 0; first < rows; first += kRows) {
+        const int64_t count = rows - first < kRows ? rows - first : kRows;
+        Matrix::Dense::multiply(x + first * x_stride + k, x_stride, count, order, inputs / 2, sums,
+                                true, first == 0 ? next : nullptr, Matrix::Dense::kStepLines / 2);
+        for (int64_t r = 0; r < count; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanel / kLanes; ++v) {
-          Vec& sum = total[first + r][v];
-          const Vec scale = load(weight.scales + place + v * kLanes);
-          sum = fma(sums[r][v], scale, k == 0 ? Vec{} : sum);
+          for (int v = 0; v < kPanel / kLanes; ++v) {
+            Vec& sum = total[first + r][v];
+            const Vec scale = load(weight.scales + place + v * kLanes);
+            sum = fma(sums[r][v], scale, k == 0 ? Vec{} : sum);
+          }
         }
       }
     }
+    total -= num_panels * rows;
   }
 }
 
@@ -163,25 +223,33 @@ struct Int4Matrix : Int4Tile<Code> {
   static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, int64_t rows,
                   const uint32_t* w, int64_t inputs, Vec (*total)[kPanel / kLanes], bool is_first,
                   const uint32_t* next) {
-    if (rows <= kMaxTileRows) {
+    constexpr int64_t kFewRows = 3 * kMaxTileRows;
+    if (rows <= kFewRows) {
       return run_tiles<Vectors>(weight, x, x_stride, rows, w, inputs, total, is_first, next);
     }
     if (is_first) __builtin_memset(total, 0, rows * kPanel * sizeof(float));
+    const int64_t block = weight.block_inputs;
     Unpacked unpacked;
-    unpack(weight, w, inputs, unpacked);
-    const int64_t lines = (next - w) * 4 / kTileBytes;  // of a stretch like this one
-    const int64_t share = vllm_cpu::ceil_div(lines, vllm_cpu::ceil_div(rows, int64_t{kTileRows}));
-    Prefetch prefetch = {reinterpret_cast<const char*>(next), share};
+    for_each_block<Code>(weight, w, inputs, [&](Int4Block<Code> packed, int64_t k, int64_t count) {
+      unpack(packed, k / block, block, count, unpacked);
+    });
+    const int64_t lines = vllm_cpu::panel_words(weight, inputs) * 4 / kTileBytes;
+    const int64_t num_groups = vllm_cpu::ceil_div(rows, int64_t{kTileRows});
+    Prefetch prefetch = {reinterpret_cast<const char*>(next), vllm_cpu::ceil_div(lines, num_groups)};
     for (int64_t first = 0; first < rows; first += kTileRows) {
       prefetch.step();
       const int64_t left = rows - first < kTileRows ? rows - first : int64_t{kTileRows};
-      add_rows(x + first * x_stride, x_stride, left, weight.block_inputs, inputs, unpacked,
-               total + first);
+      configure_tiles(left, left, (block < kTileBytes ? block : int64_t{kTileBytes}) / 4);
+      add_rows(x + first * x_stride, x_stride, left, block, vllm_cpu::ceil_div(inputs, block),
+               unpacked, total + first);
     }
   }
 
  private:
   static constexpr int64_t kMaxBlocks = Vectors::kStretchInputs / vllm_cpu::kMinBlockInputs;
+  // Inputs whose sums are made before they are scaled: blocks of 32 have sums of 16 KiB then.
+  static constexpr int64_t kBatchInputs = vllm_cpu::kMaxBlockInputs;
+  static constexpr int64_t kMaxBatch = 4;  // blocks
 
   struct Unpacked {
     alignas(64) Bits quads[Vectors::kStretchInputs / 4][kPanel / kLanes];
@@ -189,21 +257,22 @@ struct Int4Matrix : Int4Tile<Code> {
     Vec minimums[Code::kHasMinimums ? kMaxBlocks : 1][kPanel / kLanes];
   };
 
-  static void unpack(const LinearWeight& weight, const uint32_t* w, int64_t inputs, Unpacked& to) {
-    const int64_t size = weight.block_inputs;
-    for_each_block<Code>(weight, w, inputs, [&](Int4Block<Code> block, int64_t k, int64_t count) {
-      for (int v = 0; v < kPanel / kLanes; ++v) {
-        to.scales[k / size][v] = block.scales(v * kLanes);
-        if (Code::kHasMinimums) to.minimums[k / size][v] = block.minimums(v * kLanes);
-        Bits zero = Bits{} + uint32_t{Code::kZero};
-        if (Code::kHasZeros) zero = block.zeros(v * kLanes);
-        zero *= 0x01010101u;
-        for (int64_t i = 0; i < size; i += 4) {  // 0 after the end
-          to.quads[(k + i) / 4][v] =
-              i < count ? minus_bytes(block.quads(i / 4, v * kLanes), zero) : Bits{};
-        }
+  // Block n of a stretch: `size` inputs, zeros after the first `count`.
+  static void unpack(Int4Block<Code> block, int64_t n, int64_t size, int64_t count, Unpacked& to) {
+    Bits (*const quads)[kPanel / kLanes] = to.quads + n * size / 4;
+    for (int v = 0; v < kPanel / kLanes; ++v) {
+      to.scales[n][v] = block.scales(v * kLanes);
+      if (Code::kHasMinimums) to.minimums[n][v] = block.minimums(v * kLanes);
+      Bits zero = Bits{} + uint32_t{Code::kZero};
+      if (Code::kHasZeros) zero = block.zeros(v * kLanes);
+      zero *= 0x01010101u;
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < count / 4; i += 2) {
+        quads[i][v] = minus_bytes(block.quads(i, v * kLanes), zero);
+        quads[i + 1][v] = minus_bytes(block.quads(i + 1, v * kLanes), zero);
       }
-    });
+      for (int64_t i = count / 4; i < size / 4; ++i) quads[i][v] = Bits{};
+    }
   }
 
   // Byte by byte.
@@ -212,27 +281,43 @@ struct Int4Matrix : Int4Tile<Code> {
     return reinterpret_cast<Bits>(reinterpret_cast<Bytes>(a) - reinterpret_cast<Bytes>(b));
   }
 
-  // At most 16 rows.
+  // At most 16 rows of x with the blocks of a stretch.
   static void add_rows(const Input* x, int64_t x_stride, int64_t rows, int64_t block,
-                       int64_t inputs, const Unpacked& unpacked, Vec (*total)[kPanel / kLanes]) {
-    constexpr int64_t kStepInputs = kTileBytes;
-    alignas(64) Ints sums[kTileRows][kPanel / kLanes];
-    configure_tiles(rows, rows, (block < kStepInputs ? block : kStepInputs) / 4);
-    TileProduct product = {nullptr, x_stride, nullptr,
-                           4 * kPanel, sums,  4 * kPanel,
-                           vllm_cpu::ceil_div(block, kStepInputs), true};
+                       int64_t num_blocks, const Unpacked& weights, Vec (*total)[kPanel / kLanes]) {
+    const int64_t block_bytes = int64_t{sizeof(Int4Header)} + block;
+    const int64_t batch = kBatchInputs / block < kMaxBatch ? kBatchInputs / block : kMaxBatch;
+    alignas(64) Ints sums[kMaxBatch][kTileRows][kPanel / kLanes];
+    TileProduct product = {nullptr, x_stride, nullptr, 4 * kPanel, nullptr, 4 * kPanel,
+                           vllm_cpu::ceil_div(block, int64_t{kTileBytes}), true};
     Prefetch nothing = {nullptr, 0};
-    for (int64_t k = 0; k < inputs; k += block, x += sizeof(Int4Header) + block) {
-      product.a = x + sizeof(Int4Header);
-      product.b = unpacked.quads[k / 4];
-      multiply_tiles<TilesOfS8S8, 1, 4>(product, nothing);
-      for (int64_t r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kPanel / kLanes; ++v) {
-          const int64_t number = k / block;
-          add_scaled<Code>(sums[r][v], unpacked.scales[number][v],
-                           unpacked.minimums[Code::kHasMinimums ? number : 0][v],
-                           x + r * x_stride, total[r][v]);
+    for (int64_t first = 0; first < num_blocks; first += batch, x += batch * block_bytes) {
+      const int64_t left = num_blocks - first, count = left < batch ? left : batch;
+      for (int64_t n = 0; n < count; ++n) {
+        product.a = x + n * block_bytes + sizeof(Int4Header);
+        product.b = weights.quads[(first + n) * block / 4];
+        product.c = sums[n];
+        multiply_tiles<TilesOfS8S8, 1, 4>(product, nothing);
+      }
+      for (int v = 0; v < kPanel / kLanes; ++v) {
+        const auto scale = [&](int64_t n, int64_t r, Vec& sum) __attribute__((always_inline)) {
+          const Vec minimum = weights.minimums[Code::kHasMinimums ? first + n : 0][v];
+          add_scaled<Code>(sums[n][r][v], weights.scales[first + n][v], minimum,
+                           x + n * block_bytes + r * x_stride, sum);
+        };
+        if (rows == kTileRows) {
+          Vec totals[kTileRows];  // in registers
+#pragma GCC unroll 16
+          for (int r = 0; r < kTileRows; ++r) totals[r] = total[r][v];
+          for (int64_t n = 0; n < count; ++n) {
+#pragma GCC unroll 16
+            for (int r = 0; r < kTileRows; ++r) scale(n, r, totals[r]);
+          }
+#pragma GCC unroll 16
+          for (int r = 0; r < kTileRows; ++r) total[r][v] = totals[r];
+        } else {
+          for (int64_t n = 0; n < count; ++n) {
+            for (int64_t r = 0; r < rows; ++r) scale(n, r, total[r][v]);
+          }
         }
       }
     }

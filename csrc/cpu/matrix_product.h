@@ -22,8 +22,9 @@ struct TileProduct {
 
 // Tiles of sums are rows first: 1 x 4, 2 x 2 or 4 x 1, or fewer. The tiles must be configured: for
 // two rows of tiles with the rows of each, for others with equal numbers. A sum is made in the order
-// of inputs, one step after the other: it does not depend on how many tiles there are.
-template <class Numbers, int kRows, int kColumns>
+// of inputs, one step after the other: it does not depend on how many tiles there are. kStreams: what
+// is read of a must not take the place of b in the first-level cache.
+template <class Numbers, int kRows, int kColumns, bool kStreams = false>
 inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
   static_assert(kRows * kColumns <= 4);
   constexpr int kA = 4, kB = 6;  // the first of two tiles each
@@ -44,7 +45,12 @@ inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
     prefetch.step();
     const auto load_a = [&](auto row) {
       constexpr int kRow = decltype(row)::value;
-      Tiles::load<kA + kRow % 2>(a + kRow * kTileRows * product.a_stride, product.a_stride);
+      const char* const from = a + kRow * kTileRows * product.a_stride;
+      if constexpr (kStreams) {
+        Tiles::load_once<kA + kRow % 2>(from, product.a_stride);
+      } else {
+        Tiles::load<kA + kRow % 2>(from, product.a_stride);
+      }
     };
     const auto load_b = [&](auto column) {
       constexpr int kColumn = decltype(column)::value;

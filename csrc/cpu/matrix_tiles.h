@@ -59,6 +59,14 @@ struct AmxTiles {
                      : "r"(from), "r"(stride), "i"(kTile)
                      : "memory");
   }
+  // What is not read again soon.
+  template <int kTile>
+  static VLLM_INLINE void load_once(const void* from, int64_t stride) {
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
+                     :
+                     : "r"(from), "r"(stride), "i"(kTile)
+                     : "memory");
+  }
   template <int kTile>
   static VLLM_INLINE void store(void* to, int64_t stride) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
@@ -110,6 +118,10 @@ struct PortableTiles {
       __builtin_memcpy(tile_file.words[kTile][row], static_cast<const char*>(from) + row * stride,
                        config.row_bytes[kTile]);
     }
+  }
+  template <int kTile>
+  static void load_once(const void* from, int64_t stride) {
+    load<kTile>(from, stride);
   }
   template <int kTile>
   static void store(void* to, int64_t stride) {

@@ -101,9 +101,23 @@ SIZES = {
     ],
 )
 def test_threads_have_equal_shares_of_a_layer(shares, model, rows, num_threads, most):
+    assert 1 <= share_of_a_layer(shares[num_threads], model, rows) <= most
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("num_threads", [8, 32, 64, 128])
+def test_threads_have_equal_shares_of_a_prompt_on_matrix_tiles(shares, model, num_threads):
+    assert 1 <= share_of_a_layer(shares[num_threads], model, 1024, " on tiles") <= 1.03
+
+
+def share_of_a_layer(
+    shares: dict[tuple[str, int], float], model: str, rows: int, kind: str = ""
+) -> float:
+    """The largest share of a thread over the mean share, by the sizes of the weights."""
     sizes = SIZES[model]
-    time = sum(size * shares[num_threads][f"{model} {name}", rows] for name, size in sizes.items())
-    assert 1 <= time / sum(sizes.values()) <= most
+    time = sum(size * shares[f"{model} {name}{kind}", rows] for name, size in sizes.items())
+    return time / sum(sizes.values())
 
 
 @needs_compiler

@@ -4,6 +4,7 @@
 // range, and the threads that the work is worth.
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "attention.h"
@@ -21,15 +22,19 @@ void print(const char* name, int64_t rows, int64_t units, int64_t range, vllm_cp
 }
 
 void linear_shares(const char* name, int64_t outputs, int64_t inputs, int num_threads) {
-  for (int64_t rows : {1, 16, 1024}) {
-    vllm_cpu::LinearWeight weight = {};
-    weight.format = WeightFormat::kBf16;
-    weight.in_features = inputs;
-    weight.out_features = outputs;
-    const Shares shares = share_out(weight, rows, 1, num_threads);
-    print(name, rows, vllm_cpu::num_panels(weight) * shares.num_blocks, shares.units_per_turn,
-          shares.threads);
-  }
+  vllm_cpu::LinearWeight weight = {};
+  weight.format = WeightFormat::kBf16;
+  weight.in_features = inputs;
+  weight.out_features = outputs;
+  const auto print_shares = [&](const std::string& of, int64_t rows, int64_t row_unit,
+                                int64_t max_panels) {
+    const Shares shares = share_out(weight, rows, row_unit, max_panels, num_threads);
+    const int64_t units =
+        vllm_cpu::ceil_div(vllm_cpu::num_panels(weight), shares.unit_panels) * shares.num_blocks;
+    print(of.c_str(), rows, units, shares.units_per_turn, shares.threads);
+  };
+  for (int64_t rows : {1, 16, 1024}) print_shares(name, rows, 1, 1);
+  print_shares(std::string(name) + " on tiles", 1024, 32, 8);  // linear_matrix.h, max_panels_of
 }
 
 void decode_shares(const char* name, int64_t requests, int length, int64_t kv_heads,
