@@ -170,6 +170,7 @@ template <class Tile, class Inputs, class Store>
 void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, int64_t rows,
               const Shares& shares, char* scratch, Store store) {
   typedef typename Tile::Acc Totals[kPanel / kLanes];
+  constexpr int64_t kStoredRows = 32;  // whose pages are known to the processor at a time
   const int64_t panels = vllm_cpu::num_panels(weight), unit_panels = shares.unit_panels;
   const int64_t num_units = ceil_div(panels, unit_panels) * shares.num_blocks;
   parallel_for(num_units, shares.units_per_turn, shares.threads,
@@ -186,8 +187,12 @@ void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, in
                        panels - panel < unit_panels ? panels - panel : unit_panels;
                    panel_sums(Tile{}, weight, panel, num_panels,
                               inputs_of(panel) + first * x_stride, x_stride, count, totals);
-                   for (int64_t p = 0; p < num_panels; ++p) {
-                     store(panel + p, first, count, totals + p * count);
+                   // A row of all panels is in one place.
+                   for (int64_t r = 0; r < count; r += kStoredRows) {
+                     const int64_t some = count - r < kStoredRows ? count - r : kStoredRows;
+                     for (int64_t p = 0; p < num_panels; ++p) {
+                       store(panel + p, first + r, some, totals + p * count + r);
+                     }
                    }
                  }
                });
