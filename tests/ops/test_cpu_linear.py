@@ -99,6 +99,17 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(
         assert torch.equal(together, alone[:num_rows])
 
 
+@pytest.mark.parametrize("weight_format", [None, INT8, INT4])
+def test_a_row_of_a_long_prompt_has_the_bits_that_it_has_alone(isa, weight_format, restore_threads):
+    """Matrix tiles multiply many rows with several panels at a time: 21 here, in twos or fours."""
+    torch.set_num_threads(1)
+    packed = packed_of(torch.randn(1300, 1640, dtype=BFLOAT16), weight_format)
+    x = torch.randn(500, 1640).to(BFLOAT16)
+    together = packed.linear(x)
+    for row in (0, 31, 32, 249, 256, 499):
+        assert torch.equal(together[row], packed.linear(x[row]))
+
+
 def test_int8_is_the_same_on_every_processor(isa):
     x, weight = torch.randn(9, 688), torch.randn(100, 688)
     got = packed_of(weight, INT8).linear(x)
