@@ -133,10 +133,10 @@ inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, in
   return {num_threads, 1 + cycles / 10000};  // 3 us for each
 }
 
-// The most rows of a unit. Matrix tiles have several panels in a unit.
+// The most rows of a unit: fewer for matrix tiles (row_unit > 1), whose units have several panels.
 constexpr int64_t block_rows_of(int64_t row_unit) { return row_unit > 1 ? 256 : kBlockRows; }
 
-// row_unit: rows that are best multiplied together; max_panels: panels that may be.
+// row_unit: rows that are best multiplied together; max_panels: the most panels of a unit.
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit, int64_t max_panels,
                         int of_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
@@ -170,7 +170,7 @@ template <class Tile, class Inputs, class Store>
 void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, int64_t rows,
               const Shares& shares, char* scratch, Store store) {
   typedef typename Tile::Acc Totals[kPanel / kLanes];
-  constexpr int64_t kStoredRows = 32;  // whose pages are known to the processor at a time
+  constexpr int64_t kStoredRows = 32;  // few enough that the processor keeps the addresses of their pages
   const int64_t panels = vllm_cpu::num_panels(weight), unit_panels = shares.unit_panels;
   const int64_t num_units = ceil_div(panels, unit_panels) * shares.num_blocks;
   parallel_for(num_units, shares.units_per_turn, shares.threads,
@@ -187,7 +187,7 @@ void multiply(const LinearWeight& weight, Inputs inputs_of, int64_t x_stride, in
                        panels - panel < unit_panels ? panels - panel : unit_panels;
                    panel_sums(Tile{}, weight, panel, num_panels,
                               inputs_of(panel) + first * x_stride, x_stride, count, totals);
-                   // A row of all panels is in one place.
+                   // Results of the panels are next to each other in a row.
                    for (int64_t r = 0; r < count; r += kStoredRows) {
                      const int64_t some = count - r < kStoredRows ? count - r : kStoredRows;
                      for (int64_t p = 0; p < num_panels; ++p) {

@@ -101,7 +101,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(
 
 @pytest.mark.parametrize("weight_format", [None, INT8, INT4])
 def test_a_row_of_a_long_prompt_has_the_bits_that_it_has_alone(isa, weight_format, restore_threads):
-    """Matrix tiles multiply many rows with several panels at a time: 21 here, in twos or fours."""
+    """Matrix tiles multiply many rows with several panels at a time: the 21 here in fours."""
     torch.set_num_threads(1)
     packed = packed_of(torch.randn(1300, 1640, dtype=BFLOAT16), weight_format)
     x = torch.randn(500, 1640).to(BFLOAT16)
