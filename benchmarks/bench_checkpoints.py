@@ -13,10 +13,14 @@ next within a second.
 A run is one batch of random prompts that starts at once: `prefill` is tokens of prompts until all
 of them have their first output, `decode` is what follows.
 
+Runs that `--run` alone starts count tokens per second of the whole batch (see `RUNS`). "shared
+prefix" wants `enable-prefix-caching` among the flags of an engine, "64 requests" `max-num-seqs=64`.
+
 `--peer` is any other command that speaks the same protocol: it prints the line `ready`, then reads
-lines with a JSON object (`batch`, `input_len`, `output_len`, `vocab_size`, `seed`) from standard
-input, and answers each with a line that has an object with `first_s` and `last_s`: seconds from the
-start of the run to the first token of the last row, and to the last token. Other lines are ignored.
+lines with a JSON object (`batch`, `input_len`, `shared_len`, `output_len`, `vocab_size`, `seed`)
+from standard input, and answers each with a line that has an object with `first_s` and `last_s`:
+seconds from the start of the run to the first token of the last row, and to the last token. Other
+lines are ignored. The first `shared_len` tokens of all prompts of a batch are the same.
 Prints one JSON object on standard output and what is measured on standard error.
 """
 
@@ -28,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.common import random_prompts, report
@@ -36,11 +41,58 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 
 READY = "ready"
-RUNS: dict[str, dict[str, int]] = {
-    "decode, batch 1": {"batch": 1, "input_len": 128, "output_len": 64},
-    "decode, batch 16": {"batch": 16, "input_len": 32, "output_len": 32},
-    "prefill": {"batch": 1, "input_len": 512, "output_len": 1},
+
+
+@dataclass(frozen=True)
+class Run:
+    """One batch.
+
+    Attributes:
+        batch: requests.
+        input_len: tokens of each prompt.
+        output_len: tokens of each output. With 1 the rate is that of the prompts' tokens.
+        shared_len: tokens at the start of the prompts that all of them share.
+        is_whole: the rate is that of output tokens from the start of the batch to its end, instead
+            of those that follow the first.
+    """
+
+    batch: int
+    input_len: int
+    output_len: int
+    shared_len: int = 0
+    is_whole: bool = False
+
+    def scaled(self, scale: float) -> "Run":
+        """The same batch with shorter or longer rows."""
+        sizes = (self.input_len, self.output_len, self.shared_len)
+        lengths = [size if size < 2 else max(2, round(size * scale)) for size in sizes]
+        return replace(self, input_len=lengths[0], output_len=lengths[1], shared_len=lengths[2])
+
+    def question(self, vocab_size: int, seed: int) -> dict[str, int]:
+        """The line of an engine, as an object."""
+        line = {**asdict(self), "vocab_size": vocab_size, "seed": seed}
+        del line["is_whole"]
+        return line
+
+    def rate(self, result: dict[str, float]) -> float:
+        """Tokens per second."""
+        if self.output_len == 1:
+            return self.batch * self.input_len / result["first_s"]
+        if self.is_whole:
+            return self.batch * self.output_len / result["last_s"]
+        return self.batch * (self.output_len - 1) / (result["last_s"] - result["first_s"])
+
+
+RUNS: dict[str, Run] = {
+    "decode, batch 1": Run(1, 128, 64),
+    "decode, batch 16": Run(16, 32, 32),
+    "prefill": Run(1, 512, 1),
+    "16 requests": Run(16, 128, 64, is_whole=True),
+    "prompt of 1,024": Run(1, 1024, 1),
+    "shared prefix": Run(8, 832, 16, shared_len=768, is_whole=True),
+    "64 requests": Run(64, 32, 64, is_whole=True),
 }
+DEFAULT_RUNS = ("decode, batch 1", "decode, batch 16", "prefill")
 WARM_UP_SCALE = 0.25
 """Of the lengths of the first round, which does not count."""
 
@@ -58,10 +110,10 @@ class Engine:
             pass
         self.load_s = time.perf_counter() - start
 
-    def run(self, run: dict[str, int]) -> dict[str, float]:
+    def run(self, question: dict[str, int]) -> dict[str, float]:
         """{"first_s", "last_s"} of a batch."""
         assert self._process.stdin is not None
-        print(json.dumps(run), file=self._process.stdin, flush=True)
+        print(json.dumps(question), file=self._process.stdin, flush=True)
         while not (line := self._line()).startswith("{"):
             pass
         return json.loads(line)
@@ -90,7 +142,13 @@ def serve(flags: list[str]) -> None:
 
 
 def run_batch(
-    engine: LLMEngine, batch: int, input_len: int, output_len: int, vocab_size: int, seed: int
+    engine: LLMEngine,
+    batch: int,
+    input_len: int,
+    shared_len: int,
+    output_len: int,
+    vocab_size: int,
+    seed: int,
 ) -> dict[str, float]:
     params = SamplingParams(
         temperature=0,
@@ -100,6 +158,8 @@ def run_batch(
         output_kind=RequestOutputKind.DELTA,
     )
     prompts = random_prompts(batch, input_len, vocab_size, seed)
+    for prompt in prompts:
+        prompt["prompt_token_ids"][:shared_len] = prompts[0]["prompt_token_ids"][:shared_len]
     without_token = {str(row) for row in range(batch)}
     first = 0.0
     start = time.perf_counter()
@@ -134,23 +194,6 @@ def _flag(name: str, value: str) -> list[str]:
     return [flag, value] if value else [flag]
 
 
-def scaled(run: dict[str, int], scale: float) -> dict[str, int]:
-    """The same batch with shorter or longer rows."""
-    lengths = {
-        name: size if size == 1 else max(2, round(size * scale))
-        for name, size in run.items()
-        if name != "batch"
-    }
-    return {**run, **lengths}
-
-
-def rate(run: dict[str, int], result: dict[str, float]) -> float:
-    """Tokens per second."""
-    if run["output_len"] == 1:
-        return run["batch"] * run["input_len"] / result["first_s"]
-    return run["batch"] * (run["output_len"] - 1) / (result["last_s"] - result["first_s"])
-
-
 def spread(values: list[float], digits: int) -> dict[str, float]:
     """The median, what half of the values are between, and what all are between."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -173,7 +216,7 @@ def main() -> None:
             help=text,
         )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--run", choices=RUNS, action="append", help="default: all of them")
+    parser.add_argument("--run", choices=RUNS, action="append", help="default: the first three")
     parser.add_argument("--vocab-size", type=int, default=4096, help="prompts have ids below it")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, for a quick look")
     args = parser.parse_args()
@@ -188,18 +231,19 @@ def main() -> None:
     finally:
         for engine in engines:
             engine.stop()
-    settings = {"rounds": args.rounds, "runs": RUNS, "scale": args.scale, "base": engines[0].name}
+    runs = {title: asdict(RUNS[title]) for title in args.run or DEFAULT_RUNS}
+    settings = {"rounds": args.rounds, "runs": runs, "scale": args.scale, "base": engines[0].name}
     report("checkpoints", settings, results)
 
 
 def measure(engines: list[Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
     rates: dict[tuple[str, str], list[float]] = {}
     for number in range(args.rounds + 1):
-        for title in args.run or RUNS:
-            run = scaled(RUNS[title], args.scale * (1 if number else WARM_UP_SCALE))
+        for title in args.run or DEFAULT_RUNS:
+            run = RUNS[title].scaled(args.scale * (1 if number else WARM_UP_SCALE))
+            question = run.question(args.vocab_size, seed=number)
             for engine in engines[:: -1 if number % 2 else 1]:
-                asked = {**run, "vocab_size": args.vocab_size, "seed": number}
-                value = rate(run, engine.run(asked))
+                value = run.rate(engine.run(question))
                 if number:
                     rates.setdefault((title, engine.name), []).append(value)
         print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
