@@ -3,10 +3,11 @@
     python -m benchmarks.bench_checkpoints --engine int4=MODEL,quantization=int4 \\
         --engine gptq=MODEL-GPTQ --engine fp8=MODEL-FP8 [--peer NAME='COMMAND'] [--rounds 5]
 
-Every engine is a process, and all of them are in memory at a time. They take turns within a round,
-because a shared machine changes its speed from one second to the next; ratios are those to the
-first engine in the same round, and every second round goes through the engines backwards. Where
-the rate of the memory changes within seconds, take short turns and many of them:
+Every engine is a process (or several), and all of them are in memory at a time. They take turns
+within a round, because a shared machine changes its speed from one second to the next; ratios are
+those to the first engine in the same round, and every second round goes through the engines
+backwards. While one runs the others are stopped (SIGSTOP), since their threads may wait in loops.
+Where the rate of the memory changes within seconds, take short turns and many of them:
 `--run "decode, batch 1" --scale 0.125 --rounds 100` compares 7 tokens of one engine with 7 of the
 next within a second.
 
@@ -26,7 +27,9 @@ Prints one JSON object on standard output and what is measured on standard error
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -104,19 +107,29 @@ class Engine:
         self.name = name
         start = time.perf_counter()
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a group of its own, which is stopped and continued
         )
         while self._line().strip() != READY:
             pass
         self.load_s = time.perf_counter() - start
+        self._signal(signal.SIGSTOP)
 
     def run(self, question: dict[str, int]) -> dict[str, float]:
         """{"first_s", "last_s"} of a batch."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         print(json.dumps(question), file=self._process.stdin, flush=True)
         while not (line := self._line()).startswith("{"):
             pass
+        self._signal(signal.SIGSTOP)
         return json.loads(line)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -128,7 +141,9 @@ class Engine:
     def stop(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        if self._process.poll() is None:
+            self._signal(signal.SIGCONT)
+            self._process.wait()
 
 
 def serve(flags: list[str]) -> None:
@@ -222,6 +237,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.engines:
         parser.error("name engines with --engine or --peer; the first is what others compare with")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines must not stay behind, stopped
     engines: list[Engine] = []
     try:
         for name, command in commands(args):

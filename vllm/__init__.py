@@ -84,7 +84,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'vllm' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    from vllm.utils.imports import without_collections
+
+    with without_collections():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -1,6 +1,5 @@
 """The process of a core as its client sees it, without a core."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -9,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm.engine.process import core_client, core_supervisor, socket_folder
+from vllm.engine.process import core_client, core_launch, socket_folder
+from vllm.entrypoints.cli.main import main
+from vllm.errors import ConfigError
 
 
 class KeptProcess:
@@ -72,24 +73,66 @@ def test_nothing_is_removed_that_is_not_of_a_socket(tmp_path, folder, scheme):
     assert empty.is_dir()
 
 
-def test_the_first_core_may_be_started_early_and_is_ended_if_nobody_takes_it(monkeypatch):
-    ended = []
+@pytest.fixture
+def launched(monkeypatch):
+    """The cores that are launched, none of which is a process."""
+    cores = []
 
-    class Client:
+    class Core:
+        def __init__(self):
+            cores.append(self)
+            self.is_closed = False
+
         def close(self):
-            ended.append(self)
+            self.is_closed = True
 
-    monkeypatch.setattr(core_supervisor, "CoreClient", Client)
-    core_supervisor.start_early_core()
-    (early,) = core_supervisor._early
+    monkeypatch.setattr(core_launch, "LaunchedCore", Core)
+    return cores
 
-    async def start():
-        return await core_supervisor.start_core()
 
-    assert asyncio.run(start()) is early
-    assert asyncio.run(start()) is not early
-    core_supervisor.end_early_core()
-    assert not ended
-    core_supervisor.start_early_core()
-    core_supervisor.end_early_core()
-    assert len(ended) == 1 and not core_supervisor._early
+def test_the_first_core_may_be_launched_early(launched):
+    with core_launch.early_core(), core_launch.early_core():
+        assert len(launched) == 1
+        assert core_launch.take_core() is launched[0]
+        assert core_launch.take_core() is launched[1]
+    assert not any(core.is_closed for core in launched)
+
+
+def test_an_early_core_that_nobody_takes_is_ended(launched):
+    with core_launch.early_core():
+        pass
+    assert launched[0].is_closed
+    assert core_launch.take_core() is launched[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "num_launched"),
+    [
+        (["serve", "--no-such-flag"], 2, 1),
+        (["serve", "/no/such/model"], 2, 1),
+        (["serve", "/no/such/model", "--headless"], 2, 1),
+        (["serve", "--help"], 0, 0),
+        (["serve", "-h"], 0, 0),
+        (["generate", "--help"], 0, 0),
+        ([], 0, 0),
+    ],
+)
+def test_serve_launches_a_core_before_it_reads_its_flags_and_ends_it_if_they_are_wrong(
+    launched, words, code, num_launched, capsys
+):
+    try:
+        found = main(words)
+    except SystemExit as end:  # of argparse
+        found = end.code
+    assert (found, len(launched)) == (code, num_launched), capsys.readouterr().err
+    assert all(core.is_closed for core in launched)
+
+
+def test_no_process_is_launched_with_a_bad_environment_variable(launched, monkeypatch, capsys):
+    def refuse():
+        raise ConfigError("VLLM_X='letters' must be a number")
+
+    monkeypatch.setattr(core_launch.envs, "get", refuse)
+    assert main(["serve", "some-model"]) == 2
+    assert not launched
+    assert capsys.readouterr().err.count("letters") == 1

@@ -9,6 +9,7 @@ from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
+from vllm.utils.imports import without_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,12 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
     """
     if model.skip_tokenizer_init:
         return None
-    return get_tokenizer(
-        model.tokenizer or model.resolved_path,
-        tokenizer_mode=model.tokenizer_mode,
-        trust_remote_code=model.trust_remote_code,
-    )
+    with without_collections():
+        return get_tokenizer(
+            model.tokenizer or model.resolved_path,
+            tokenizer_mode=model.tokenizer_mode,
+            trust_remote_code=model.trust_remote_code,
+        )
 
 
 def get_tokenizer(

@@ -34,6 +34,7 @@ import msgspec
 
 from vllm.errors import VllmError
 from vllm.utils.blocking_sockets import blocking_pair
+from vllm.utils.imports import without_collections
 
 Handler = Callable[[bytes], bytes]
 
@@ -277,7 +278,8 @@ def _serve() -> None:
     start = msgspec.msgpack.decode(message, type=_Start)
     signal.setitimer(signal.ITIMER_REAL, start.timeout_s + ALARM_GRACE_S)
     try:
-        handler = _find(start.target)(start.setup)
+        with without_collections():
+            handler = _find(start.target)(start.setup)
     except Exception as error:  # every error is reported to the parent
         text = (str(error) or repr(error)).encode(errors="replace")
         control.sendall(HEADER.pack(FAILED, len(text)) + text)

@@ -1,18 +1,13 @@
-"""Starts the process of an engine core, and exchanges messages with it in an event loop."""
+"""Takes the process of an engine core, and exchanges messages with it in an event loop."""
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 
 import zmq
 
-from vllm import envs
 from vllm.config import VllmConfig
-from vllm.engine.process import socket_folder
+from vllm.engine.process.core_launch import take_core
 from vllm.engine.process.wire import (
     START_LENGTH,
     FromCore,
@@ -21,41 +16,26 @@ from vllm.engine.process.wire import (
     decode_from_core,
     encode,
 )
-from vllm.logger import current_format, init_logger
-from vllm.utils.child_process import ChildProcess
-
-logger = init_logger(__name__)
-
-_MAX_KILL_WAIT_S = 5.0
-"""A killed process ends within milliseconds, unless the kernel keeps it: in a call of a device
-driver, or while it frees much memory."""
-
-_CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
-"""Environment of the process. Waiting OpenMP threads release their core to the API process sooner;
-torch's profiler does not write its own lines into the log."""
+from vllm.logger import current_format
 
 
 class CoreClient:
-    """Starts a core when constructed, and exchanges messages with it.
+    """Takes a core on this machine when constructed (`take_core`), and exchanges messages with it.
 
     Construct and configure it in any thread; call the other methods in the event loop of `attach`.
     """
 
     def __init__(self) -> None:
-        self._address = socket_folder.make_address()
+        core = self._core = take_core()
+        self._child = core.child
+        self.process = core.child.process
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.bind(self._address)
+        self._socket.bind(core.address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_killed = self._is_closed = False
-        module = "vllm.engine.process.core_process"
-        self._child = ChildProcess(
-            [sys.executable, "-m", module, self._address, str(os.getpid())],
-            envs.child_environment(_CHILD_DEFAULTS, {"VLLM_LOGGING_FORMAT": current_format()}),
-        )
-        self.process = self._child.process
 
     @property
     def pid(self) -> int:
@@ -71,7 +51,7 @@ class CoreClient:
             models: architectures that plug-ins have registered.
         """
         self._child.stop_limit_s = config.parallel.distributed_timeout_s
-        data = encode(StartCore(config=config, models=models))
+        data = encode(StartCore(config=config, models=models, log_format=current_format()))
         assert self.process.stdin is not None
         # The process has ended, and may have been closed since: `on_death` reports it.
         with contextlib.suppress(BrokenPipeError, ValueError):
@@ -146,30 +126,9 @@ class CoreClient:
             return
         self._is_closed = True
         self.kill()
-        try:
-            self.process.wait(_MAX_KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning(
-                "the engine process %d was killed, but has not ended after %.0f s: its memory and "
-                "its device stay occupied until the kernel lets it end",
-                *(self.pid, _MAX_KILL_WAIT_S),
-            )
-            threading.Thread(target=self._reap, name="core-reaper", daemon=True).start()
-        else:
-            self._reap()
+        self._core.close()
         self._socket.close()
         self._context.term()
-        socket_folder.remove(self._address)
-
-    def _reap(self) -> None:
-        """Wait for the process, then close our end of its standard input.
-
-        Not earlier: a thread may still be writing the config to it.
-        """
-        self.process.wait()
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
 
     def _read(self) -> None:
         while not self._is_killed:

@@ -43,12 +43,13 @@ from vllm.engine.process.wire import (
 )
 from vllm.errors import CapacityError, ConfigError, RequestError, VllmError
 from vllm.executor import make_executor
-from vllm.logger import init_logger
+from vllm.logger import init_logger, use_format
 from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
 from vllm.utils.child_process import end_with_parent, leave_signals_to_parent
+from vllm.utils.imports import without_collections
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 
@@ -188,10 +189,13 @@ def main(address: str, parent: int) -> int:
     """
     leave_signals_to_parent()
     connection = _Connection(address, parent)
-    import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
+    with without_collections():
+        import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
+    keep_for_good(collect=False)
     try:
         start = decode_to_core(_read_first())
         assert isinstance(start, StartCore)
+        use_format(start.log_format)
         return _run(start, connection)
     finally:
         connection.close()

@@ -81,29 +81,10 @@ class Core(Protocol):
         ...
 
 
-_early: list[CoreClient] = []
-
-
-def start_early_core() -> None:
-    """Start a core on this machine for the first `start_core`, before there is an event loop: it
-    imports modules for longer than this process, so it should begin first."""
-    _early.append(CoreClient())
-
-
-def end_early_core() -> None:
-    """End the core of `start_early_core` if nobody has taken it."""
-    while _early:
-        _early.pop().close()
-
-
 def start_core() -> "asyncio.Future[Core]":
     """A core on this machine, which imports modules. No task: the end of the event loop does not
     cancel it, so that a process that is being made can be ended."""
     loop = asyncio.get_running_loop()
-    if _early:
-        early: asyncio.Future[Core] = loop.create_future()
-        early.set_result(_early.pop())
-        return early
     return loop.run_in_executor(None, lambda: CoreClient())
 
 

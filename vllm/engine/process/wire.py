@@ -29,6 +29,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
     config: VllmConfig
     models: dict[str, str] = {}
     """Architectures that plug-ins have registered: name -> "module:Class"."""
+    log_format: str = "text"
+    """Of the log lines; see `logger.use_format`."""
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):

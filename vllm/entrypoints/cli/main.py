@@ -1,6 +1,7 @@
 """The `vllm` command: one module per subcommand, and the exit codes.
 
-A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`.
+A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`. It
+may have `prepare(words)`, for what takes long and can begin before its flags are declared.
 Only the module of the command that was given is imported, and it imports torch and the engine
 inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
 is 0.
@@ -14,8 +15,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from vllm.entrypoints.cli.flag_names import with_flags
 from vllm.errors import ConfigError, RequestError, VllmError
@@ -43,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser: FlexibleArgumentParser | None = None
 
     def run() -> int | None:
+        with _prepared(words):
+            return run_prepared()
+
+    def run_prepared() -> int | None:
         nonlocal parser
         parser = _create_parser(words)
         if not words:
@@ -95,6 +102,22 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
+def _prepared(words: Sequence[str]) -> AbstractContextManager[None]:
+    """What the command has `prepare` for."""
+    name = _given(words)
+    prepare = getattr(_module(name), "prepare", None) if name in _COMMANDS else None
+    return nullcontext() if prepare is None else prepare(words)
+
+
+def _given(words: Sequence[str]) -> str:
+    """The name of the command, or what is in its place; empty if there is none."""
+    return next((word for word in words if not word.startswith("-")), "")
+
+
+def _module(name: str) -> Any:
+    return import_module(f"vllm.entrypoints.cli.{name.replace('-', '_')}")
+
+
 def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(
         prog="vllm",
@@ -103,10 +126,10 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    given = next((word for word in words if not word.startswith("-")), None)
+    given = _given(words)
     for name, text in _COMMANDS.items():
         if name == given:
-            command = import_module(f"vllm.entrypoints.cli.{name.replace('-', '_')}")
+            command = _module(name)
             command.add_parser(subparsers).set_defaults(run=command.run)
         else:
             subparsers.add_parser(name, help=text)

@@ -1,8 +1,22 @@
 """`vllm serve`: an OpenAI-compatible server for one model."""
 
 import argparse
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from vllm.utils import FlexibleArgumentParser
+
+
+def prepare(words: Sequence[str]) -> AbstractContextManager[None]:
+    """Launch the process of the engine core; leaving the context ends it, if nobody has taken it.
+
+    Args:
+        words: the command line, of which nothing is known yet.
+    """
+    from vllm.engine.process.core_launch import early_core
+
+    is_for_help = any(word == "-h" or word.startswith("--help") for word in words)
+    return nullcontext() if is_for_help else early_core()
 
 
 def add_parser(

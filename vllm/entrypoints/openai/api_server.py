@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.engine.process.core_launch import early_core, end_early_core
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
 from vllm.entrypoints.server.log_setup import configure_logs
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.imports import without_collections
 from vllm.utils.startup_progress import process_start
 
 if TYPE_CHECKING:
@@ -56,26 +58,29 @@ def run_server(
         ConfigError: the engine or the server cannot start with these arguments.
         EngineDeadError: the engine has died.
     """
+    configure_logs(args)
+    if args.headless or engine_args.data_parallel_size_local == 0:
+        end_early_core()  # none, or not with the config of this process
+        return _check_and_serve(engine_args, args, load_server)
+    with early_core():
+        return _check_and_serve(engine_args, args, load_server)
+
+
+def _check_and_serve(
+    engine_args: "EngineArgs", args: ServerArgs, load_server: "LoadServer | None"
+) -> int:
     from vllm.entrypoints.server.start_checks import check_start
 
-    configure_logs(args)
     config = check_start(engine_args, args)
     if args.headless:
         from vllm.engine.process.core_host import run_host
 
         return run_host(config or engine_args.create_engine_config())
 
-    from vllm.engine.process.core_supervisor import end_early_core, start_early_core
     from vllm.entrypoints.http.uvicorn_server import bind
 
     with bind(args) as listener:
-        # The core's process imports its modules at the same time as this one.
-        if engine_args.data_parallel_size_local != 0:
-            start_early_core()
-        try:
-            return _serve(engine_args, config, args, listener, load_server)
-        finally:
-            end_early_core()
+        return _serve(engine_args, config, args, listener, load_server)
 
 
 def _serve(
@@ -103,9 +108,10 @@ def _serve(
     )
 
     def load() -> "tuple[ServerContext, FastAPI]":
-        from vllm.entrypoints.server import app
+        with without_collections():
+            from vllm.entrypoints.server import app
 
-        return (load_server or app.load_server)(engine, args)
+            return (load_server or app.load_server)(engine, args)
 
     try:
         return serve(load, args, listener, engine.prepare)

@@ -1,0 +1,106 @@
+"""Launches the process of an engine core, which imports modules until it has its config.
+
+That takes longer than anything that its parent does, so `vllm serve` launches the first core before
+it declares its flags (`early_core`). This module imports little for that.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from vllm import envs
+from vllm.engine.process import socket_folder
+from vllm.utils.child_process import ChildProcess
+
+_MODULE = "vllm.engine.process.core_process"
+
+_CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
+"""Environment of the process. Waiting OpenMP threads release their core to the API process sooner;
+torch's profiler does not write its own lines into the log."""
+
+_MAX_KILL_WAIT_S = 5.0
+"""A killed process ends within milliseconds, unless the kernel keeps it: in a call of a device
+driver, or while it frees much memory."""
+
+
+class LaunchedCore:
+    """A process that is launched when this is constructed, and waits for its config.
+
+    Attributes:
+        address: of the socket that the process will connect to; nobody has bound it yet.
+        child: the process; its config is written to its standard input.
+    """
+
+    def __init__(self) -> None:
+        self.address = socket_folder.make_address()
+        self.child = ChildProcess(
+            [sys.executable, "-m", _MODULE, self.address, str(os.getpid())],
+            envs.child_environment(_CHILD_DEFAULTS, {}),
+        )
+
+    def close(self) -> None:
+        """Kill the process, wait for its end and remove what belongs to it.
+
+        If it does not end within seconds, a thread waits for it, so that the caller continues.
+        """
+        process = self.child.process
+        process.kill()
+        try:
+            process.wait(_MAX_KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            from vllm.logger import init_logger
+
+            init_logger(__name__).warning(
+                "the engine process %d was killed, but has not ended after %.0f s: its memory and "
+                "its device stay occupied until the kernel lets it end",
+                *(process.pid, _MAX_KILL_WAIT_S),
+            )
+            threading.Thread(target=self._reap, name="core-reaper", daemon=True).start()
+        else:
+            self._reap()
+        socket_folder.remove(self.address)
+
+    def _reap(self) -> None:
+        """Wait for the process, then close our end of its standard input.
+
+        Not earlier: a thread may still be writing the config to it.
+        """
+        process = self.child.process
+        process.wait()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+_early: list[LaunchedCore] = []
+
+
+@contextlib.contextmanager
+def early_core() -> Iterator[None]:
+    """Launch a core for the first `take_core`, if none waits for it already; end it if nobody has
+    taken it when this is left.
+
+    Raises:
+        ConfigError: an environment variable has a bad value.
+    """
+    if not _early:
+        envs.get()  # the process would fail with the same error, and print it a second time
+        _early.append(LaunchedCore())
+    try:
+        yield
+    finally:
+        end_early_core()
+
+
+def end_early_core() -> None:
+    """End the core of `early_core` if nobody has taken it."""
+    while _early:
+        _early.pop().close()
+
+
+def take_core() -> LaunchedCore:
+    """The core of `early_core`, or one that is launched now."""
+    return _early.pop() if _early else LaunchedCore()
