@@ -1,0 +1,53 @@
+"""Pausing the garbage collector, whoever else is inside."""
+
+import gc
+import threading
+
+import pytest
+
+from vllm.utils.imports import without_collections
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_nothing_is_collected_inside_also_when_it_raises():
+    with pytest.raises(ValueError, match="inside"), without_collections():
+        assert not gc.isenabled()
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+        raise ValueError("inside")
+    assert gc.isenabled()
+
+
+def test_a_program_that_has_disabled_collections_keeps_that():
+    gc.disable()
+    with without_collections():
+        pass
+    assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_threads_may_be_inside_at_the_same_time(first_out):
+    inside = [threading.Event(), threading.Event()]
+    leave = [threading.Event(), threading.Event()]
+
+    def work(number):
+        with without_collections():
+            inside[number].set()
+            assert leave[number].wait(10)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert inside[number].wait(10)
+    for number in (first_out, 1 - first_out):
+        assert not all(each.is_set() for each in leave)
+        leave[number].set()
+        threads[number].join(10)
+    assert gc.isenabled()
