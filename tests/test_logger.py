@@ -1,12 +1,15 @@
 """Log lines as a user sees them; each test is a fresh process, as configuration happens once."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vllm import envs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +69,16 @@ def test_an_unknown_variable_is_reported_once_per_process_on_one_line():
         warnings[0],
     ), warnings[0]
     assert len(result.stderr.splitlines()) == 3
+
+
+def test_a_process_that_another_one_has_started_does_not_report_variables_again():
+    mark = {
+        name: value
+        for name, value in envs.child_environment({}, {}).items()
+        if name not in os.environ
+    }
+    result = run_python(LOG_ONE_LINE.format(level="info"), VLLM_LOGING_LEVEL="DEBUG", **mark)
+    assert len(result.stderr.splitlines()) == 1 and "VLLM_LOGING" not in result.stderr
 
 
 def test_a_variable_without_effect_is_reported_once_with_the_reason():

@@ -389,6 +389,9 @@ def of_launcher(name: str) -> str | None:
     return os.environ.get(name)
 
 
+_CHILD_MARK = "_VLLM_CHILD"
+
+
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process of our own.
 
@@ -396,7 +399,12 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
         defaults: where this process's says nothing.
         overrides: in place of what it says.
     """
-    return {**defaults, **os.environ, **overrides}
+    return {**defaults, **os.environ, **overrides, _CHILD_MARK: "1"}
+
+
+def is_child() -> bool:
+    """Whether a process of our own has started this one, and has reported the variables."""
+    return _CHILD_MARK in os.environ
 
 
 _PASSED_PREFIXES = (_PREFIX, "HCCL_", "GLOO_", "HF_", "OMP_", "KMP_", "PT_", "HABANA_", "HLS_")

@@ -91,8 +91,11 @@ def init_logger(name: str) -> logging.Logger:
 
 @cache
 def _configure() -> None:
-    """Set up the `vllm` logger and report variables without effect; once per process."""
+    """Set up the `vllm` logger and report variables without effect; once per process, and not in
+    those that a process of our own has started."""
     _set_handlers()
+    if envs.is_child():
+        return
     root = logging.getLogger("vllm")
     for variable in envs.without_effect():
         root.warning("environment variable %s has no effect: %s", variable.name, variable.reason)
