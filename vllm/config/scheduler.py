@@ -24,8 +24,9 @@ class SchedulerConfig:
     model with states (Mamba layers)."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
-    """Maximum number of tokens in one step, over all requests. Not set: 2048 on cpu and 8192 on
-    hpu, or max_model_len when chunked prefill is off."""
+    """Maximum number of tokens in one step, over all requests. All streams wait for a step: where
+    prompts are slow, as large models on few cores, a smaller value gives first tokens earlier. Not
+    set: 2048 on cpu and 8192 on hpu, or max_model_len when chunked prefill is off."""
 
     enable_chunked_prefill: bool = True
     """Split a prompt over several steps if the token budget of a step is used up."""
