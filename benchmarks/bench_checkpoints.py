@@ -14,8 +14,8 @@ next within a second.
 A run is one batch of random prompts that starts at once: `prefill` is tokens of prompts until all
 of them have their first output, `decode` is what follows.
 
-Runs that `--run` alone starts count tokens per second of the whole batch (see `RUNS`). "shared
-prefix" wants `enable-prefix-caching` among the flags of an engine, "64 requests" `max-num-seqs=64`.
+Without `--run` the first three of `RUNS` are measured. "shared prefix" needs
+`enable-prefix-caching` among the flags of an engine, and "64 requests" needs `max-num-seqs=64`.
 
 `--peer` is any other command that speaks the same protocol: it prints the line `ready`, then reads
 lines with a JSON object (`batch`, `input_len`, `shared_len`, `output_len`, `vocab_size`, `seed`)

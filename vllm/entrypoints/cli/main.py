@@ -1,7 +1,8 @@
 """The `vllm` command: one module per subcommand, and the exit codes.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`. It
-may have `prepare(words)`, for what takes long and can begin before its flags are declared.
+may have `prepare(words)`, which begins what takes long before the flags are declared, and returns
+the context in which the command runs.
 Only the module of the command that was given is imported, and it imports torch and the engine
 inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
 is 0.

@@ -60,7 +60,8 @@ def run_server(
     """
     configure_logs(args)
     if args.headless or engine_args.data_parallel_size_local == 0:
-        end_early_core()  # none, or not with the config of this process
+        # No core runs here, or `core_host` launches them when the server asks for them.
+        end_early_core()
         return _check_and_serve(engine_args, args, load_server)
     with early_core():
         return _check_and_serve(engine_args, args, load_server)
