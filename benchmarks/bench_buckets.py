@@ -35,10 +35,10 @@ from vllm.bucketing import (
 from vllm.bucketing.bucket_plan import decode_steps
 from vllm.bucketing.capture_plan import Capture, capture_graphs
 from vllm.bucketing.catalog import padded_cost
-from vllm.bucketing.closure import missing_buckets
+from vllm.bucketing.closure import missing_buckets, unused_buckets
 from vllm.bucketing.generate import buckets_from_file
 from vllm.bucketing.ledger import split_graph_memory
-from vllm.bucketing.step_limits import ceil_div
+from vllm.bucketing.step_limits import ceil_div, trim_decodes
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -293,10 +293,11 @@ def make_strategies(limits: StepLimits, bucket_file: Path | None) -> dict[str, G
         },
     )
     found = {
-        "linear": generate_buckets("linear", limits, default, trim_decode=True),
-        "linear-full": generate_buckets("linear", limits, full, trim_decode=True),
+        "linear": generate_buckets("linear", limits, default),
+        "linear-full": generate_buckets("linear", limits, full),
         "exponential": generate_buckets("exponential", limits, default),
         "sparse": generate_buckets("sparse", limits, default),
+        "pad": generate_buckets("pad", limits, default),
     }
     if bucket_file is not None:
         found["file"] = buckets_from_file(bucket_file.read_text(), str(bucket_file), limits)
@@ -333,9 +334,10 @@ def measure(
     """One row of the result."""
     steps = simulate(lengths, limits, args.hit_share)
     model = Model(2e9 * args.params_b, 4.0 * args.hidden * args.layers, limits.block_size)
-    raw = Catalog(found.prefill, found.decode)
+    raw = Catalog(found.prefill, trim_decodes(found.decode, limits))
     closed = raw.with_buckets(decode_steps(raw, limits))
     closed = closed.with_buckets(missing_buckets(closed, limits))
+    closed = closed.without(unused_buckets(closed, limits))
     outcome = launch_all(steps, closed, model)
     prefill, decode = outcome.work[Phase.PREFILL], outcome.work[Phase.DECODE]
     assert outcome.misses == 0, "the proof was wrong"

@@ -40,9 +40,6 @@ def test_every_variable_a_reason_points_to_has_an_effect():
     "name",
     [
         "VLLM_PROMPT_QUERY_BUCKET_MIN",
-        "VLLM_PROMPT_CTX_BUCKET_MAX",
-        "VLLM_DECODE_BLOCK_BUCKET_PAD_MAX",
-        "VLLM_DECODE_BS_BUCKET_PAD_PERCENT",
         "VLLM_PROMPT_SEQ_BUCKET_LIMIT",
         "VLLM_ENGINE_ITERATION_TIMEOUT_S",
         "VLLM_RPC_TIMEOUT",

@@ -54,8 +54,6 @@ _OTHER_DEVICE = "it is for another device"
 _OTHER_OPERATOR = "the operator it switches does not exist here"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
 _OTHER_TESTS = "it belongs to the tests of the fork"
-_NOT_PADDING_AWARE = "there is no padding-aware bucketing"
-_CONTEXT_BUCKETS = "buckets for cached context follow from the lengths and max_model_len"
 _DETECTED = "what it overrides is detected"
 _NO_UNLOCKING = "no setting has to be unlocked"
 _PROMPT_ATTENTION = "set VLLM_PROMPT_USE_FUSEDSDPA or VLLM_PROMPT_USE_FLEX_ATTENTION instead"
@@ -71,8 +69,6 @@ _RUNS_AHEAD = (
 _NO_CACHE_FOLDER = "nothing is kept there; HF_HOME is the folder of downloaded models"
 _NO_USAGE_STATS = "no usage data is ever sent"
 _NO_COMPILE_CACHE = "the compile cache it controls does not exist here"
-
-_DIMENSIONS = ("PROMPT_BS", "PROMPT_SEQ", "PROMPT_QUERY", "PROMPT_CTX", "DECODE_BS", "DECODE_BLOCK")
 
 
 def _family(dimensions: tuple[str, ...], *parts: str) -> str:
@@ -96,8 +92,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "the length of prompts is bucketed by VLLM_PROMPT_SEQ_BUCKET_MIN, _STEP and _MAX",
         _family(("PROMPT_QUERY",), "MIN", "STEP", "MAX"),
     ),
-    *_ignored(_CONTEXT_BUCKETS, _family(("PROMPT_CTX",), "MIN", "STEP", "MAX")),
-    *_ignored(_NOT_PADDING_AWARE, _family(_DIMENSIONS, "PAD_MAX", "PAD_PERCENT")),
     *_ignored(
         "nothing reads it in the fork either",
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),

@@ -33,9 +33,22 @@ _diagnostics = partial(env, section="Gaudi: diagnostics")
 _simulation = partial(env, section="Gaudi: simulation")
 
 
+_PROMPT_STEP = "block_size, but at least 128"
+_DECODE_STEP = "block_size of 128, and with other block sizes 128 * 128 / block_size"
+
+
 def _linear(what: str, default: str) -> Any:
     """One of the twelve variables of linear bucketing."""
     return _buckets(None, f"Linear buckets: {what}. Not set: {default}.", at_least=1)
+
+
+def _padding(what: str, default: str, at_least: int = 0) -> Any:
+    """One of the variables that padding-aware bucketing alone reads."""
+    return _buckets(None, f"pad buckets: {what}. Not set: {default}.", at_least=at_least)
+
+
+_pad_max = partial(_padding, default="a quarter of the largest")
+_pad_percent = partial(_padding, default="25")
 
 
 @dataclass(frozen=True)
@@ -143,9 +156,12 @@ class Envs:
     )
     VLLM_BUCKETING_STRATEGY: str = _buckets(
         "linear",
-        "How buckets are spaced. linear follows the VLLM_*_BUCKET_* variables, the others "
-        "only the limits of the engine; sparse has the fewest buckets.",
-        ("linear", "exponential", "sparse", "lin", "exp"),
+        "How buckets are spaced. linear has even steps, exponential a constant ratio, sparse the "
+        "same with fewer small sizes and prompts one by one, and pad the fewest even steps that "
+        "keep padding within a bound. linear and pad follow the VLLM_*_BUCKET_* variables (the "
+        "defaults of linear and pad differ, see README_GAUDI.md), the others only the limits of "
+        "the engine.",
+        ("linear", "exponential", "sparse", "pad", "lin", "exp"),
     )
     VLLM_EXPONENTIAL_BUCKETING: bool | None = _buckets(
         None,
@@ -159,8 +175,8 @@ class Envs:
         "step of prompt batches", "min(max_num_seqs, 32)"
     )
     VLLM_PROMPT_BS_BUCKET_MAX: int | None = _linear("largest prompt batch", "min(max_num_seqs, 64)")
-    VLLM_PROMPT_SEQ_BUCKET_MIN: int | None = _linear("smallest prompt length", "block_size")
-    VLLM_PROMPT_SEQ_BUCKET_STEP: int | None = _linear("step of prompt lengths", "block_size")
+    VLLM_PROMPT_SEQ_BUCKET_MIN: int | None = _linear("smallest prompt length", _PROMPT_STEP)
+    VLLM_PROMPT_SEQ_BUCKET_STEP: int | None = _linear("step of prompt lengths", _PROMPT_STEP)
     VLLM_PROMPT_SEQ_BUCKET_MAX: int | None = _linear(
         "largest prompt length; a longer prompt is computed in parts", "1024"
     )
@@ -170,14 +186,35 @@ class Envs:
     )
     VLLM_DECODE_BS_BUCKET_MAX: int | None = _linear("largest decode batch", "max_num_seqs")
     VLLM_DECODE_BLOCK_BUCKET_MIN: int | None = _linear(
-        "fewest KV blocks of a decode batch", "block_size"
+        "fewest KV blocks of a decode batch",
+        _DECODE_STEP,
     )
     VLLM_DECODE_BLOCK_BUCKET_STEP: int | None = _linear(
-        "step of KV blocks of decode batches", "block_size"
+        "step of KV blocks of decode batches",
+        _DECODE_STEP,
     )
     VLLM_DECODE_BLOCK_BUCKET_MAX: int | None = _linear(
         "most KV blocks of a decode batch", "max(128, max_num_seqs * 2048 / block_size)"
     )
+    VLLM_PROMPT_CTX_BUCKET_MIN: int | None = _padding("fewest KV blocks of context", "0")
+    VLLM_PROMPT_CTX_BUCKET_STEP: int | None = _padding(
+        "step of KV blocks of context", "2", at_least=1
+    )
+    VLLM_PROMPT_CTX_BUCKET_MAX: int | None = _padding(
+        "most KV blocks of context", "those of the longest request"
+    )
+    VLLM_PROMPT_BS_BUCKET_PAD_MAX: int | None = _pad_max("most prompts added to a batch")
+    VLLM_PROMPT_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_PROMPT_SEQ_BUCKET_PAD_MAX: int | None = _pad_max("most tokens added to a prompt")
+    VLLM_PROMPT_SEQ_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_PROMPT_CTX_BUCKET_PAD_MAX: int | None = _padding(
+        "most KV blocks added to the context", "those of max_num_batched_tokens"
+    )
+    VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_DECODE_BS_BUCKET_PAD_MAX: int | None = _pad_max("most sequences added to a decode batch")
+    VLLM_DECODE_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_DECODE_BLOCK_BUCKET_PAD_MAX: int | None = _pad_max("most KV blocks added to a decode")
+    VLLM_DECODE_BLOCK_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_MERGED_PREFILL: bool = _buckets(
         False, "Lay the prompts of a launch end to end in one row."
     )
@@ -229,9 +266,9 @@ class Envs:
     )
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
-        "Decode reads the KV cache as one slice in place of gathering blocks; with prefix "
-        "caching where that costs less, for three times the decode graphs at most. Not set: on, "
-        "except with prefix caching and a draft model or a KV connector.",
+        "Decode reads the KV cache as one slice, where that costs less than to gather blocks. A "
+        "decode bucket then has up to three graphs with prefix caching, and two without. Not set: "
+        "on, except with prefix caching and a draft model or a KV connector.",
     )
     VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(
         True, "Fused attention for prompts; 0 runs plain matrix products."

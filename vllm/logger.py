@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vllm import envs
 from vllm.errors import ConfigError
+from vllm.utils.long_text import cut_line
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
@@ -33,8 +34,17 @@ class _CurrentStderr(logging.Handler):
             self.handleError(record)
 
 
+class _TextFormatter(logging.Formatter):
+    """Lines of at most `MAX_LINE` characters: a longer one is cut in the middle."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as lines."""
+        return "\n".join(cut_line(line) for line in super().format(record).split("\n"))
+
+
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; `extra={"fields": {...}}` of a call adds to it."""
+    """One JSON object per line; `extra={"fields": {...}}` of a call adds to it. A long message is
+    cut in the middle."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
@@ -44,7 +54,7 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "place": f"{record.filename}:{record.lineno}",
-            "message": record.getMessage(),
+            "message": cut_line(record.getMessage()),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -76,7 +86,7 @@ def _formatter(log_format: str) -> logging.Formatter:
     if log_format == "json":
         return _JsonFormatter()
     prefix = envs.get().VLLM_LOGGING_PREFIX.replace("%", "%%")
-    return logging.Formatter(prefix + _FORMAT, _DATE_FORMAT)
+    return _TextFormatter(prefix + _FORMAT, _DATE_FORMAT)
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -1,12 +1,14 @@
 """From a configuration to a catalog that has a bucket for whatever its scheduler emits."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.bucketing.helpers import pairs, triples
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import Phase, plan_buckets, prove
+from vllm.bucketing.closure import unused_buckets
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.errors import ConfigError
 
@@ -42,7 +44,9 @@ def test_the_lines_come_in_the_order_of_the_seeds():
 
 
 def test_what_the_budget_omits_is_said_between_ranges_and_buckets():
-    config = make_config(**{**SMALL, "max_num_batched_tokens": 64, "max_num_seqs": 2})
+    steps = (("VLLM_PROMPT_SEQ_BUCKET_MIN", 16), ("VLLM_PROMPT_SEQ_BUCKET_STEP", 16))
+    budget = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    config = make_config(**{**SMALL, **budget}, bucket_variables=steps)
     starts = [line.split(" (")[0].split(":")[0] for line in plan_buckets(config, 17).info]
     assert starts == [
         "Prompt bucket config",
@@ -174,7 +178,7 @@ def test_no_decode_bucket_is_beyond_what_is_launched_at_once(strategy, contiguou
     plan = plan_buckets(config, num_blocks=4107)
     assert plan.limits.max_block_refs == 4106
     most = max(bucket.blocks for bucket in plan.catalog.decode)
-    assert 4106 + contiguous_pa <= most < 4106 + 128
+    assert most == 4106 + contiguous_pa
 
 
 @pytest.mark.parametrize(
@@ -190,6 +194,52 @@ def test_the_default_catalog_is_small(max_model_len, num_blocks, num_prefill, nu
     )
     catalog = plan_buckets(config, num_blocks).catalog
     assert (len(catalog.prefill), len(catalog.decode)) == (num_prefill, num_decode)
+
+
+SHAPES = {
+    # Longest sequence, requests, tokens of a step, KV blocks of 128 tokens.
+    "a small model on a large card": (8192, 128, 8192, 208859),
+    "0.5 billion parameters": (32768, 256, 2048, 48700),
+    "two requests": (2048, 2, 2048, 26500),
+    "8 billion parameters": (131072, 128, 8192, 4107),
+    "a short cache": (4096, 64, 1024, 40),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse", "pad"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_every_bucket_can_run_and_every_step_has_one(shape, strategy, prefix_caching):
+    """Whatever the block size, and whether decodes read slices or gather."""
+    max_model_len, seqs, budget, num_blocks = shape
+    for block_size, contiguous_pa in product((16, 64, 128, 512), (False, True)):
+        config = make_config(
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            bucketing_strategy=strategy,
+            enable_prefix_caching=prefix_caching,
+            contiguous_pa=contiguous_pa,
+        )
+        plan = plan_buckets(config, num_blocks * 128 // block_size)
+        catalog, limits = plan.catalog, plan.limits
+        assert prove(catalog, limits).is_covered
+        assert unused_buckets(catalog, limits) == []
+        for bucket in catalog.decode:
+            most = min(bucket.batch * limits.max_blocks_per_seq, limits.usable_blocks)
+            assert bucket.blocks <= most + contiguous_pa
+        assert max(len(line) for line in (*plan.info, *plan.warnings)) < 1900
+        assert len(catalog.decode) <= 500
+
+
+def test_buckets_of_a_file_that_no_step_can_use_are_left_out_and_named(tmp_path):
+    path = tmp_path / "buckets.txt"
+    path.write_text("(1, 128, [0, 8])\n(1, 128, 9)\n([1, 4], 1, 9999)\n(64, 1, 64)\n")
+    plan = plan_buckets(make_config(**SMALL, bucketing_file=str(path)), num_blocks=33)
+    assert triples(plan.catalog.prefill) == [(1, 128, 0), (1, 128, 8)]
+    assert pairs(plan.catalog.decode) == [(1, 8), (4, 32)]
+    assert plan.info[-1] == ("Left out 2 buckets that no step can use: [(1, 128, 9), (64, 1, 32)]")
 
 
 @pytest.mark.parametrize(("captured", "num_long"), [(2048, 15), (8192, 10), (131072, 0)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.bucketing.helpers import SEED_DECODES, SEED_PROMPTS, close, make_limits
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
 from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import missing_buckets, prove
+from vllm.bucketing.closure import missing_buckets, prove, unused_buckets
 from vllm.bucketing.generate import generate_buckets
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.step_limits import StepLimits
@@ -60,13 +60,9 @@ def decodes_of(limits: StepLimits) -> set[Bucket]:
         for refs, distinct in tables(limits, count):
             if distinct > limits.usable_blocks:
                 continue
-            if not limits.contiguous_pa:
-                found |= {decode(count, refs, query_len) for query_len in lens}
-                continue
-            # Ids are 1 .. U; the highest one in use decides.
-            for highest in range(distinct, limits.usable_blocks + 1):
-                blocks = max(highest + 1, refs)
-                found |= {decode(count, blocks, query_len) for query_len in lens}
+            found |= {decode(count, refs, query_len) for query_len in lens}
+            if limits.contiguous_pa:  # the slice of blocks 1 to `distinct` and the null block
+                found |= {decode(count, distinct + 1, query_len) for query_len in lens}
     return found
 
 
@@ -162,7 +158,19 @@ def test_closing_covers_everything_with_no_bucket_too_many(limits, catalog):
         assert not prove(others, own_limits).is_covered
 
 
-@pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse"])
+@given(small_limits, catalogs)
+@settings(max_examples=200, deadline=None)
+def test_unused_buckets_are_those_that_no_launch_is_padded_to(limits, catalog):
+    limits = replace(limits, max_prefill_batch=1)
+    closed = close(catalog.without([b for b in catalog.prefill if b.batch > 1]), limits)
+    asked = [(s.phase, s.batch, s.query_len, s.blocks) for s in build(limits)]
+    used = {closed.fit(*shape) for shape in asked}
+    unused = unused_buckets(closed, limits)
+    assert unused == [b for b in (*closed.prefill, *closed.decode) if b not in used]
+    assert prove(closed.without(unused), limits).is_covered
+
+
+@pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse", "pad"])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("chunked_prefill", [False, True])
 def test_every_strategy_can_be_closed(strategy, prefix_caching, chunked_prefill):

@@ -17,7 +17,7 @@ from vllm.bucketing.sparse import (
     sparse_prefill_buckets,
     sparse_range,
 )
-from vllm.bucketing.step_limits import split_by_token_budget
+from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
 
 PUBLISHED = make_limits(
     max_num_batched_tokens=8192,
@@ -42,18 +42,13 @@ def test_linear_gives_the_published_counts():
         prompt_bs=(1, 1, 1),
         prompt_seq=(128, 128, 8192),
         decode_bs=(1, 2, 256),
-        decode_block=(128, 128, 4127),
+        decode_block=(128, 128, 4224),
     )
     prefill = linear_prefill_buckets(settings, PUBLISHED, every_context=True)
     kept, omitted, _ = split_by_token_budget(prefill, PUBLISHED, "")
     assert len(kept) == 14_368
     assert omitted == []
-    decode = linear_decode_buckets(
-        settings,
-        max_blocks=PUBLISHED.max_blocks,
-        max_blocks_per_seq=PUBLISHED.max_blocks_per_seq,
-        append_max=True,
-    )
+    decode = trim_decodes(linear_decode_buckets(settings), PUBLISHED)
     assert len(decode) == 4_042
 
 

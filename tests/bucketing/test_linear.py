@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from vllm.bucketing.linear import (
     linear_prefill_buckets,
     linear_range,
 )
-from vllm.bucketing.step_limits import split_by_token_budget
+from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
 from vllm.errors import ConfigError
 
 
@@ -180,17 +182,34 @@ def test_the_forks_set_has_every_context_that_fits_beside_the_prompt():
     assert counts_by_length(buckets, 1) == {n * 128: list(range(9 - n)) for n in range(1, 9)}
 
 
+LONG = {"max_model_len": 262144, "max_num_batched_tokens": 262144}
+
+
 def test_decode_blocks_end_at_what_a_batch_can_ask_for():
     settings = make_settings(decode_bs=(1, 32, 128))
-    buckets = linear_decode_buckets(settings, max_blocks=1024)
+    limits = make_limits(max_num_seqs=128, num_blocks=1025, **LONG)
+    buckets = trim_decodes(linear_decode_buckets(settings), limits)
     assert len(buckets) == 72
     assert pairs(buckets)[-1] == (128, 1024)
 
 
-def test_the_whole_cache_is_a_decode_size_with_contiguous_attention():
+def test_the_whole_cache_is_a_decode_size():
     settings = make_settings(decode_bs=(1, 1, 1))
-    buckets = linear_decode_buckets(settings, max_blocks=1519, append_max=True)
-    assert [b.blocks for b in buckets] == [*range(128, 1409, 128), 1519]
+    limits = make_limits(num_blocks=1519, **LONG)
+    plain = trim_decodes(linear_decode_buckets(settings), limits)
+    assert [b.blocks for b in plain] == [*range(128, 1409, 128), 1518]
+    sliced = trim_decodes(linear_decode_buckets(settings), replace(limits, contiguous_pa=True))
+    assert [b.blocks for b in sliced] == [*range(128, 1409, 128), 1519]
+
+
+def test_a_slice_of_full_sequences_includes_the_null_block():
+    """Four sequences of 2048 tokens fill 64 blocks; a slice begins with block 0."""
+    settings = make_settings(decode_block=(16, 16, 128))
+    plain = trim_decodes(linear_decode_buckets(settings), make_limits())
+    assert pairs(plain)[-4:] == [(4, 16), (4, 32), (4, 48), (4, 64)]
+    sliced = trim_decodes(linear_decode_buckets(settings), make_limits(contiguous_pa=True))
+    assert pairs(sliced)[-4:] == [(4, 16), (4, 32), (4, 48), (4, 65)]
+    assert pairs(sliced)[0] == (1, 17)
 
 
 def test_a_decode_has_a_block_for_each_sequence():
@@ -207,7 +226,8 @@ def test_a_decode_has_a_block_for_each_sequence():
 
 def test_a_trimmed_decode_has_no_more_blocks_than_its_sequences():
     settings = make_settings(decode_bs=(1, 1, 2), decode_block=(1, 1, 5))
-    buckets = linear_decode_buckets(settings, max_blocks_per_seq=2)
+    limits = make_limits(max_num_seqs=2, max_model_len=256)
+    buckets = trim_decodes(linear_decode_buckets(settings), limits)
     assert pairs(buckets) == [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4)]
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.bucketing.helpers import make_limits, make_settings
-from vllm.bucketing.settings import BucketRange, BucketSettings, merge_prompts
+from vllm.bucketing.settings import BucketRange, BucketSettings, merge_prompts, usual_steps
 from vllm.errors import ConfigError
 
 
@@ -22,6 +22,34 @@ def ranges(settings: BucketSettings) -> list[str]:
 def test_defaults_are_the_documented_formulas(max_num_seqs, block_size, expected):
     limits = make_limits(max_num_seqs=max_num_seqs, block_size=block_size)
     assert ranges(BucketSettings.resolve(limits)) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "block_size", "prompt_seq", "decode_block"),
+    [
+        (256, 128, "[128, 128, 1024]", "[128, 128, 4096]"),
+        (256, 16, "[128, 128, 1024]", "[1024, 1024, 32768]"),
+        (256, 512, "[512, 512, 1024]", "[32, 32, 1024]"),
+        (4, 16, "[128, 128, 1024]", "[1024, 1024, 1024]"),
+    ],
+)
+def test_default_steps_have_as_many_tokens_whatever_the_block_size(
+    max_num_seqs, block_size, prompt_seq, decode_block
+):
+    limits = make_limits(max_num_seqs=max_num_seqs, block_size=block_size)
+    found = usual_steps(BucketSettings.resolve(limits), limits)
+    assert ranges(found)[1::2] == [prompt_seq, decode_block]
+    given = {"VLLM_DECODE_BLOCK_BUCKET_STEP": 64, "VLLM_PROMPT_SEQ_BUCKET_MAX": 64}
+    settings = BucketSettings.resolve(limits, given)
+    found = usual_steps(settings, limits)
+    assert found.decode_block == settings.decode_block
+    assert found.prompt_seq.max == 64
+
+
+def test_a_default_step_of_prompts_is_within_the_tokens_of_a_step():
+    limits = make_limits(max_num_batched_tokens=64, max_model_len=60, block_size=16)
+    found = usual_steps(BucketSettings.resolve(limits), limits)
+    assert found.prompt_seq == BucketRange(64, 64, 64)
 
 
 def test_a_set_variable_replaces_its_default():

@@ -158,13 +158,13 @@ def test_a_contiguous_decode_is_a_slice_where_it_can_be(tables, is_contiguous, b
     assert (launch.is_contiguous, launch.bucket) == (is_contiguous, bucket)
 
 
-def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_bucket():
-    """The smaller bucket would hold the references, but is warmed up for slices only."""
+@pytest.mark.parametrize("buckets", [[decode(2, 8), decode(2, 24)], [decode(2, 8)]])
+def test_without_sharing_a_slice_beyond_the_buckets_of_the_cache_becomes_a_gather(buckets):
     limits = {"contiguous_pa": True, "num_blocks": 18}
     tables = {0: [3, 17], 1: [2]}
     rows = [(0, 31, 1), (1, 15, 1)]
-    (launch,) = plan(rows, [decode(2, 8), decode(2, 24)], tables, **limits)
-    assert launch.shape == PaddedShape(decode(2, 24))
+    (launch,) = plan(rows, buckets, tables, **limits)
+    assert launch.shape == PaddedShape(decode(2, 8))
     assert launch.shape in launch_shapes(launch.bucket, make_limits(**limits))
 
 
@@ -173,9 +173,9 @@ def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_
     [
         (prefill(1, 128), {"contiguous_pa": True}, [False]),
         (decode(4, 8), {}, [False]),
-        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 8}, [True]),
+        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 8}, [True, False]),
         (decode(4, 9), {"contiguous_pa": True, "num_blocks": 8}, [False]),
-        (decode(4, 9), {"contiguous_pa": True}, [True]),
+        (decode(4, 9), {"contiguous_pa": True}, [True, False]),
         (
             decode(4, 8),
             {"contiguous_pa": True, "num_blocks": 8, "enable_prefix_caching": True},

@@ -121,14 +121,15 @@ def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
 
 def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
     variables = FEW_BUCKETS | LAZY | {"VLLM_CONTIGUOUS_PA": 1}
-    variables["VLLM_DECODE_BLOCK_BUCKET_STEP"] = 1000
+    variables |= {"VLLM_DECODE_BS_BUCKET_MIN": 64, "VLLM_DECODE_BLOCK_BUCKET_STEP": 1000}
+    many = {"max_model_len": 512, "max_num_seqs": 64, "num_gpu_blocks_override": 2000}
     with simulated_hpu(**variables) as bridge, captured_log() as log:
-        warm_up = make_warm_up(bridge, workspace=12 * MIB, num_gpu_blocks_override=2000)
+        warm_up = make_warm_up(bridge, workspace=16 * MIB, **many)
         run_warm_up(warm_up)
         planner = warm_up._launches.planner
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
-        r"decode \(4, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are 12 MiB for "
+        r"decode \(64, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are 16 MiB for "
         "launches",
         lost[0],
     )

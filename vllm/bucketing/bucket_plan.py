@@ -6,11 +6,11 @@ from pathlib import Path
 
 from vllm.bucketing.bucket import Bucket, Phase, decode
 from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import missing_buckets, prove
+from vllm.bucketing.closure import missing_buckets, prove, unused_buckets
 from vllm.bucketing.generate import GeneratedBuckets, buckets_from_file, generate_buckets
-from vllm.bucketing.log_lines import generated_line
+from vllm.bucketing.log_lines import generated_line, listed
 from vllm.bucketing.settings import BucketSettings
-from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within
+from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within, trim_decodes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 
@@ -44,7 +44,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     if config.speculative.draft_model is not None:
         # It runs what it lacks, wherever in a request that begins.
         launch_limits = replace(launch_limits, enable_chunked_prefill=True)
-    catalog = Catalog(generated.prefill, generated.decode)
+    catalog = Catalog(generated.prefill, trim_decodes(generated.decode, limits))
     if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill:
         parts = _generate(config, launch_limits).prefill
         catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
@@ -54,6 +54,10 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     added += missing_buckets(catalog.with_buckets(added), limits)
     if added:
         catalog = catalog.with_buckets(added)
+    unused = unused_buckets(catalog, limits)
+    if config.hpu.merged_prefill:  # a batch is one row, whose length and context are sums
+        unused = [bucket for bucket in unused if bucket.phase is Phase.DECODE]
+    catalog = catalog.without(unused)
     report = prove(catalog, limits)
     assert report.is_covered, str(report)
     info = [
@@ -62,9 +66,13 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         generated_line(Phase.DECODE, catalog.decode),
     ]
     info.sort(key=_belongs_to_decode)
+    added = [bucket for bucket in added if bucket in catalog]
     if added:
-        shapes = [(b.batch, b.query_len, b.blocks) for b in added]
-        info.append(f"Added {len(added)} buckets, for steps beyond the configured ranges: {shapes}")
+        info.append(
+            f"Added {len(added)} buckets, for steps beyond the configured ranges: {listed(added)}"
+        )
+    if unused:
+        info.append(f"Left out {len(unused)} buckets that no step can use: {listed(unused)}")
     return BucketPlan(catalog, limits, tuple(info), generated.warnings)
 
 
@@ -171,5 +179,4 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
         limits,
         settings,
         merged_prefill=hpu.merged_prefill,
-        trim_decode=True,
     )

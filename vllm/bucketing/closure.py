@@ -1,4 +1,4 @@
-"""Proves that every launch of every scheduler step has a bucket, or finds the missing buckets.
+"""Proves that every launch of every scheduler step has a bucket, and every bucket a launch.
 
 Padding only adds, so a bucket covers every smaller launch of its phase. The sizes of the buckets
 divide the possible launches into classes that are padded alike, so one comparison per class is
@@ -12,13 +12,17 @@ enough:
              many.
 
 Beyond the largest size lies one more class, in which nothing is covered.
+
+The other way round, a bucket is useful if some possible launch has no cheaper bucket. A cheaper
+bucket that does not cover a launch covers no larger one either, so it is enough to look at the
+largest launches that fit into the bucket.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
 from vllm.bucketing.catalog import Catalog
 from vllm.bucketing.step_limits import StepLimits, round_up
 
@@ -71,6 +75,48 @@ def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
     return sorted(b for b in needed if not any(b != other and other.covers(b) for other in needed))
 
 
+def unused_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+    """Return the buckets to which no launch of any step is padded, ascending.
+
+    Without them every launch has the bucket that it had before.
+
+    Args:
+        catalog: has a bucket for every launch.
+        limits: what a launch can ask for.
+    """
+    return [
+        bucket
+        for bucket in (*catalog.prefill, *catalog.decode)
+        if not any(
+            catalog.fit(bucket.phase, *shape) == bucket for shape in _largest_within(bucket, limits)
+        )
+    ]
+
+
+def _largest_within(bucket: Bucket, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
+    """Yield (batch, query_len, blocks) of the largest possible launches that the bucket covers."""
+    if bucket.phase is Phase.DECODE:
+        for query_len in reversed(limits.decode_query_lens):
+            if query_len > bucket.query_len:
+                continue
+            for batch in range(min(bucket.batch, limits.max_batch_of(query_len)), 0, -1):
+                blocks = min(bucket.blocks, limits.max_decode_blocks(batch))
+                if blocks >= batch:
+                    yield batch, query_len, blocks
+        return
+    for batch in range(min(bucket.batch, limits.max_decode_batch), 1, -1):
+        # Another prompt of the batch than the longest may have the context.
+        longest = min(limits.max_query_len, limits.max_num_batched_tokens - batch + 1)
+        if longest > 0:
+            context = min(bucket.blocks, limits.max_context_blocks(1))
+            yield batch, min(bucket.query_len, longest), context
+    longest = min(bucket.query_len, limits.max_query_len)
+    for context in range(min(bucket.blocks, limits.max_context_blocks(longest)), bucket.blocks + 1):
+        query_len = min(longest, limits.max_query_before(context))
+        if query_len > 0:
+            yield 1, query_len, context
+
+
 @dataclass(frozen=True, slots=True)
 class _Class:
     """Launches that have the same padded sizes."""
@@ -116,9 +162,9 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
         for batch in range(1, most + 1):
             padded_batch = _next_size(batches, batch, most)
             refs = limits.max_decode_blocks(batch)
-            height, least = stairs.at(padded_batch), limits.min_decode_blocks(batch)
+            height = stairs.at(padded_batch)
             yield _Class(
-                decode(batch, max(height + 1, least), query_len) if height < refs else None,
+                decode(batch, max(height + 1, batch), query_len) if height < refs else None,
                 decode(padded_batch, refs, query_len),
             )
 

@@ -12,14 +12,21 @@ from vllm.bucketing.exponential import (
     exponential_prefill_buckets,
 )
 from vllm.bucketing.linear import linear_decode_buckets, linear_prefill_buckets
-from vllm.bucketing.log_lines import bucket_config_line, omitted_line
-from vllm.bucketing.settings import BucketSettings, merge_prompts
+from vllm.bucketing.log_lines import bucket_config_line, listed, omitted_line
+from vllm.bucketing.padding_aware import (
+    PaddingAwareSettings,
+    padding_aware_decode_buckets,
+    padding_aware_prefill_buckets,
+)
+from vllm.bucketing.settings import LINEAR_VARIABLES, BucketSettings, merge_prompts, usual_steps
 from vllm.bucketing.sparse import SparseSettings, sparse_decode_buckets, sparse_prefill_buckets
 from vllm.bucketing.step_limits import StepLimits, split_by_token_budget
 
-Strategy = Literal["linear", "exponential", "sparse"]
+Strategy = Literal["linear", "exponential", "sparse", "pad"]
 
 DEFAULT_MAX_PREFILL_BATCH = 64
+
+_WITH_LIMIT = ("min", "step", "max_warmup", "limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,32 +50,30 @@ def generate_buckets(
     *,
     merged_prefill: bool = False,
     max_prefill_batch: int | None = None,
-    trim_decode: bool = False,
 ) -> GeneratedBuckets:
-    """The buckets of a strategy.
+    """Return the buckets of a strategy, which may be more than steps can use.
 
     Args:
-        strategy: `linear` follows the twelve variables, the others only the limits.
+        strategy: `linear` and `pad` follow the variables, the others only the limits.
         limits: the largest step.
-        settings: the twelve variables.
+        settings: the variables, and the ranges of linear bucketing.
         merged_prefill: prompts are laid end to end in one row (linear only).
         max_prefill_batch: prompts in one launch (exponential only). None: 64, or the sequences of
             a step when these are fewer.
-        trim_decode: no decode bucket has more blocks than its sequences can have (linear only).
 
     Raises:
         ConfigError: the variables give no bucket.
     """
     if strategy == "linear":
-        return _linear(limits, settings, merged_prefill, trim_decode)
+        return _linear(limits, settings, merged_prefill)
+    if strategy == "pad":
+        return _padding_aware(limits, settings, merged_prefill)
     name = strategy.capitalize()
     warnings = [
         f"Using {name} Strategy - Your configuration {variable}={value} will be overwritten!"
         for variable, value in settings.given
     ]
-    notes = []
-    if merged_prefill:
-        notes.append(f"Merged prefill warmup is not implemented for {strategy} bucketing yet")
+    notes = _unmerged(strategy, merged_prefill)
     if strategy == "exponential":
         batch = min(limits.max_num_seqs, max_prefill_batch or DEFAULT_MAX_PREFILL_BATCH)
         ranges = ExponentialSettings.derive(limits, batch)
@@ -97,10 +102,10 @@ def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBu
     kept, omitted, warning = split_by_token_budget(prefill, limits, source)
     warnings = [] if warning is None else [warning]
     if omitted:
-        shapes = [(bucket.batch, bucket.query_len, bucket.blocks) for bucket in omitted]
         warnings.append(
             f"The following prompt buckets from custom bucketing file {source} exceed "
-            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) and were omitted: {shapes}"
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) and were omitted: "
+            f"{listed(omitted)}"
         )
     return GeneratedBuckets(
         prefill=tuple(sorted(kept)),
@@ -110,39 +115,66 @@ def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBu
     )
 
 
-def _linear(
-    limits: StepLimits, settings: BucketSettings, merged_prefill: bool, trim_decode: bool
-) -> GeneratedBuckets:
+def _linear(limits: StepLimits, settings: BucketSettings, merged_prefill: bool) -> GeneratedBuckets:
     notes: Sequence[str] = ()
+    settings = usual_steps(settings, limits)
     if merged_prefill:
         settings, notes = merge_prompts(settings, limits)
     prefill = linear_prefill_buckets(settings, limits)
-    is_max_given = settings.is_given("VLLM_DECODE_BLOCK_BUCKET_MAX")
-    # A contiguous launch needs blocks up to the highest block id of its sequences.
-    is_trimmed = trim_decode and not limits.contiguous_pa
-    decode = linear_decode_buckets(
-        settings,
-        max_blocks=None if limits.num_blocks is None else limits.max_blocks,
-        max_blocks_per_seq=limits.max_blocks_per_seq if is_trimmed else None,
-        append_max=limits.contiguous_pa and not is_max_given,
-    )
+    decode = linear_decode_buckets(settings)
     info = [
         bucket_config_line(Phase.PREFILL, settings.prompt_bs, settings.prompt_seq),
         bucket_config_line(Phase.DECODE, settings.decode_bs, settings.decode_block),
     ]
+    warnings = [
+        f"{name}={value} has no effect: only VLLM_BUCKETING_STRATEGY=pad reads it"
+        for name, value in settings.given
+        if name not in LINEAR_VARIABLES
+    ]
     config = f"bs:{settings.prompt_bs}, seq:{settings.prompt_seq}"
+    return _within_budget(prefill, decode, limits, config, [*notes, *info], warnings)
+
+
+def _padding_aware(
+    limits: StepLimits, settings: BucketSettings, merged_prefill: bool
+) -> GeneratedBuckets:
+    ranges = PaddingAwareSettings.resolve(limits, dict(settings.given))
+    prefill = padding_aware_prefill_buckets(ranges, limits)
+    decode = padding_aware_decode_buckets(ranges)
+    parts = ("min", "step", "max_warmup", "pad_max", "pad_percent")
+    info = [
+        bucket_config_line(
+            Phase.PREFILL,
+            ranges.prompt_bs,
+            ranges.prompt_seq,
+            context=ranges.prompt_ctx,
+            size_label="query",
+            parts=parts,
+        ),
+        bucket_config_line(
+            Phase.DECODE, ranges.decode_bs, ranges.decode_block, size_label="block", parts=parts
+        ),
+    ]
+    notes = _unmerged("pad", merged_prefill)
+    config = f"bs:{ranges.prompt_bs}, query:{ranges.prompt_seq}"
     return _within_budget(prefill, decode, limits, config, [*notes, *info], [])
+
+
+def _unmerged(strategy: Strategy, merged_prefill: bool) -> list[str]:
+    if not merged_prefill:
+        return []
+    return [f"Merged prefill warmup is not implemented for {strategy} bucketing yet"]
 
 
 def _config_lines(ranges: ExponentialSettings | SparseSettings) -> list[str]:
     return [
-        bucket_config_line(Phase.PREFILL, ranges.prompt_bs, ranges.prompt_seq, has_limit=True),
+        bucket_config_line(Phase.PREFILL, ranges.prompt_bs, ranges.prompt_seq, parts=_WITH_LIMIT),
         bucket_config_line(
             Phase.DECODE,
             ranges.decode_bs,
             ranges.decode_block,
             size_label="block",
-            has_limit=True,
+            parts=_WITH_LIMIT,
         ),
     ]
 

@@ -4,7 +4,6 @@ ramp-up  min, 2*min, 4*min, ...   while below step: small batches waste little
 stable   step, 2*step, ...        up to max
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise, product
 
@@ -13,8 +12,8 @@ from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 
-_FINE_CONTEXT = (8, 32)
-"""Context blocks of a single prompt, below the counts that double."""
+_FINE_CONTEXT = (1024, 4096)
+"""Tokens of context of a single prompt, below the counts that double."""
 
 
 def linear_range(min: int, step: int, max: int) -> list[int]:
@@ -114,8 +113,9 @@ def linear_context(
     most = min(most, max(0, ceil_div(max_fine_len - beside - 1, limits.block_size)))
     counts = [0]
     if batch == 1:
-        counts += [size for size in _FINE_CONTEXT if 3 * size <= 2 * most]
-        size = 2 * _FINE_CONTEXT[-1]
+        fine = [ceil_div(tokens, limits.block_size) for tokens in _FINE_CONTEXT]
+        counts += [size for size in fine if 3 * size <= 2 * most]
+        size = 2 * fine[-1]
         while 3 * size <= 2 * most:
             counts.append(size)
             size *= 2
@@ -169,39 +169,15 @@ def _every_context(limits: StepLimits, length: int) -> range:
     return range(rest // limits.block_size + 1)
 
 
-def linear_decode_buckets(
-    settings: BucketSettings,
-    *,
-    max_blocks: int | None = None,
-    max_blocks_per_seq: int | None = None,
-    append_max: bool = False,
-) -> list[Bucket]:
-    """Batch sizes x total block counts, without the impossible: a sequence has a block or more.
-
-    Args:
-        max_blocks: what a batch can ask for; larger counts shrink to it. None: no limit.
-        max_blocks_per_seq: what one sequence can ask for; counts beyond all sequences of a batch
-            shrink to what these can have. None: not considered.
-        append_max: make `max_blocks` the end of the range, whatever the settings say.
+def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
+    """Return batch sizes x total block counts, each with at least one block for a sequence.
 
     Raises:
-        ConfigError: the ranges hold nothing.
+        ConfigError: the ranges contain no bucket.
     """
     batches = linear_range(*settings.decode_bs.as_tuple())
-    block_range = settings.decode_block
-    if append_max and max_blocks is not None:
-        block_range = BucketRange(min(block_range.min, max_blocks), block_range.step, max_blocks)
-    counts = linear_range(*block_range.as_tuple())
-    if append_max and max_blocks is not None and max_blocks not in counts:
-        counts.append(max_blocks)
-    found: list[Bucket] = []
-    for batch in batches:
-        most = max(counts, default=0) if max_blocks is None else max_blocks
-        if max_blocks_per_seq is not None:
-            most = min(most, batch * max_blocks_per_seq)
-        possible = [count for count in counts if count >= batch]
-        for count in possible[: bisect_left(possible, most) + 1]:
-            found.append(decode(batch, min(count, most)))
+    counts = linear_range(*settings.decode_block.as_tuple())
+    found = [decode(batch, count) for batch, count in product(batches, counts) if count >= batch]
     if not found:
         raise _no_buckets(settings.decode_bs, settings.decode_block, "block")
     return found

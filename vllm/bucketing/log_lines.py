@@ -7,12 +7,19 @@ from collections.abc import Sequence
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.ledger import MemorySplit, format_bytes
+from vllm.utils.long_text import cut_list
 
 _PHASE_NAMES = {Phase.PREFILL: "prompt", Phase.DECODE: "decode"}
 
 
 def bucket_config_line(
-    phase: Phase, batch: object, size: object, *, size_label: str = "seq", has_limit: bool = False
+    phase: Phase,
+    batch: object,
+    size: object,
+    *,
+    size_label: str = "seq",
+    context: object = None,
+    parts: Sequence[str] = ("min", "step", "max_warmup"),
 ) -> str:
     """`Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]`
 
@@ -21,11 +28,12 @@ def bucket_config_line(
         batch: the range of batch sizes; `str()` gives it in brackets.
         size: the range of lengths, or of blocks.
         size_label: what the second range is called.
-        has_limit: a fourth number says how many sizes there are (exponential).
+        context: the range of blocks of context; None: the strategy has none.
+        parts: what the values of a range are.
     """
-    parts = "(min, step, max_warmup, limit)" if has_limit else "(min, step, max_warmup)"
     name = _PHASE_NAMES[phase].capitalize()
-    return f"{name} bucket config {parts} bs:{batch}, {size_label}:{size}"
+    blocks = "" if context is None else f", blocks:{context}"
+    return f"{name} bucket config ({', '.join(parts)}) bs:{batch}, {size_label}:{size}{blocks}"
 
 
 def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
@@ -105,10 +113,15 @@ def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:
     )
 
 
+def listed(buckets: Sequence[Bucket]) -> str:
+    """Return buckets as [(batch, query_len, blocks), ...]; a long list is cut in the middle."""
+    return cut_list([(b.batch, b.query_len, b.blocks) for b in buckets])
+
+
 def _listed(phase: Phase, buckets: Sequence[Bucket]) -> str:
     if _needs_triples(phase, buckets):
-        return str([(b.batch, b.query_len, b.blocks) for b in sorted(buckets)])
-    return str([(b.batch, _size(b)) for b in sorted(buckets)])
+        return listed(sorted(buckets))
+    return cut_list([(b.batch, _size(b)) for b in sorted(buckets)])
 
 
 def _needs_triples(phase: Phase, buckets: Sequence[Bucket]) -> bool:

@@ -2,9 +2,9 @@
 
 Their values are arguments: nothing here reads the environment.
 
-    VLLM_PROMPT_BS_BUCKET_*      prompts in one launch        1, min(seqs, 32), min(seqs, 64)
+    VLLM_PROMPT_BS_BUCKET_*      prompts of a batch           1, min(seqs, 32), min(seqs, 64)
     VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest        block_size, block_size, 1024
-    VLLM_DECODE_BS_BUCKET_*      sequences in one launch      1, min(seqs, 32), seqs
+    VLLM_DECODE_BS_BUCKET_*      sequences of a batch         1, min(seqs, 32), seqs
     VLLM_DECODE_BLOCK_BUCKET_*   their blocks together        block_size, block_size,
                                                               max(128, seqs * 2048 / block_size)
 
@@ -15,8 +15,31 @@ gives way to a value that was set: a lower maximum lowers the minimum, and the o
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from vllm.bucketing.step_limits import StepLimits, round_up
+from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
+
+LINEAR_VARIABLES = tuple(
+    f"VLLM_{dimension}_BUCKET_{part}"
+    for dimension in ("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK")
+    for part in ("MIN", "STEP", "MAX")
+)
+
+BUCKET_VARIABLES = {
+    **dict.fromkeys(LINEAR_VARIABLES, 1),
+    "VLLM_PROMPT_CTX_BUCKET_MIN": 0,
+    "VLLM_PROMPT_CTX_BUCKET_STEP": 1,
+    "VLLM_PROMPT_CTX_BUCKET_MAX": 0,
+    **{
+        f"VLLM_{dimension}_BUCKET_PAD_{part}": 0
+        for dimension in ("PROMPT_BS", "PROMPT_SEQ", "PROMPT_CTX", "DECODE_BS", "DECODE_BLOCK")
+        for part in ("MAX", "PERCENT")
+    },
+}
+"""Variables of bucket ranges and their smallest values. Padding-aware bucketing reads all of them,
+linear bucketing the first twelve."""
+
+_USUAL_BLOCK_SIZE = 128
+"""Block size for which the defaults of the variables were made."""
 
 _SKIP_HINT = "To run without warm-up, set VLLM_SKIP_WARMUP=true."
 
@@ -62,13 +85,15 @@ class BucketSettings:
         """
         values = {name: value for name, value in (given or {}).items() if value is not None}
         defaults = _default_ranges(limits)
-        names = [_name(key, part) for key in defaults for part in ("MIN", "STEP", "MAX")]
         for name, value in values.items():
-            if name not in names:
-                raise ConfigError(f"{name} is not a bucket variable; those are {', '.join(names)}")
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be an integer of at least 1")
-        ranges = {key: _resolve_range(key, default, values) for key, default in defaults.items()}
+            if name not in BUCKET_VARIABLES:
+                names = ", ".join(BUCKET_VARIABLES)
+                raise ConfigError(f"{name} is not a bucket variable; those are {names}")
+            if value < BUCKET_VARIABLES[name]:
+                raise ConfigError(
+                    f"{name}={value} must be an integer of at least {BUCKET_VARIABLES[name]}"
+                )
+        ranges = {key: resolve_range(key, default, values) for key, default in defaults.items()}
         return cls(
             prompt_bs=ranges["PROMPT_BS"],
             prompt_seq=ranges["PROMPT_SEQ"],
@@ -80,6 +105,31 @@ class BucketSettings:
     def is_given(self, name: str) -> bool:
         """Whether the variable was set."""
         return any(name == given for given, _ in self.given)
+
+
+def usual_steps(settings: BucketSettings, limits: StepLimits) -> BucketSettings:
+    """Return the settings with default steps of as many tokens as with blocks of 128 tokens.
+
+    Every size is compiled, whatever the block size. With the defaults as they are, blocks of 16
+    tokens would have 64 times as many decode sizes as blocks of 128, and those of 512 only one.
+    Values that were set are kept.
+    """
+    tokens = round_up(min(_USUAL_BLOCK_SIZE, limits.max_query_len), limits.block_size)
+    blocks = ceil_div(_USUAL_BLOCK_SIZE**2, limits.block_size)
+    return replace(
+        settings,
+        prompt_seq=_with_step(settings, "PROMPT_SEQ", settings.prompt_seq, tokens),
+        decode_block=_with_step(settings, "DECODE_BLOCK", settings.decode_block, blocks),
+    )
+
+
+def _with_step(settings: BucketSettings, key: str, sizes: BucketRange, step: int) -> BucketRange:
+    if any(settings.is_given(_name(key, part)) for part in ("MIN", "STEP")):
+        return sizes
+    if settings.is_given(_name(key, "MAX")):
+        return BucketRange(min(step, sizes.max), step, sizes.max)
+    most = round_up(sizes.max, step)
+    return BucketRange(min(step, most), step, most)
 
 
 def merge_prompts(
@@ -116,7 +166,12 @@ def _name(key: str, part: str) -> str:
     return f"VLLM_{key}_BUCKET_{part}"
 
 
-def _resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> BucketRange:
+def resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> BucketRange:
+    """Return the range of one dimension: values that are set, by variable, and defaults.
+
+    Raises:
+        ConfigError: a minimum that was set is above a maximum that was set.
+    """
     low_name, step_name, high_name = (_name(key, part) for part in ("MIN", "STEP", "MAX"))
     low, high = values.get(low_name), values.get(high_name)
     if low is not None and high is not None and low > high:

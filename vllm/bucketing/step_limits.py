@@ -15,15 +15,20 @@ to be shared, so no table is longer than U - n + 1. One prompt shared by all att
 
     most references of n sequences = n * min(C, U - n + 1)
 
+With contiguous access a decode may also read the first blocks of the cache as a slice. Any decode
+can gather its blocks, so a slice is never needed; it is prepared up to the size that n sequences
+fill when their blocks lie together, the null block included: min(n * C, U) + 1.
+
 Prefill of q tokens after t computed ones: t + q <= L, hence ceil((L - q) / block_size) blocks of
 context. Without chunked prefill t is a prefix hit, whole blocks; without prefix caching as well
 there is no context.
 
-`split_by_token_budget` applies the token budget of a step to prefill buckets.
+`split_by_token_budget` applies the token budget of a step to prefill buckets, `trim_decodes` the
+bounds above to decode buckets.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from vllm.bucketing.bucket import Bucket
 from vllm.config.fields import check_longest_prompt
@@ -43,7 +48,8 @@ class StepLimits:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     contiguous_pa: bool = False
-    """Decode reads the cache as one slice up to the highest block id of the batch."""
+    """A decode may read the cache as one slice, up to its highest block id, where that costs less
+    than to gather its blocks."""
     max_chunk_tokens: int | None = None
     """Tokens of one prompt in one step, where the scheduler is told less than the budget."""
     max_block_refs: int | None = None
@@ -119,6 +125,17 @@ class StepLimits:
             return ceil_div(rest, self.block_size)
         return rest // self.block_size
 
+    def max_query_before(self, context_blocks: int) -> int:
+        """Return the most tokens of a chunk with so many blocks of context; 0 or less: none."""
+        if not context_blocks:
+            return self.max_seq_len
+        if not self.has_context:
+            return 0
+        tokens = context_blocks * self.block_size
+        if self.enable_chunked_prefill:  # the last block of the context may have one token
+            tokens -= self.block_size - 1
+        return self.max_seq_len - tokens
+
     @property
     def max_decode_batch(self) -> int:
         """Sequences that can decode together: each has a block of its own."""
@@ -136,20 +153,15 @@ class StepLimits:
         return min(self.max_decode_batch, self.max_draft_batch)
 
     def max_decode_blocks(self, batch: int) -> int:
-        """Maximum number of blocks of a decode of `batch` sequences, `max_decode_batch` at most."""
-        shared = self.usable_blocks - batch
+        """Return the most blocks of a decode of `batch` sequences, `max_decode_batch` at most."""
+        distinct = min(batch * self.max_blocks_per_seq, self.usable_blocks)
+        refs = distinct
         if self.enable_prefix_caching:
-            refs = batch * min(self.max_blocks_per_seq, shared + 1)
-        else:
-            refs = min(batch * self.max_blocks_per_seq, self.usable_blocks)
+            refs = batch * min(self.max_blocks_per_seq, self.usable_blocks - batch + 1)
         if self.max_block_refs is not None:
-            refs = min(refs, self.max_block_refs)
-        # The highest block id may be in use whatever the batch; ids count the null block.
-        return max(refs, self.usable_blocks + 1) if self.contiguous_pa else refs
-
-    def min_decode_blocks(self, batch: int) -> int:
-        """Minimum number of blocks of a decode of `batch` sequences: one for each."""
-        return batch + 1 if self.contiguous_pa else batch
+            refs, distinct = min(refs, self.max_block_refs), min(distinct, self.max_block_refs)
+        # A slice that holds them begins with the null block.
+        return max(refs, distinct + 1) if self.contiguous_pa else refs
 
     @property
     def max_blocks(self) -> int:
@@ -183,6 +195,27 @@ def round_up(value: int, step: int) -> int:
 def _check_at_least(name: str, value: int | None, smallest: int) -> None:
     if value is not None and value < smallest:
         raise ConfigError(f"{name} must be at least {smallest}, got {value}")
+
+
+def trim_decodes(buckets: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
+    """Lower the blocks of decode buckets to the most that their batches can have; sorted.
+
+    Where the slice of a full batch would be one block larger than another bucket, for the null
+    block, it replaces that bucket.
+
+    Args:
+        buckets: decode buckets in any order.
+        limits: what a launch can ask for.
+    """
+    largest = [0]
+    for batch in range(1, limits.max_decode_batch + 1):
+        largest.append(max(largest[-1], limits.max_decode_blocks(batch)))
+    found: set[Bucket] = set()
+    for bucket in buckets:
+        most = largest[min(bucket.batch, limits.max_decode_batch)]
+        is_largest = bucket.blocks >= most - limits.contiguous_pa
+        found.add(replace(bucket, blocks=most) if is_largest else bucket)
+    return sorted(found)
 
 
 def split_by_token_budget(

@@ -5,12 +5,12 @@ setting is a field with a docstring, which becomes a flag as everywhere in this 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
-BucketingStrategy = Literal["linear", "exponential", "sparse"]
+BucketingStrategy = Literal["linear", "exponential", "sparse", "pad"]
 GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
 SamplingWarmUp = Literal["basic", "all"]
@@ -90,7 +90,7 @@ class HPUConfig:
     log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
 
     def __post_init__(self) -> None:
-        check_one_of(self, "bucketing_strategy", ("linear", "exponential", "sparse"))
+        check_one_of(self, "bucketing_strategy", get_args(BucketingStrategy))
         check_one_of(self, "sampling_warmup", ("basic", "all"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
         check_at_least(self, 1, "hidden_layers_per_graph", "max_seq_len_to_capture")

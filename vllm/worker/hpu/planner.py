@@ -96,18 +96,15 @@ class PaddedShape:
 
 
 def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
-    """Every shape in which launches of a bucket can run.
+    """Return every shape in which batches of a bucket can run.
 
-    With prefix caching a decode runs contiguous or plain, whichever costs less for the blocks that
-    its rows have.
+    With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
+    that its sequences have.
     """
     plain = PaddedShape(bucket, max_shift=limits.max_pending_drafts)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
-    if not limits.contiguous_pa:
-        return [plain]
-    sliced = _sliced_shapes(bucket, limits)
-    return [*sliced, plain] if limits.enable_prefix_caching or not sliced else sliced
+    return [*_sliced_shapes(bucket, limits), plain] if limits.contiguous_pa else [plain]
 
 
 def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
@@ -261,19 +258,13 @@ class HPULaunchPlanner:
             refs = int(_num_blocks(seq_lens, self._size).sum())
             return self._launch_decode(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
-        bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
-        shapes = _sliced_shapes(bucket, self._limits)
-        if self._limits.enable_prefix_caching:
-            bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
-            gather_cost = PaddedShape(bucket).read_cost
-            shapes = [s for s in shapes if counts.shared <= s.num_shared]
-            shapes = [s for s in shapes if s.read_cost <= gather_cost]
-        sliced = shapes[0] if shapes else None
-        if sliced is None:
-            # Without prefix caching only buckets beyond the cache are warmed up for plain launches,
-            # and this one, which is beyond it, has room for all: no block is referenced twice.
-            return self._launch_decode(rows, bucket)
-        return self._launch_decode(rows, sliced.bucket, True, sliced.num_shared)
+        bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
+        gather_cost = PaddedShape(bucket).read_cost
+        slice_bucket = self._find(Phase.DECODE, batch, query_len, counts.span)
+        for shape in [] if slice_bucket is None else _sliced_shapes(slice_bucket, self._limits):
+            if counts.shared <= shape.num_shared and shape.read_cost <= gather_cost:
+                return self._launch_decode(rows, shape.bucket, True, shape.num_shared)
+        return self._launch_decode(rows, bucket)
 
     def _launch_decode(
         self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
