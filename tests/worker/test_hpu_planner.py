@@ -173,7 +173,8 @@ def test_without_sharing_a_slice_beyond_the_buckets_of_the_cache_becomes_a_gathe
     [
         (prefill(1, 128), {"contiguous_pa": True}, [False]),
         (decode(4, 8), {}, [False]),
-        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 8}, [True, False]),
+        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 8}, [True]),
+        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 9}, [True, False]),
         (decode(4, 9), {"contiguous_pa": True, "num_blocks": 8}, [False]),
         (decode(4, 9), {"contiguous_pa": True}, [True, False]),
         (

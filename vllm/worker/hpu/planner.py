@@ -104,7 +104,12 @@ def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -
     plain = PaddedShape(bucket, max_shift=limits.max_pending_drafts)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
-    return [*_sliced_shapes(bucket, limits), plain] if limits.contiguous_pa else [plain]
+    if not limits.contiguous_pa:
+        return [plain]
+    sliced = _sliced_shapes(bucket, limits)
+    if bucket.blocks == limits.num_blocks and not limits.enable_prefix_caching:
+        return sliced  # the whole cache holds any decode, and no block is gathered twice
+    return [*sliced, plain]
 
 
 def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
