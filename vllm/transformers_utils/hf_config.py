@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.families import TEXT_TYPES
 from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
-from vllm.transformers_utils.text_config import TEXT_TYPES, text_config
+from vllm.transformers_utils.text_config import text_config
 
 _LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
 """Model types that not every transformers has. Keys and defaults of their configs are Llama's."""

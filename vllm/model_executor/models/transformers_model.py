@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.config import ModelArch, RopeConfig
+from vllm.config.families import TEXT_TYPES
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -30,7 +31,6 @@ from vllm.model_executor.models.transformers_layers import (
     replace_linear_layers,
 )
 from vllm.model_executor.models.transformers_stages import LayerRanges
-from vllm.transformers_utils.text_config import TEXT_TYPES
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
