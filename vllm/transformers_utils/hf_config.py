@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, family_of
 from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
@@ -13,11 +13,8 @@ from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
 from vllm.transformers_utils.text_config import text_config
 
-_LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
-"""Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
-
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
-"""Keys that have no defaults there: without them Baichuan has ALiBi."""
+"""Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +68,8 @@ def complete_hf_config(
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
     """
-    if raw.get("model_type") == "chatglm":
+    family = family_of(raw.get("model_type"))
+    if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
     if plain is not None:
@@ -94,8 +92,8 @@ def complete_hf_config(
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
-        if model_type in _LIKE_LLAMA:
-            completed = CONFIG_MAPPING["llama"].from_dict(dict(raw)).to_dict()
+        if family.config_class is not None:
+            completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
             return {**given, **raw}
     except Exception as error:

@@ -5,10 +5,17 @@ know of it is here, so that nothing else in the package asks for a `model_type` 
 torch and no transformers.
 """
 
-from vllm.config.families.family import Family
+from vllm.config.families.family import ConfigDefaults, Family
 from vllm.config.families.table import FAMILIES
 
-__all__ = ["FAMILIES", "TEXT_TYPES", "Family", "family_of", "family_of_architecture"]
+__all__ = [
+    "FAMILIES",
+    "TEXT_TYPES",
+    "ConfigDefaults",
+    "Family",
+    "family_of",
+    "family_of_architecture",
+]
 
 _UNKNOWN = Family(model_type="")
 

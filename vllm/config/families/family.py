@@ -122,11 +122,8 @@ class Family:
     config_class: str | None = None
     """`model_type` whose config class completes the config where transformers has none for this
     family. Rotations and positions have no defaults then."""
-    config_names: Mapping[str, str] = field(default_factory=dict)
-    """Key in its config.json -> the name that transformers has for it. A family with such names is
-    completed without transformers."""
-    supported_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that are supported with one value, which is also what their absence means."""
+    config_format: Literal["transformers", "chatglm"] = "transformers"
+    """Whose keys config.json has."""
 
     # ---- tokenizer
     tokenizer: str | None = None

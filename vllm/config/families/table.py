@@ -301,22 +301,7 @@ _OTHERS = (
         module="glm",
         architectures=("ChatGLMModel",),
         also_published_as=("ChatGLMForConditionalGeneration",),  # fine-tuned models
-        config_names={
-            "padded_vocab_size": "vocab_size",
-            "num_layers": "num_hidden_layers",
-            "ffn_hidden_size": "intermediate_size",
-            "kv_channels": "head_dim",
-            "layernorm_epsilon": "rms_norm_eps",
-            "seq_length": "max_position_embeddings",
-            "add_qkv_bias": "attention_bias",
-        },
-        supported_settings={
-            "apply_residual_connection_post_layernorm": False,
-            "post_layer_norm": True,
-            "rmsnorm": True,
-            "add_bias_linear": False,
-            "pre_seq_len": None,
-        },
+        config_format="chatglm",
         tokenizer="",
     ),
     Family(
