@@ -5,7 +5,7 @@ know of it is here, so that nothing else in the package asks for a `model_type` 
 torch and no transformers.
 """
 
-from vllm.config.families.family import ConfigDefaults, Family
+from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
 from vllm.config.families.table import FAMILIES
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TEXT_TYPES",
     "ConfigDefaults",
     "Family",
+    "GGUFFacts",
     "family_of",
     "family_of_architecture",
 ]
