@@ -58,7 +58,7 @@ class GGUFFacts:
 class FP8Scales:
     """How a calibration for FP8 treats the models of a family."""
 
-    blocked: tuple[str, ...]
+    blocked: tuple[str, ...] = ()
     """Regular expressions for the names of modules that stay as they are."""
     scale_format: str | None = None
     """For the files of QUANT_CONFIG; None: they do not say it."""
@@ -145,5 +145,5 @@ class Family:
     # ---- quantization
     awq_pairs: tuple[tuple[str, ...], ...] = ()
     """Of a decoder layer of transformers: a module whose outputs can be divided, and patterns of
-    all layers that have them as inputs. None: AWQ cannot be made of it."""
-    fp8_scales: FP8Scales | None = None
+    all layers that have them as inputs. Empty: AWQ cannot be made of it."""
+    fp8_scales: FP8Scales = FP8Scales()
