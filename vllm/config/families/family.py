@@ -87,6 +87,10 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
+    has_mtp_layers: bool = False
+    """Checkpoints may have layers behind the last one that guess further tokens, in the form of
+    DeepSeek V3, for speculative decoding."""
+
     # ---- attention and windows
     windows: Literal["configured", "if_switched_on", "ignored"] = "configured"
     """Whether layers have the `sliding_window` of the config; `if_switched_on`: only with

@@ -329,6 +329,7 @@ _OTHERS = (
         model_type="deepseek_v3",
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
+        has_mtp_layers=True,
         tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
     ),
