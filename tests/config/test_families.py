@@ -24,7 +24,8 @@ def names_of_families() -> set[str]:
     """Every name that a second table could have as a key."""
     found = set(FAMILIES)
     for family in FAMILIES.values():
-        found |= {*family.architectures, *family.also_published_as, *family.pooling_architectures}
+        found |= {*family.also_typed, *family.also_published_as}
+        found |= {*family.architectures, *family.pooling_architectures}
         if family.gguf is not None:
             found.add(family.gguf.architecture)
     return found
@@ -55,6 +56,9 @@ def test_every_name_is_of_one_family():
             family.pooling_architectures,
         )
         for name in names
+    )
+    counts += Counter(
+        name for family in FAMILIES.values() for name in (family.model_type, *family.also_typed)
     )
     assert [name for name, count in counts.items() if count > 1] == []
     for family in FAMILIES.values():

@@ -29,6 +29,23 @@ def test_defaults_of_the_model_type_are_filled_in(tmp_path):
     assert load(write(tmp_path, shorter))["hidden_act"] == "silu"
 
 
+@pytest.mark.parametrize(
+    ("names", "usual"),
+    [
+        (("kimi_k2", "DeepseekV3ForCausalLM"), ("deepseek_v3", "DeepseekV3ForCausalLM")),
+        (("phimoe", "PhiMoEForCausalLM"), ("phimoe", "PhimoeForCausalLM")),
+        (("mpt", "MPTForCausalLM"), ("mpt", "MptForCausalLM")),
+        (("unheard_of", "NoForCausalLM"), ("unheard_of", "NoForCausalLM")),
+        ((None, None), (None, None)),
+    ],
+)
+def test_other_published_names_are_replaced_by_the_usual_ones(tmp_path, names, usual):
+    keys = ("model_type", "architectures")
+    named = {key: [name] if key == keys[1] else name for key, name in zip(keys, names, strict=True)}
+    config = read_hf_config(write(tmp_path, CONFIG | named), {})
+    assert (config["model_type"], config["architectures"][0]) == usual
+
+
 def test_the_result_is_plain_data(tmp_path):
     text = json.dumps(load(write(tmp_path, CONFIG)))
     assert json.loads(text)["vocab_size"] == CONFIG["vocab_size"]

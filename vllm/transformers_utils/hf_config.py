@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config.families import TEXT_TYPES, family_of
+from vllm.config.families import TEXT_TYPES, family_of, with_usual_names
 from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
@@ -21,7 +21,8 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
     transformers.
 
-    Of a model with a part for images it is the config of the language model (`text_config`).
+    Of a model with a part for images it is the config of the language model (`text_config`). Other
+    published names of a family are replaced by its own.
 
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
@@ -43,7 +44,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     raw = _with_overrides(text_config(raw), overrides)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
-    return raw
+    return with_usual_names(raw)
 
 
 def complete_hf_config(

@@ -5,6 +5,9 @@ know of it is here, so that nothing else in the package asks for a `model_type` 
 torch and no transformers.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
 from vllm.config.families.table import FAMILIES
 
@@ -16,9 +19,13 @@ __all__ = [
     "GGUFFacts",
     "family_of",
     "family_of_architecture",
+    "with_usual_names",
 ]
 
 _UNKNOWN = Family(model_type="")
+_BY_TYPE = {
+    name: family for family in FAMILIES.values() for name in (family.model_type, *family.also_typed)
+}
 
 TEXT_TYPES = {
     name: family.text_type
@@ -37,7 +44,7 @@ def family_of(model_type: object) -> Family:
     >>> family_of("unheard_of").windows
     'configured'
     """
-    known = isinstance(model_type, str) and FAMILIES.get(model_type)
+    known = isinstance(model_type, str) and _BY_TYPE.get(model_type)
     return known or _UNKNOWN
 
 
@@ -52,3 +59,22 @@ def family_of_architecture(name: str) -> Family:
         if any(name in each for each in names):
             return family
     return _UNKNOWN
+
+
+def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the other names of a family in config.json by those that it has in the table.
+
+    >>> with_usual_names({"model_type": "mpt", "architectures": ["MPTForCausalLM"]})
+    {'model_type': 'mpt', 'architectures': ['MptForCausalLM']}
+    """
+    usual = dict(config)
+    if family_of(config.get("model_type")) is not _UNKNOWN:
+        usual["model_type"] = family_of(config["model_type"]).model_type
+    if isinstance(names := config.get("architectures"), list):
+        usual["architectures"] = [_usual_name(name) for name in names]
+    return usual
+
+
+def _usual_name(name: Any) -> Any:
+    family = family_of_architecture(name)
+    return family.architectures[0] if name in family.also_published_as else name

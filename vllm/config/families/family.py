@@ -69,12 +69,15 @@ class Family:
     """The models of one `model_type`."""
 
     model_type: str
+    also_typed: tuple[str, ...] = ()
+    """Other values of `model_type` in published checkpoints."""
 
     # ---- names and classes
     architectures: tuple[str, ...] = ()
     """Classes of generating models, and of encoders; the first one is the usual one."""
     also_published_as: tuple[str, ...] = ()
-    """Other names of the first architecture in published checkpoints."""
+    """Other names of the first architecture in published checkpoints. They are replaced by it as
+    config.json is read."""
     module: str | None = None
     """Module of `vllm.model_executor.models` with the architectures; None: they run with the
     modules of transformers, if at all."""

@@ -327,6 +327,7 @@ _OTHERS = (
     ),
     Family(
         model_type="deepseek_v3",
+        also_typed=("kimi_k2",),
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
         has_mtp_layers=True,
@@ -459,6 +460,7 @@ _OTHERS = (
     Family(
         model_type="phimoe",
         architectures=("PhimoeForCausalLM",),
+        also_published_as=("PhiMoEForCausalLM",),
         tokenizer=_GENERIC,
     ),
     Family(
