@@ -291,10 +291,10 @@ def _read_ropes(
 def _rotates_by_default(config: Mapping[str, Any]) -> bool:
     """Whether a config without a base of rotations means the usual one.
 
-    GPT-J says only how much of a head is rotated.
+    GPT-J says only how much of a head is rotated; of Baichuan the maximum of positions says it.
     """
-    needed = family_of(config.get("model_type")).rope_needs_key
-    return bool(config.get("rotary_dim") or (needed is not None and config.get(needed)))
+    key = family_of(config.get("model_type")).rope_implied_by
+    return bool(config.get("rotary_dim") or (key is not None and config.get(key)))
 
 
 def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:

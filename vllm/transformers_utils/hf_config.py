@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config.families import TEXT_TYPES, family_of, with_usual_names
+from vllm.config.families import TEXT_TYPES, family_of, usual_architecture
 from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
@@ -21,8 +21,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
     transformers.
 
-    Of a model with a part for images it is the config of the language model (`text_config`). Other
-    published names of a family are replaced by its own.
+    Of a model with a part for images it is the config of the language model (`text_config`).
 
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
@@ -44,7 +43,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     raw = _with_overrides(text_config(raw), overrides)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
-    return with_usual_names(raw)
+    return raw
 
 
 def complete_hf_config(
@@ -56,7 +55,8 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """`raw`, from `read_hf_config`, with the defaults of its model type; plain data.
+    """`raw`, from `read_hf_config`, with the defaults of its model type, by its usual name; plain
+    data.
 
     Args:
         raw: values of config.json.
@@ -70,6 +70,8 @@ def complete_hf_config(
         ConfigError: an unknown model type, or values that transformers refuses.
     """
     family = family_of(raw.get("model_type"))
+    if family.also_typed:
+        raw = {**raw, "model_type": family.model_type}
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
@@ -112,6 +114,7 @@ def is_known_to_transformers(architecture: str) -> bool:
     checkpoint of this name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    architecture = usual_architecture(architecture)
     if architecture in TEXT_TYPES:
         return TEXT_TYPES[architecture] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

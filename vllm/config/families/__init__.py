@@ -5,9 +5,6 @@ know of it is here, so that nothing else in the package asks for a `model_type` 
 torch and no transformers.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
 from vllm.config.families.table import FAMILIES
 
@@ -19,7 +16,7 @@ __all__ = [
     "GGUFFacts",
     "family_of",
     "family_of_architecture",
-    "with_usual_names",
+    "usual_architecture",
 ]
 
 _UNKNOWN = Family(model_type="")
@@ -61,20 +58,11 @@ def family_of_architecture(name: str) -> Family:
     return _UNKNOWN
 
 
-def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the other names of a family in config.json by those that it has in the table.
+def usual_architecture(name: str) -> str:
+    """Return the usual name of an architecture that is published under several.
 
-    >>> with_usual_names({"model_type": "mpt", "architectures": ["MPTForCausalLM"]})
-    {'model_type': 'mpt', 'architectures': ['MptForCausalLM']}
+    >>> usual_architecture("MPTForCausalLM")
+    'MptForCausalLM'
     """
-    usual = dict(config)
-    if family_of(config.get("model_type")) is not _UNKNOWN:
-        usual["model_type"] = family_of(config["model_type"]).model_type
-    if isinstance(names := config.get("architectures"), list):
-        usual["architectures"] = [_usual_name(name) for name in names]
-    return usual
-
-
-def _usual_name(name: Any) -> Any:
     family = family_of_architecture(name)
     return family.architectures[0] if name in family.also_published_as else name

@@ -1,6 +1,7 @@
 """What there is to know about a family of models besides its modules. Knows no families.
 
-Defaults are what most families have, and what is assumed of an unknown `model_type`.
+Defaults are what most families have, and what is assumed of an unknown `model_type`. Entries are
+compared by identity, which makes the classes cheaper to import.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigDefaults:
     """Defaults of the keys that config.json may leave out, as transformers has them.
 
@@ -25,7 +26,7 @@ class ConfigDefaults:
     """Required key with the size of the MLP."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GGUFFacts:
     """How GGUF files store the models of a family."""
 
@@ -54,7 +55,7 @@ class GGUFFacts:
     has_shared_expert: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FP8Scales:
     """How a calibration for FP8 treats the models of a family."""
 
@@ -64,7 +65,7 @@ class FP8Scales:
     """For the files of QUANT_CONFIG; None: they do not say it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """The models of one `model_type`."""
 
@@ -76,8 +77,7 @@ class Family:
     architectures: tuple[str, ...] = ()
     """Classes of generating models, and of encoders; the first one is the usual one."""
     also_published_as: tuple[str, ...] = ()
-    """Other names of the first architecture in published checkpoints. They are replaced by it as
-    config.json is read."""
+    """Other names of the first architecture in published checkpoints."""
     module: str | None = None
     """Module of `vllm.model_executor.models` with the architectures; None: they run with the
     modules of transformers, if at all."""
@@ -112,8 +112,8 @@ class Family:
     # ---- positions
     rope_switch: tuple[str, str] | None = None
     """Key of the config, and its value with which there are rotations. None: there is no switch."""
-    rope_needs_key: str | None = None
-    """A config with this key has rotations even if it does not give their base."""
+    rope_implied_by: str | None = None
+    """Key of the config; with it there are rotations even if their base is not given."""
     has_rope_without_window: bool = True
     """False: layers of full attention have no rotations."""
     no_rope_interval: int | None = None

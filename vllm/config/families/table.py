@@ -142,7 +142,7 @@ _LLAMAS = (
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
         also_published_as=("BaiChuanForCausalLM",),  # the first model of 7B
-        rope_needs_key="max_position_embeddings",  # without it: ALiBi
+        rope_implied_by="max_position_embeddings",  # without it: ALiBi
         config_class="llama",
         tokenizer="",
     ),
