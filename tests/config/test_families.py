@@ -1,6 +1,7 @@
 """The table of families: its entries are consistent, and there is no second table."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
@@ -125,7 +126,7 @@ def tables(source: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def comparisons(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comparison of a `model_type` with the names of families."""
+    """Line and text of each comparison of a model type or an architecture with a family's name."""
     for node in ast.walk(ast.parse(source)):
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if not isinstance(node, ast.Compare) and not (
@@ -134,10 +135,9 @@ def comparisons(source: str) -> Iterator[tuple[int, str]]:
             continue
         texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
         words = {t for t in texts if isinstance(t, str) and t not in ("", "model_type")}
-        if "model_type" in ast.unparse(node) and any(
-            name.startswith(word) for word in words for name in NAMES
-        ):
-            yield node.lineno, ast.unparse(node)
+        is_of_model = re.search("model_type|architecture", text := ast.unparse(node))
+        if is_of_model and any(name.startswith(word) for word in words for name in NAMES):
+            yield node.lineno, text
 
 
 def test_nothing_else_is_keyed_by_families():
@@ -179,6 +179,9 @@ def test_a_second_table_is_recognised(source):
         ('model_type.startswith("gemma")', True),
         ('config.get("model_type") == "mlp_speculator"', False),
         ('config.get("model_type") == wanted', False),
+        ('model.architecture != "llama"', True),
+        ('arch.architecture == "DeepseekV3ForCausalLM"', True),
+        ('arch.architecture.endswith("ForSequenceClassification")', False),
         ('name == "llama"', False),
     ],
 )
