@@ -275,6 +275,8 @@ def supported_models() -> Iterator[str]:
             model = ModelRegistry.resolve(name)
             if issubclass(model, kind):
                 text = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
+                if model.__name__ != name:
+                    text = f"Another name of `{model.__name__}`."
                 marks = ("yes" * (name in architectures_with(column)) for column in tested)
                 lines = len(inspect.getsource(sys.modules[model.__module__]).splitlines())
                 yield _row(f"`{name}`", text, f"{lines}", *marks)

@@ -19,17 +19,18 @@ from tests.conformance.hpu_program import (
     padding_input,
 )
 from tests.tiny_pooling_models import MODELS, REWARD_MODELS
+from vllm.config.families import FAMILIES
 from vllm.model_executor.models.registry import ModelRegistry, is_encoder
 from vllm.platforms.habana.sim_capture import capture
 from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
 
 _FIRST = "LlamaForCausalLM"
-_ALIASES = {"MPTForCausalLM"}
+_ALIASES = {name for family in FAMILIES.values() for name in family.also_published_as}
 _FOREIGN = {"TransformersForCausalLM", "TransformersForConditionalGeneration"}
 """Runs the code of transformers, which nobody here has captured."""
 _SAME_LAYERS = {
-    *("BaichuanForCausalLM", "BaiChuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
-    *("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+    *("BaichuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
+    "ChatGLMModel",
     *(f"{family}ForConditionalGeneration" for family in ("Gemma3", "Llama4", "Mistral3")),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the

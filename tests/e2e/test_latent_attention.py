@@ -2,6 +2,7 @@
 prefix hits and preemption, on the CPU and on the simulated card.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def check(folder: Path, references: list[Reference], **settings) -> LLM:
 def test_logprobs_are_those_of_transformers(family, models, references):
     llm = check(models(family), references(family))
     assert llm.llm_engine.engine_core.scheduler.num_preemptions > 0
+
+
+def test_a_model_type_by_another_published_name_is_the_same(models, references, tmp_path):
+    folder = models("deepseek_v3")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    check(tmp_path, references("deepseek_v3"))
 
 
 @pytest.mark.parametrize(

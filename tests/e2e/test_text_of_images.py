@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
 from tests.tiny_models import _DECODER, _GEMMA2, _LLAMA3_ROPE, is_version_4, randomize
 from vllm import LLM, SamplingParams
+from vllm.config.families import TEXT_TYPES
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.transformers_utils.text_config import TEXT_TYPES
 
 MAX_TOKENS = 5
 SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}

@@ -120,6 +120,15 @@ def test_checkpoints_have_other_names_than_the_modules(model_type, tmp_path):
     check(make(model_type, tmp_path, num_key_value_heads=4), model_impl="transformers")
 
 
+@needs_backend
+def test_a_checkpoint_by_another_published_name_runs(tmp_path):
+    folder = make("phimoe", tmp_path, num_key_value_heads=4)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["PhiMoEForCausalLM"]}
+    path.write_text(json.dumps(config))
+    check(folder)
+
+
 ROTATIONS = {
     "longrope": ("phi3_long", {}),
     "dynamic": (

@@ -9,10 +9,10 @@ import pytest
 from tests.model_executor.helpers import load, read_arch
 from tests.model_executor.inc_models import load_inc, measure, quantize
 from vllm.config import IncConfig
+from vllm.config.families import FAMILIES
 from vllm.distributed import Stage, TPGroup
 from vllm.entrypoints.calibration.folder import CalibrationFolder
 from vllm.entrypoints.calibration.ranks import expand, unify
-from vllm.entrypoints.calibration.run import FAMILIES
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization import inc_measure
 from vllm.model_executor.quantization.inc_files import Measurements, Node, read_file, write_file
@@ -125,15 +125,15 @@ def test_the_file_of_a_stage_has_its_rank_among_all(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "blocked"),
+    ("family", "blocked"),
     [
-        ("mixtral", "mixtral", ["model.layers.0.self_attn.qkv_proj", "lm_head"]),
-        ("deepseek_v3", "deepseek", ["lm_head", "model.layers.1.mlp.gate"]),
+        ("mixtral", ["model.layers.0.self_attn.qkv_proj", "lm_head"]),
+        ("deepseek_v3", ["lm_head", "model.layers.1.mlp.gate"]),
     ],
 )
-def test_families_have_lists_of_their_own(tiny_model, family, kind, blocked):
+def test_families_have_lists_of_their_own(tiny_model, family, blocked):
     model = load(tiny_model(family))
     names = [name for name, _ in model.named_modules()]
-    found = [n for n in names if any(re.search(p, n) for p in FAMILIES[kind].blocked)]
+    found = [n for n in names if any(re.search(p, n) for p in FAMILIES[family].fp8_scales.blocked)]
     assert set(blocked) <= set(found)
     assert not any("experts" in name for name in found)

@@ -8,15 +8,16 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny_models import _FAMILIES
+from vllm.config.families import FAMILIES, TEXT_TYPES
 from vllm.errors import ConfigError
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
-from vllm.transformers_utils.text_config import TEXT_TYPES
 
 
 @pytest.mark.parametrize("name", ModelRegistry.supported())
-def test_every_built_in_name_is_the_name_of_its_class(name):
-    assert ModelRegistry.resolve(name).__name__ == name
+def test_every_built_in_name_is_the_name_of_its_class_or_another_one_of_it(name):
+    first = [f.architectures[0] for f in FAMILIES.values() if name in f.also_published_as]
+    assert ModelRegistry.resolve(name).__name__ == next(iter(first), name)
 
 
 def test_every_decoder_is_compared_with_transformers():
@@ -27,13 +28,12 @@ def test_every_decoder_is_compared_with_transformers():
         for name in ModelRegistry.supported()
         if issubclass(ModelRegistry.resolve(name), CausalLM)
     }
-    # MptForCausalLM, as it was first called; and tests/e2e/test_transformers_model.py
-    elsewhere = {"MPTForCausalLM", "TransformersForCausalLM"}
-    # tests/e2e/test_remote_code_families.py; BaiChuanForCausalLM is another spelling.
-    elsewhere |= {
-        f"{name}ForCausalLM" for name in ("Baichuan", "BaiChuan", "InternLM2", "InternLM3")
-    }
-    elsewhere |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
+    ours = [family for family in FAMILIES.values() if family.module is not None]
+    elsewhere = {name for family in ours for name in family.also_published_as}
+    elsewhere |= {"TransformersForCausalLM"}  # tests/e2e/test_transformers_model.py
+    # tests/e2e/test_remote_code_families.py
+    elsewhere |= {f"{name}ForCausalLM" for name in ("Baichuan", "InternLM2", "InternLM3")}
+    elsewhere |= {"ChatGLMModel"}
     elsewhere |= {
         *TEXT_TYPES,
         "TransformersForConditionalGeneration",

@@ -15,13 +15,13 @@ from tests.model_executor.helpers import make_config
 from tests.quantized_checkpoints import FORMATS
 from tests.tiny_models import is_version_4
 from vllm.config import ModelConfig
+from vllm.config.families import TEXT_TYPES
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.model_executor.loader.weights import names_in_checkpoint
 from vllm.model_executor.quantization import quantization_of
 from vllm.model_executor.quantization.interface import CheckpointNames
-from vllm.transformers_utils.text_config import TEXT_TYPES
 
 pytestmark = pytest.mark.skipif(
     is_version_4(), reason="this transformers has other configs for parts"

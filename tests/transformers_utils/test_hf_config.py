@@ -9,7 +9,11 @@ import pytest
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch
 from vllm.errors import ConfigError
-from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+from vllm.transformers_utils.hf_config import (
+    complete_hf_config,
+    is_known_to_transformers,
+    read_hf_config,
+)
 
 CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
 
@@ -27,6 +31,22 @@ def load(folder: Path, *, trust: bool = False, **overrides: Any) -> dict[str, An
 def test_defaults_of_the_model_type_are_filled_in(tmp_path):
     shorter = {k: v for k, v in CONFIG.items() if k != "hidden_act"}
     assert load(write(tmp_path, shorter))["hidden_act"] == "silu"
+
+
+def test_a_model_type_by_another_published_name_is_the_usual_one(tmp_path):
+    named = CONFIG | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    usual = CONFIG | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    found = load(write(tmp_path, named))
+    assert found["model_type"] == "deepseek_v3"
+    assert found == load(write(tmp_path, usual))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [("PhimoeForCausalLM", True), ("PhiMoEForCausalLM", True), ("PhiMOEForCausalLM", False)],
+)
+def test_transformers_is_asked_for_the_usual_name(name, is_known):
+    assert is_known_to_transformers(name) == is_known
 
 
 def test_the_result_is_plain_data(tmp_path):

@@ -16,6 +16,7 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from tests.engine.tokenizers_for_tests import sentencepiece
+from vllm.config.families import FAMILIES
 from vllm.transformers_utils import tokenizer_class as module
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
@@ -156,13 +157,16 @@ def test_the_table_is_that_of_the_installed_transformers():
     auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
     if not hasattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS"):
         pytest.skip("the table is of transformers 5")
-    for model_type, name in module._CLASSES.items():
+    with_classes = [family for family in FAMILIES.values() if family.tokenizer is not None]
+    assert with_classes
+    for family in with_classes:
+        model_type, name = family.model_type, family.tokenizer
         theirs = auto.TOKENIZER_MAPPING_NAMES.get(model_type) or ""
         generic = theirs in ("TokenizersBackend", "MistralCommonBackend")
         assert name == (module._GENERIC if generic else theirs), model_type
         if name not in ("", module._GENERIC):
             is_forced = model_type in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-            assert is_forced == (model_type in module._FORCED), model_type
+            assert is_forced == family.replaces_tokenizer, model_type
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm.config.families import family_of
 from vllm.config.layer_kinds import has_no_positions, read_state_layers, read_windows
 from vllm.config.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
 from vllm.errors import ConfigError
@@ -216,8 +217,9 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _read_num_heads(config: Mapping[str, Any], hidden_size: int) -> int:
-    # The channels of Mamba are independent of each other, as heads are.
-    return hidden_size if config.get("model_type") == "mamba" else _number(config, *_NUM_HEADS)
+    if family_of(config.get("model_type")).heads_are_channels:
+        return hidden_size
+    return _number(config, *_NUM_HEADS)
 
 
 def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
@@ -229,22 +231,16 @@ def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     return int(given or num_heads)
 
 
-_UNSAID_POSITIONS = 2048
-"""Of a model that has no positions and does not say how long its texts may be: what BLOOM and Mamba
-were trained with."""
-_MAY_LEAVE_POSITIONS_OUT = ("bloom", "mamba", "mamba2")
-
-
 def _read_max_positions(config: Mapping[str, Any]) -> int:
-    may_be_unsaid = config.get("model_type") in _MAY_LEAVE_POSITIONS_OUT
-    if may_be_unsaid and _first(config, _MAX_POSITIONS) is None:
-        return _UNSAID_POSITIONS
+    default = family_of(config.get("model_type")).default_max_positions
+    if default is not None and _first(config, _MAX_POSITIONS) is None:
+        return default
     return _number(config, *_MAX_POSITIONS)
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
     """Rows at the start of a learned position table that no token uses."""
-    if config.get("model_type") in ("roberta", "xlm-roberta", "camembert"):
+    if family_of(config.get("model_type")).positions_follow_padding:
         return int(config.get("pad_token_id") or 0) + 1
     return 0
 
@@ -261,10 +257,6 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
 def _read_dtype(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return name.removeprefix("torch.")
-
-
-_NO_ROPE_WITHOUT_WINDOW = frozenset({"cohere2"})
-"""Model types whose layers of full attention have no rotations."""
 
 
 def _read_ropes(
@@ -285,7 +277,7 @@ def _read_ropes(
         full = local = _read_rope(config, head_size, parameters, theta)
         if local_theta is not None:
             local = _read_rope(config, head_size, {}, local_theta)
-    if config.get("model_type") in _NO_ROPE_WITHOUT_WINDOW:
+    if not family_of(config.get("model_type")).has_rope_without_window:
         full = None
     if has_no_positions(config):
         full = local = None
@@ -299,18 +291,17 @@ def _read_ropes(
 def _rotates_by_default(config: Mapping[str, Any]) -> bool:
     """Whether a config without a base of rotations means the usual one.
 
-    GPT-J says only how much of a head is rotated. Baichuan has rotations where there is a maximum
-    of positions, else ALiBi.
+    GPT-J says only how much of a head is rotated; of Baichuan the maximum of positions says it.
     """
-    is_baichuan = config.get("model_type") == "baichuan"
-    return bool(config.get("rotary_dim") or (is_baichuan and config.get("max_position_embeddings")))
+    key = family_of(config.get("model_type")).rope_implied_by
+    return bool(config.get("rotary_dim") or (key is not None and config.get(key)))
 
 
 def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """For configs that do not list them."""
     interval = config.get("no_rope_layer_interval")
-    if interval is None and config.get("model_type") == "llama4_text":
-        interval = 4
+    if interval is None:
+        interval = family_of(config.get("model_type")).no_rope_interval
     return [not interval or (index + 1) % interval != 0 for index in range(num_layers)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.config.families import FAMILIES, family_of_architecture
 from vllm.config.model_arch import ModelArch
 from vllm.errors import ConfigError
 
@@ -115,10 +116,11 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
     """The layers behind the last one of a DeepSeek V3 (arXiv 2412.19437, section 2.2). A model has
     one, which is run again for each further draft."""
     target = file.target
-    if target.architecture != "DeepseekV3ForCausalLM":
+    if not family_of_architecture(target.architecture).has_mtp_layers:
+        names = [family.architectures[0] for family in FAMILIES.values() if family.has_mtp_layers]
         raise ConfigError(
             f"{file.path}: the method mtp needs a model with layers that guess further tokens "
-            f"(DeepseekV3ForCausalLM), and this is {target.architecture}. Use another method"
+            f"({', '.join(names)}), and this is {target.architecture}. Use another method"
         )
     if type(count := target.hf_config.get("num_nextn_predict_layers")) is not int or count < 1:
         raise ConfigError(

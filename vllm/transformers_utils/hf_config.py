@@ -4,19 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.families import TEXT_TYPES, family_of, usual_architecture
 from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
-from vllm.transformers_utils.text_config import TEXT_TYPES, text_config
-
-_LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
-"""Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
+from vllm.transformers_utils.text_config import text_config
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
-"""Keys that have no defaults there: without them Baichuan has ALiBi."""
+"""Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +55,8 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """`raw`, from `read_hf_config`, with the defaults of its model type; plain data.
+    """`raw`, from `read_hf_config`, with the defaults of its model type, by its usual name; plain
+    data.
 
     Args:
         raw: values of config.json.
@@ -70,7 +69,10 @@ def complete_hf_config(
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
     """
-    if raw.get("model_type") == "chatglm":
+    family = family_of(raw.get("model_type"))
+    if family.also_typed:
+        raw = {**raw, "model_type": family.model_type}
+    if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
     if plain is not None:
@@ -93,8 +95,8 @@ def complete_hf_config(
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
-        if model_type in _LIKE_LLAMA:
-            completed = CONFIG_MAPPING["llama"].from_dict(dict(raw)).to_dict()
+        if family.config_class is not None:
+            completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
             return {**given, **raw}
     except Exception as error:
@@ -112,6 +114,7 @@ def is_known_to_transformers(architecture: str) -> bool:
     checkpoint of this name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    architecture = usual_architecture(architecture)
     if architecture in TEXT_TYPES:
         return TEXT_TYPES[architecture] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

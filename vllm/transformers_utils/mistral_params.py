@@ -6,6 +6,7 @@ The names of the tensors are in `loader/mistral_file`.
 from pathlib import Path
 from typing import Any
 
+from vllm.config.families import FAMILIES, Family
 from vllm.errors import ConfigError
 from vllm.transformers_utils.json_file import read_json_object
 
@@ -36,6 +37,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+def _family(kind: str) -> Family:
+    return next(family for family in FAMILIES.values() if family.in_params_json == kind)
+
+
 def read_params(folder: Path) -> dict[str, Any]:
     """`params.json` as the config.json of the same model.
 
@@ -50,7 +55,7 @@ def read_params(folder: Path) -> dict[str, Any]:
             f"{PARAMS} of '{folder}' has {unknown[0]!r}, and models with it are not read from this "
             f"format. Load the files of the same model with a config.json"
         )
-    config: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    config: dict[str, Any] = {}
     for name, key in _NEEDED.items():
         if params.get(name) is None:
             raise ConfigError(f"{PARAMS} of '{folder}' has no {name!r}. Download the file again")
@@ -59,13 +64,14 @@ def read_params(folder: Path) -> dict[str, Any]:
     config.setdefault("sliding_window", None)
     if experts := params.get("moe"):
         config |= {
-            "model_type": "mixtral",
-            "architectures": ["MixtralForCausalLM"],
             "num_local_experts": experts["num_experts"],
             "num_experts_per_tok": experts["num_experts_per_tok"],
         }
     length = params.get("max_position_embeddings") or params.get("max_seq_len") or _LENGTH
+    family = _family("experts" if experts else "dense")
     return config | {
+        "model_type": family.model_type,
+        "architectures": [family.architectures[0]],
         "max_position_embeddings": length,
         "rope_theta": float(params.get("rope_theta") or 10000.0),
         "hidden_act": "silu",

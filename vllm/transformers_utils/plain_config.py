@@ -1,4 +1,4 @@
-"""Completes the configs of common model types without transformers.
+"""Completes the configs of common families without transformers.
 
 Importing the config classes of transformers takes longer than anything else at the start of a
 small model, and brings torch into processes that do not compute. Everything else is left to
@@ -8,6 +8,8 @@ transformers: other model types, values of other types, and values that it refus
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.families import ConfigDefaults, family_of
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -15,75 +17,8 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-"""Required keys of every config.json; intermediate_size (ffn_dim for OPT) is required too."""
+"""Required keys of every config.json, besides the size of the MLP."""
 
-_LLAMA: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN2: dict[str, Any] = {
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_BERT: dict[str, Any] = {
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-    "type_vocab_size": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "tie_word_embeddings": True,
-}
-_ROBERTA: dict[str, Any] = {**_BERT, "pad_token_id": 1, "eos_token_id": 2}
-_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _LLAMA),
-    "mistral": (
-        "Mistral",
-        {
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "eos_token_id": 2,
-            "tie_word_embeddings": False,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen2": ("Qwen2", _QWEN2),
-    "qwen3": ("Qwen3", {**_QWEN2, "head_dim": 128, "attention_bias": False}),
-    "opt": (
-        "OPT",
-        {
-            "activation_function": "relu",
-            "word_embed_proj_dim": None,
-            "pad_token_id": 1,
-            "eos_token_id": 2,
-            "tie_word_embeddings": True,
-            "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-        },
-    ),
-    "bert": ("Bert", _BERT),
-    "roberta": ("Roberta", _ROBERTA),
-    "xlm-roberta": ("XLMRoberta", _ROBERTA),
-}
-"""Model type -> prefix of its architectures, and defaults of optional keys that the engine
-reads."""
-
-_ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DEFAULT_THETA = 10000.0
 
 _TOKENS = ("eos_token_id", "pad_token_id")
@@ -115,31 +50,31 @@ def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     Args:
         raw: config.json, with overrides in place.
     """
-    prefix, defaults = _DEFAULTS.get(str(raw.get("model_type")), ("", {}))
-    if not defaults:
+    defaults = family_of(raw.get("model_type")).config_defaults
+    if defaults is None:
         return None
-    completed = {**defaults, **raw}
-    if raw["model_type"] in _ROTARY_TYPES and "rope_parameters" not in raw:
+    completed = {**defaults.values, **raw}
+    if defaults.has_rotations and "rope_parameters" not in raw:
         completed.setdefault("rope_theta", _DEFAULT_THETA)
-    return completed if _is_plain(completed, prefix, defaults) else None
+    return completed if _is_plain(completed, defaults) else None
 
 
-def _is_plain(config: Mapping[str, Any], prefix: str, defaults: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
+def _is_plain(config: Mapping[str, Any], defaults: ConfigDefaults) -> bool:
+    architectures, prefix = config.get("architectures"), defaults.class_prefix
     return (
         not any(name in config for name in _LEFT_TO_TRANSFORMERS)
         and isinstance(architectures, list)
         and all(isinstance(name, str) and name.startswith(prefix) for name in architectures)
         and config.get("dtype") in _DTYPES
         and config.get("torch_dtype") in _DTYPES
-        and _has_plain_sizes(config)
-        and all(_is_like(name, config[name], default) for name, default in defaults.items())
+        and _has_plain_sizes(config, defaults.inner_size)
+        and all(_is_like(name, config[name], default) for name, default in defaults.values.items())
         and all(_is_plain_token(config.get(name), config["vocab_size"]) for name in _TOKENS)
         and _has_plain_layer_types(config)
         and _has_plain_labels(config)
         and (
             _has_plain_rope(config)
-            if config["model_type"] in _ROTARY_TYPES
+            if defaults.has_rotations
             else not any(name in config for name in _ROPE_NAMES)
         )
     )
@@ -156,9 +91,8 @@ def _is_like(name: str, value: object, default: object) -> bool:
     return type(value) is type(default)
 
 
-def _has_plain_sizes(config: Mapping[str, Any]) -> bool:
-    inner = "ffn_dim" if config["model_type"] == "opt" else "intermediate_size"
-    if not all(_is_size(config.get(name)) for name in (*_SIZES, inner)):
+def _has_plain_sizes(config: Mapping[str, Any], inner_size: str) -> bool:
+    if not all(_is_size(config.get(name)) for name in (*_SIZES, inner_size)):
         return False
     num_heads = config["num_attention_heads"]
     num_kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")

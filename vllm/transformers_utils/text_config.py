@@ -7,14 +7,8 @@ language model alone; only its `architectures` still names the whole.
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.families import TEXT_TYPES
 from vllm.errors import ConfigError
-
-TEXT_TYPES = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Llama4ForConditionalGeneration": "llama4_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-}
-"""Architecture of the whole -> model type of its language model."""
 
 _OF_THE_WHOLE = (
     *("architectures", "quantization_config", "dtype", "torch_dtype"),

@@ -1,14 +1,15 @@
 """Which tokenizer class `AutoTokenizer` chooses for a model folder, without importing it.
 
 The import of `AutoTokenizer` loads torch and the configurations of all models, which takes seconds.
-The tokenizer classes themselves do not. Two small files and the table below give the same choice
-for the families of the registry; for anything else it is None, and `AutoTokenizer` is asked.
+The tokenizer classes themselves do not. Two small files and the table of families give the same
+choice for the families of the registry; for anything else it is None, and `AutoTokenizer` is asked.
 """
 
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.config.families import family_of
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.transformers_version import is_version_4
 
@@ -21,26 +22,6 @@ _NAMES_OF_GENERIC = {
     *(_GENERIC, "TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"),
     *("BloomTokenizer", "BloomTokenizerFast"),
 }
-_CLASSES = {
-    **dict.fromkeys(("llama", "llama4", "llama4_text", "falcon", "bloom", "gpt_oss"), ""),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "bamba", "baichuan", "chatglm"), ""),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "phimoe", "granite", "granitemoe"), _GENERIC),
-    **dict.fromkeys(("granitemoehybrid", "gpt_bigcode", "stablelm", "glm", "glm4"), _GENERIC),
-    **dict.fromkeys(("internlm2", "internlm3", "olmo2", "olmo3"), _GENERIC),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("gpt2", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
-    **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe", "mamba", "mamba2"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
-    "bert": "BertTokenizer",
-    "roberta": "RobertaTokenizer",
-    "xlm-roberta": "XLMRobertaTokenizer",
-}
-"""Model type -> the class that transformers 5 registers for it; "": none, the checkpoint's."""
-_FORCED = {"qwen2"}
-"""Model types whose registered class replaces the one that the checkpoint names."""
-_MISTRAL = {"mistral", "mixtral"}
-"""Model types that mistral_common serves where it is installed."""
 
 
 def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
@@ -68,12 +49,13 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
 
 
 def _chosen_by_version_5(named: str, model_type: object, folder: Path) -> str | None:
-    registered = _CLASSES.get(model_type) if isinstance(model_type, str) else None
+    family = family_of(model_type)
+    registered = family.tokenizer
     if registered is None:
         return None
-    if model_type in _MISTRAL and importlib.util.find_spec("mistral_common"):
+    if family.has_mistral_tokenizer and importlib.util.find_spec("mistral_common"):
         return None
-    if registered == _GENERIC or model_type in _FORCED:
+    if registered == _GENERIC or family.replaces_tokenizer:
         return registered
     if named in _NAMES_OF_GENERIC:
         return _GENERIC

@@ -26,6 +26,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
+from vllm.config.families import TEXT_TYPES
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
@@ -65,7 +66,6 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.transformers_utils.text_config import TEXT_TYPES
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)

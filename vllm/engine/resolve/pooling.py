@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vllm.config import ModelArch, ModelConfig, PoolerConfig
+from vllm.config.families import family_of_architecture
 from vllm.config.pooler import Activation, ModelTask, PoolingTask, PoolingType
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -18,11 +19,6 @@ logger = init_logger(__name__)
 
 _OVERRIDES = ("pooling_type", "normalize", "softmax", "step_tag_id", "returned_token_ids")
 _CLASSIFIER = "ForSequenceClassification"
-_GENERATORS = ("LMHeadModel", "ChatGLMModel")
-"""Names of models that generate, among those that end in Model."""
-_QWEN_PRM = "Qwen2ForProcessRewardModel"
-_QWEN_PRM_STEP = 151651
-"""<extra_0>, which ends a step of Qwen2.5-Math-PRM."""
 
 
 def resolve_pooler(
@@ -68,9 +64,16 @@ def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
         return ("score", "classify") if is_encoder(name) else ("classify", "score")
     if name.endswith("RewardModel"):
         return ("reward",)
-    if name.endswith("Model") and not name.endswith(_GENERATORS):
+    if name.endswith("Model") and not _generates(name):
         return ("embed",)
     return ("embed", "generate") if has_modules else ("generate", "embed")
+
+
+def _generates(name: str) -> bool:
+    """Whether a model generates, among those whose names end in Model."""
+    family = family_of_architecture(name)
+    is_decoder = name in family.architectures and not family.is_encoder
+    return is_decoder or name.endswith("LMHeadModel")
 
 
 def _defaults(
@@ -83,8 +86,10 @@ def _defaults(
     step_tag_id = None
     if task == "reward":
         pooling_type = "ALL"
-        if arch.architecture == _QWEN_PRM:
-            pooling_type, activation, step_tag_id = "STEP", "softmax", _QWEN_PRM_STEP
+        if arch.architecture.endswith("ForProcessRewardModel"):
+            step_tag_id = family_of_architecture(arch.architecture).step_token_id
+        if step_tag_id is not None:
+            pooling_type, activation = "STEP", "softmax"
     elif task == "embed":
         activation = "normalize"
         if modules is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.families import family_of
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.calibration.dataset import (
     read_samples,
@@ -57,21 +58,6 @@ class CalibrationSettings:
     def other_ranks(self) -> int | None:
         """For how many ranks scales are made, if not for those that ran."""
         return self.unify_ranks or self.expand_ranks
-
-
-@dataclass(frozen=True)
-class FamilyDefaults:
-    """What the files of QUANT_CONFIG say for a family of models."""
-
-    blocked: tuple[str, ...] = ()
-    scale_format: str | None = None
-
-
-FAMILIES = {
-    "mixtral": FamilyDefaults(("self_attn", "lm_head")),
-    "deepseek": FamilyDefaults(("lm_head", r"mlp\.gate\b"), "scalar"),
-}
-"""Beginning of the model_type -> defaults."""
 
 
 class Calibration:
@@ -233,11 +219,9 @@ class Calibration:
     def _write_configs(self) -> None:
         """With what the family of the model leaves out, unless the user has said what."""
         arch = self.engine.create_engine_config().model.resolved_arch
-        model_type = str(arch.hf_config.get("model_type", ""))
-        found = (d for name, d in FAMILIES.items() if model_type.startswith(name))
-        family = next(found, FamilyDefaults())
-        blocked = list(self.settings.blocked or family.blocked)
-        self.folder.write_configs(self.settings.scale_method, blocked, family.scale_format)
+        scales = family_of(arch.model_type).fp8_scales
+        blocked = list(self.settings.blocked or scales.blocked)
+        self.folder.write_configs(self.settings.scale_method, blocked, scales.scale_format)
 
     # ---- engines --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from vllm.config.families import FAMILIES
 from vllm.config.inc import SCALE_METHODS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
@@ -19,6 +20,17 @@ _STEP_NUMBERS = {
 }
 """Numbers that the steps have in the calibration scripts for Gaudi."""
 _DEVICES = ("g2", "g3")
+
+
+def _blocked_by_default() -> str:
+    """Return the names of modules that stay as they are in a calibration of some families."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for family in FAMILIES.values():
+        if family.fp8_scales.blocked:
+            families.setdefault(family.fp8_scales.blocked, []).append(family.model_type)
+    return "; ".join(
+        f"{', '.join(names)} for {' and '.join(types)}" for names, types in families.items()
+    )
 
 
 def add_parser(
@@ -63,8 +75,7 @@ def add_parser(
         default=[],
         metavar="NAME",
         help="regular expression for a part of the name of modules that stay as they are; may be "
-        "repeated (default: lm_head and self_attn for mixtral, lm_head and routers for deepseek, "
-        "else none)",
+        f"repeated (default: {_blocked_by_default()}, else none)",
     )
     for names, default, text in (
         (("-l", "--num-samples"), 512, "samples to measure"),

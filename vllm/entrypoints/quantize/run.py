@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from vllm.config.families import FAMILIES, Family, family_of
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
 from vllm.entrypoints.quantize.checkpoint_layers import CheckpointLayers, CheckpointWeight
 from vllm.entrypoints.quantize.formats import (
@@ -25,7 +26,7 @@ from vllm.entrypoints.quantize.formats import (
     gptq_tensors,
     int8_tensors,
 )
-from vllm.entrypoints.quantize.input_scaling import FAMILIES, divide, pairs_of
+from vllm.entrypoints.quantize.input_scaling import divide, pairs_of
 from vllm.entrypoints.quantize.layerwise import Inputs, linear_layers, quantize_layers
 from vllm.entrypoints.quantize.linear_modules import use_linear_modules
 from vllm.entrypoints.quantize.rounding import (
@@ -147,11 +148,12 @@ def _grid_of(args: argparse.Namespace) -> Grid:
 
 
 def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace) -> _Changes:
-    is_awq, model_type = args.method == "awq", str(config.get("model_type"))
-    if is_awq and model_type not in FAMILIES:
+    is_awq, family = args.method == "awq", family_of(config.get("model_type"))
+    if is_awq and not family.awq_pairs:
+        supported = ", ".join(name for name, each in FAMILIES.items() if each.awq_pairs)
         raise ConfigError(
-            f"--method awq: the model is of the type {model_type!r}; supported: "
-            f"{', '.join(FAMILIES)}. Use --method gptq"
+            f"--method awq: the model is of the type {str(config.get('model_type'))!r}; supported: "
+            f"{supported}. Use --method gptq"
         )
     grid = _grid_of(args)
     if is_awq and grid.bits != 4:
@@ -174,7 +176,7 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
             if layers.is_quantized(layers.key(f"{name}.{part}"))
         }
         if is_awq:
-            changed = _scale_inputs(model_type, layer, inputs, grid, set(quantized))
+            changed = _scale_inputs(family, layer, inputs, grid, set(quantized))
             changes.dense |= {
                 layers.key_of_tensor(f"{name}.{part}"): values for part, values in changed.items()
             }
@@ -215,7 +217,7 @@ def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
 
 
 def _scale_inputs(
-    model_type: str,
+    family: Family,
     layer: nn.Module,
     inputs: dict[str, Inputs],
     grid: Grid,
@@ -224,7 +226,7 @@ def _scale_inputs(
     """Multiply weights by the factors of AWQ, and divide what makes their inputs.
 
     Args:
-        model_type: of the model.
+        family: of the model.
         layer: a decoder layer.
         inputs: of its linear layers.
         grid: what weights are rounded to.
@@ -234,7 +236,7 @@ def _scale_inputs(
         Name and new values of each tensor that stays dense and has changed.
     """
     changed: dict[str, Tensor] = {}
-    for pair in pairs_of(model_type, layer):
+    for pair in pairs_of(family, layer):
         source = layer.get_parameter(f"{pair.source}.weight").data
         targets = {name: layer.get_parameter(f"{name}.weight").data for name in pair.targets}
         rounded = [name for name in targets if name in quantized and name in inputs]
@@ -246,7 +248,7 @@ def _scale_inputs(
         scales = input_scales(weights, rows[:_MOST_ROWS], grid)
         for weight in targets.values():
             weight *= scales
-        divide(model_type, source, scales)
+        divide(family, source, scales)
         touched = [pair.source, *targets]
         changed |= {
             f"{name}.weight": layer.get_parameter(f"{name}.weight").data.clone()

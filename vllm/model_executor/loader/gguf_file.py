@@ -66,7 +66,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
                 source = _source(_Rows(file.fileno(), name, stored, order if is_matrix else None))
                 if order is not None and not is_matrix:
                     source = source.mapped(partial(torch.index_select, dim=0, index=order))
-                if model.architecture.startswith("gemma") and name.endswith("norm.weight"):
+                if model.family.norms_add_one and name.endswith("norm.weight"):
                     source = source.mapped(_less_one)
                 yield name, replace(source, path=stored.path)
         except OSError as error:
@@ -83,11 +83,12 @@ def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
 
     Llama's GGUF files rotate neighbouring elements of a head, i.e. rows 0, D / 2, 1, D / 2 + 1...
     """
-    if model.architecture != "llama" or (".q_proj." not in name and ".k_proj." not in name):
+    is_rotated = ".q_proj." in name or ".k_proj." in name
+    if not model.facts.has_neighbour_rotations or not is_rotated:
         return None
     num_rows = stored.shape[0]
     heads = "head_count" if ".q_proj." in name else "head_count_kv"
-    num_heads = model.metadata.get(f"llama.attention.{heads}")
+    num_heads = model.metadata.get(f"{model.architecture}.attention.{heads}")
     if isinstance(num_heads, list):
         num_heads = num_heads[0]
     if num_heads is None:

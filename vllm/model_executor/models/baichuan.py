@@ -31,7 +31,3 @@ class BaichuanForCausalLM(DecoderForCausalLM):
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-
-
-class BaiChuanForCausalLM(BaichuanForCausalLM):
-    """Baichuan 1 7B, as its config spells it."""

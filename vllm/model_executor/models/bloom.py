@@ -62,7 +62,7 @@ class BloomForCausalLM(DecoderForCausalLM):
         return split_qkv_groups(self.arch, name, source)
 
 
-class MPTForCausalLM(DecoderForCausalLM):
+class MptForCausalLM(DecoderForCausalLM):
     """MPT 7B and 30B (MosaicML 2023, "Introducing MPT-7B")."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
@@ -100,7 +100,3 @@ class MPTForCausalLM(DecoderForCausalLM):
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-
-
-class MptForCausalLM(MPTForCausalLM):
-    """MPT, by the name that transformers gives it."""

@@ -70,7 +70,3 @@ class ChatGLMModel(GlmForCausalLM):
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return super().convert(name, source)
-
-
-class ChatGLMForConditionalGeneration(ChatGLMModel):
-    """ChatGLM, by the name that fine-tuned checkpoints give it."""

@@ -1,76 +1,36 @@
 """The model class of each architecture. Importing this module imports neither models nor torch."""
 
 import difflib
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from vllm.config.families import FAMILIES, family_of_architecture
 from vllm.errors import ConfigError
-from vllm.transformers_utils.text_config import TEXT_TYPES
 
 _PACKAGE = "vllm.model_executor.models"
 
-_ENCODERS = {
-    name: f"{_PACKAGE}.{module}:{name}"
-    for module, names in {
-        "bert": ("BertModel", "BertForSequenceClassification"),
-        "roberta": (
-            *("RobertaModel", "RobertaForSequenceClassification"),
-            *("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
-        ),
-    }.items()
-    for name in names
-}
-_POOLING_DECODERS = {
-    name: f"{_PACKAGE}.pooling_decoders:{name}"
-    for name in (
-        *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
-        *("LlamaForSequenceClassification", "MistralForSequenceClassification"),
-        *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
-        *("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"),
-    )
-}
+BY_TRANSFORMERS = "TransformersForCausalLM"
+"""The architecture that stands for every other one that the transformers library knows."""
+TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
+"""The same, where a checkpoint also has a part for images."""
 
-_DECODERS = {
-    name: f"{_PACKAGE}.{module}:{name}"
-    for module, names in {
-        "baichuan": ("BaichuanForCausalLM", "BaiChuanForCausalLM"),
-        "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
-        "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
-        "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-        "falcon": ("FalconForCausalLM",),
-        "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-        "glm": (
-            *("GlmForCausalLM", "Glm4ForCausalLM"),
-            *("ChatGLMModel", "ChatGLMForConditionalGeneration"),
-        ),
-        "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
-        "gpt_neox": ("GPTNeoXForCausalLM", "GPTJForCausalLM"),
-        "gpt_oss": ("GptOssForCausalLM",),
-        "granite": ("GraniteForCausalLM",),
-        "hybrid": ("BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
-        "internlm": ("InternLM2ForCausalLM", "InternLM3ForCausalLM"),
-        "llama": ("LlamaForCausalLM",),
-        "llama4": ("Llama4ForCausalLM",),
-        "mamba": ("MambaForCausalLM", "Mamba2ForCausalLM"),
-        "mistral": ("MistralForCausalLM",),
-        "mixture": (
-            *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
-            "GraniteMoeForCausalLM",
-        ),
-        "olmo": ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"),
-        "opt": ("OPTForCausalLM",),
-        "phi": ("PhiForCausalLM", "Phi3ForCausalLM"),
-        "qwen2": ("Qwen2ForCausalLM",),
-        "qwen3": ("Qwen3ForCausalLM",),
-        "stablelm": ("StableLmForCausalLM",),
-        "starcoder2": ("Starcoder2ForCausalLM",),
-        "text_of_images": (*TEXT_TYPES, "TransformersForConditionalGeneration"),
-        "transformers_model": ("TransformersForCausalLM",),
-    }.items()
-    for name in names
-}
 
-_BUILT_IN = {**_ENCODERS, **_POOLING_DECODERS, **_DECODERS}
+def _built_in() -> Iterator[tuple[str, str]]:
+    """Yield each architecture of the table of families, and its "module:Class"."""
+    for family in FAMILIES.values():
+        if family.module:
+            classes = {name: name for name in family.architectures}
+            classes |= dict.fromkeys(family.also_published_as, family.architectures[0])
+            for name, class_name in classes.items():
+                yield name, f"{_PACKAGE}.{family.module}:{class_name}"
+        for name in family.pooling_architectures:
+            yield name, f"{_PACKAGE}.pooling_decoders:{name}"
+    yield BY_TRANSFORMERS, f"{_PACKAGE}.transformers_model:{BY_TRANSFORMERS}"
+    yield TEXT_BY_TRANSFORMERS, f"{_PACKAGE}.text_of_images:{TEXT_BY_TRANSFORMERS}"
+
+
+_BUILT_IN = dict(_built_in())
 
 
 class _ModelRegistry:
@@ -140,15 +100,9 @@ class _ModelRegistry:
         )
 
 
-BY_TRANSFORMERS = "TransformersForCausalLM"
-"""The architecture that stands for every other one that the transformers library knows."""
-TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
-"""The same, where a checkpoint also has a part for images."""
-
-
 def is_encoder(arch_name: str) -> bool:
     """Whether it is an encoder: all tokens of a prompt see each other, and none is generated."""
-    return arch_name in _ENCODERS
+    return family_of_architecture(arch_name).is_encoder
 
 
 ModelRegistry = _ModelRegistry(dict(_BUILT_IN))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.config import ModelArch, RopeConfig
+from vllm.config.families import TEXT_TYPES, usual_architecture
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -30,7 +31,6 @@ from vllm.model_executor.models.transformers_layers import (
     replace_linear_layers,
 )
 from vllm.model_executor.models.transformers_stages import LayerRanges
-from vllm.transformers_utils.text_config import TEXT_TYPES
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
@@ -58,7 +58,7 @@ class TransformersForCausalLM(CausalLM):
         self._whole = (_build(arch),)
         """A tuple, so that it is no submodule: modules have the names of transformers."""
         names = arch.hf_config.get("architectures") or [type(self.inner).__name__]
-        if names[0] not in (type(self.inner).__name__, *TEXT_TYPES):
+        if usual_architecture(names[0]) not in (type(self.inner).__name__, *TEXT_TYPES):
             raise self._refusal(
                 f"model_type {arch.model_type!r} of config.json is {type(self.inner).__name__}"
             )

@@ -6,18 +6,12 @@ from typing import Any
 import numpy as np
 
 from vllm.errors import WeightLoadError
-from vllm.transformers_utils.gguf.model import ARCHITECTURES, WITH_EXPERTS, GGUFModel
+from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.weight_files import name_some
 
 _MAX_SIZE = 1 << 31
-_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
-"""Every n-th layer has full attention."""
-_LAYERS_WITH_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models of 27B, whose attention is scaled by the size of an even share of the hidden
-states, and not by that of a head. The metadata does not say it."""
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
@@ -26,7 +20,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     Raises:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
-    kind = model.architecture
+    kind, family, facts = model.architecture, model.family, model.facts
     hidden_size, num_heads = (
         _size(model, ".embedding_length"),
         _size(model, ".attention.head_count"),
@@ -43,8 +37,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     if table is None:
         raise WeightLoadError(f"{model.paths[0]} has no tensor token_embd.weight")
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": _MODEL_TYPES.get(kind, kind),
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": _size(model, ".feed_forward_length"),
@@ -61,16 +55,12 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     }
     if model.metadata.get(f"{kind}.expert_count"):
         config |= _experts(model, config)
-    if kind in ("llama", "qwen3", "qwen3moe"):
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
-    if kind == "llama":
-        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in names
-    if kind == "qwen2moe":
-        config["qkv_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
-    is_gemma = kind.startswith("gemma")
-    config |= {"hidden_activation": "gelu_pytorch_tanh"} if is_gemma else {"hidden_act": "silu"}
-    if kind in _WINDOW_PATTERNS:
-        config |= _gemma(model, config)
+    for key, module in facts.biases.items():
+        config[key] = f"model.layers.0.{module}.bias" in names
+    activation_key, activation = facts.activation
+    config[activation_key] = activation
+    if family.full_attention_every is not None:
+        config |= _gemma(model, config, family.full_attention_every)
     _check_shapes(model, config)
     return config
 
@@ -165,25 +155,25 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
             "original_max_position_embeddings": length,
         }
     full = {"rope_theta": theta, **rope}
-    if kind != "gemma3":
+    if not model.facts.has_window_theta:
         return {"rope_parameters": full}
     local = model.get(".rope.freq_base_swa", float, 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(model: GGUFModel, config: dict[str, Any], usual_period: int) -> dict[str, Any]:
     kind, num_layers = model.architecture, config["num_hidden_layers"]
     if num_layers > len(model.tensors):  # refused by name later
         raise _wrong_layers(model, num_layers)
-    period = model.get(".attention.sliding_window_pattern", int, _WINDOW_PATTERNS[kind])
+    period = model.get(".attention.sliding_window_pattern", int, usual_period)
     if period < 1:
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.attention.sliding_window_pattern' is "
             f"{period}; it must be at least 1"
         )
     scale_of = config["head_dim"]
-    if num_layers == _LAYERS_WITH_OTHER_SCALE[kind]:
+    if num_layers == model.facts.unscaled_layers:
         scale_of = config["hidden_size"] // config["num_attention_heads"]
     caps = {
         "attn_logit_softcapping": f"{kind}.attn_logit_softcapping",
@@ -206,12 +196,12 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         WeightLoadError: models of the architecture have none, or the metadata contradicts itself.
     """
-    kind, names = model.architecture, model.checkpoint_names()
-    if kind not in WITH_EXPERTS:
+    kind, names, facts = model.architecture, model.checkpoint_names(), model.facts
+    if not facts.has_experts:
         raise WeightLoadError(
             f"{model.paths[0]} has a mixture of experts, which models of the architecture {kind!r} "
-            f"cannot have; those of {', '.join(WITH_EXPERTS)} can. Use the safetensors checkpoint "
-            f"of the model"
+            f"cannot have; those of {', '.join(architectures(with_experts=True))} can. Use the "
+            f"safetensors checkpoint of the model"
         )
     if config["num_hidden_layers"] > len(names):
         raise _wrong_layers(model, config["num_hidden_layers"])
@@ -222,21 +212,17 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"'{kind}.expert_used_count' {used}; at most all experts are used, and the file has "
             f"{len(names)} matrices and vectors. It is damaged; download it again"
         )
-    found: dict[str, Any] = {
-        "architectures": [WITH_EXPERTS[kind]],
-        "num_experts_per_tok": used,
-        "num_experts": count,
-    }
-    if kind == "llama":
-        return found | {"model_type": "mixtral", "num_local_experts": count}
+    found: dict[str, Any] = {"num_experts_per_tok": used, "num_experts": count}
+    if facts.expert_count_key is not None:
+        return found | {facts.expert_count_key: count}
     layers = range(config["num_hidden_layers"])
     found |= {
         "moe_intermediate_size": _size(model, ".expert_feed_forward_length"),
-        "norm_topk_prob": model.get(".expert_weights_norm", bool, kind == "qwen3moe"),
+        "norm_topk_prob": model.get(".expert_weights_norm", bool, facts.normalizes_experts),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in layers if f"model.layers.{i}.mlp.gate.weight" not in names],
     }
-    if kind == "qwen2moe":
+    if facts.has_shared_expert:
         size = _size(model, ".expert_shared_feed_forward_length")
         found["shared_expert_intermediate_size"] = size
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm.config.families import FAMILIES, Family, GGUFFacts
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.header import SUFFIX, Header, StoredTensor, read_header
 from vllm.transformers_utils.weight_files import name_some
@@ -16,24 +17,7 @@ from vllm.transformers_utils.weight_files import name_some
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _Value = TypeVar("_Value")
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-"""`general.architecture` -> architecture. Mistral is stored as llama, and so is Mixtral, which has
-experts."""
-WITH_EXPERTS = {
-    "llama": "MixtralForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""The same of models with experts."""
+_FAMILIES = [family for family in FAMILIES.values() if family.gguf is not None]
 
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -73,6 +57,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 """One divisor for each frequency of the rotations: no weight."""
 
 
+def architectures(*, with_experts: bool = False) -> list[str]:
+    """Return each `general.architecture` that is supported: all, or those that can have experts."""
+    facts = [family.gguf for family in _FAMILIES if family.gguf is not None]
+    names = [each.architecture for each in facts if each.has_experts or not with_experts]
+    return list(dict.fromkeys(names))
+
+
 @dataclass(frozen=True)
 class GGUFModel:
     """The headers of all files of a model."""
@@ -85,8 +76,23 @@ class GGUFModel:
 
     @property
     def architecture(self) -> str:
-        """As the file spells it; one of `ARCHITECTURES`."""
+        """As the file spells it; one of `architectures()`."""
         return self.get("general.architecture", str)
+
+    @property
+    def family(self) -> Family:
+        """Of the models in such files. Two families may be stored alike, of which one has experts:
+        Mixtral is llama, too."""
+        has_experts = bool(self.metadata.get(f"{self.architecture}.expert_count"))
+        found = [f for f in _FAMILIES if f.gguf and f.gguf.architecture == self.architecture]
+        return next((f for f in found if f.gguf and f.gguf.has_experts == has_experts), found[0])
+
+    @property
+    def facts(self) -> GGUFFacts:
+        """How the files store models of the family."""
+        facts = self.family.gguf
+        assert facts is not None
+        return facts
 
     @property
     def rope_factors(self) -> StoredTensor | None:
@@ -123,7 +129,7 @@ class GGUFModel:
         Raises:
             WeightLoadError: a tensor is unknown.
         """
-        parts = _SANDWICH_PARTS if self.architecture in ("gemma2", "gemma3") else _PARTS
+        parts = _SANDWICH_PARTS if self.facts.has_post_norms else _PARTS
         found: dict[str, StoredTensor] = {}
         for name, tensor in self.tensors.items():
             if name == _ROPE_FACTORS:
@@ -184,10 +190,10 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
             tensors[name] = tensor
     _check_split(paths, headers[0], len(tensors))
     model = GGUFModel(paths, headers[0].metadata, tensors)
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in architectures():
         raise ConfigError(
             f"{paths[0]} has a model of the architecture {model.architecture!r}, which is not "
-            f"supported in GGUF files; supported: {', '.join(ARCHITECTURES)} (Mistral is llama). "
+            f"supported in GGUF files; supported: {', '.join(architectures())} (Mistral is llama). "
             f"Use the safetensors checkpoint of the model"
         )
     return model

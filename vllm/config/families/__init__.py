@@ -1,0 +1,68 @@
+"""What is known of each family of models, for everything that needs it: one table, `FAMILIES`.
+
+The modules of a family are in `vllm.model_executor.models`. Everything that other parts have to
+know of it is here, so that nothing else in the package asks for a `model_type` by name. Knows no
+torch and no transformers.
+"""
+
+from vllm.config.families.family import ConfigDefaults, Family, GGUFFacts
+from vllm.config.families.table import FAMILIES
+
+__all__ = [
+    "FAMILIES",
+    "TEXT_TYPES",
+    "ConfigDefaults",
+    "Family",
+    "GGUFFacts",
+    "family_of",
+    "family_of_architecture",
+    "usual_architecture",
+]
+
+_UNKNOWN = Family(model_type="")
+_BY_TYPE = {
+    name: family for family in FAMILIES.values() for name in (family.model_type, *family.also_typed)
+}
+
+TEXT_TYPES = {
+    name: family.text_type
+    for family in FAMILIES.values()
+    if family.text_type
+    for name in family.architectures
+}
+"""Architecture with a part for images -> `model_type` of its language model."""
+
+
+def family_of(model_type: object) -> Family:
+    """Return the family of a `model_type`; for an unknown one, a family with all defaults.
+
+    >>> family_of("gemma2").full_attention_every
+    2
+    >>> family_of("unheard_of").windows
+    'configured'
+    """
+    known = isinstance(model_type, str) and _BY_TYPE.get(model_type)
+    return known or _UNKNOWN
+
+
+def family_of_architecture(name: str) -> Family:
+    """Return the family with an architecture; for an unknown one, a family with all defaults.
+
+    >>> family_of_architecture("XLMRobertaModel").is_encoder
+    True
+    """
+    for family in FAMILIES.values():
+        names = (family.architectures, family.also_published_as, family.pooling_architectures)
+        if any(name in each for each in names):
+            return family
+    return _UNKNOWN
+
+
+def usual_architecture(name: str) -> str:
+    """Return the usual name of an architecture that is published under several.
+
+    >>> usual_architecture("MPTForCausalLM")
+    'MptForCausalLM'
+    """
+    family = family_of_architecture(name)
+    return family.architectures[0] if name in family.also_published_as else name

@@ -1,0 +1,156 @@
+"""What there is to know about a family of models besides its modules. Knows no families.
+
+Defaults are what most families have, and what is assumed of an unknown `model_type`. Entries are
+compared by identity, which makes the classes cheaper to import.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConfigDefaults:
+    """Defaults of the keys that config.json may leave out, as transformers has them.
+
+    A family that has them starts without the config classes of transformers.
+    """
+
+    class_prefix: str
+    """Beginning of the names of all its architectures."""
+    values: Mapping[str, Any]
+    """Of the optional keys that the engine reads."""
+    has_rotations: bool = True
+    """False: a config with rope parameters is left to transformers."""
+    inner_size: str = "intermediate_size"
+    """Required key with the size of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GGUFFacts:
+    """How GGUF files store the models of a family."""
+
+    architecture: str
+    """`general.architecture`. Families may share it if one of them has experts."""
+    has_experts: bool = False
+    """A file with `expert_count` is of this family."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """Key and value for config.json."""
+    biases: Mapping[str, str] = field(default_factory=dict)
+    """Key for config.json -> module of the first layer. The key is true if that has a bias."""
+    has_neighbour_rotations: bool = False
+    """Queries and keys are stored for rotations of neighbouring elements of a head."""
+    has_post_norms: bool = False
+    """Layers also have norms behind attention and MLP."""
+    has_window_theta: bool = False
+    """Layers with a window have rotations of their own."""
+    unscaled_layers: int | None = None
+    """Number of layers of the model whose attention is scaled by `hidden_size / num_heads` and not
+    by the head size. The metadata does not say it."""
+    expert_count_key: str | None = None
+    """Another key for config.json with the number of experts; the sizes of the experts are then
+    those of the MLP."""
+    normalizes_experts: bool = False
+    """Default of `norm_topk_prob`."""
+    has_shared_expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FP8Scales:
+    """How a calibration for FP8 treats the models of a family."""
+
+    blocked: tuple[str, ...] = ()
+    """Regular expressions for the names of modules that stay as they are."""
+    scale_format: str | None = None
+    """For the files of QUANT_CONFIG; None: they do not say it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """The models of one `model_type`."""
+
+    model_type: str
+    also_typed: tuple[str, ...] = ()
+    """Other values of `model_type` in published checkpoints."""
+
+    # ---- names and classes
+    architectures: tuple[str, ...] = ()
+    """Classes of generating models, and of encoders; the first one is the usual one."""
+    also_published_as: tuple[str, ...] = ()
+    """Other names of the first architecture in published checkpoints."""
+    module: str | None = None
+    """Module of `vllm.model_executor.models` with the architectures; None: they run with the
+    modules of transformers, if at all."""
+    pooling_architectures: tuple[str, ...] = ()
+    """Classes of decoders that embed, classify or score, in the module `pooling_decoders`."""
+    is_encoder: bool = False
+    """All tokens of a prompt see each other, and none is generated."""
+    text_type: str | None = None
+    """`model_type` of the language model in `text_config`, of a family with a part for images."""
+    step_token_id: int | None = None
+    """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
+
+    has_mtp_layers: bool = False
+    """Checkpoints may have layers behind the last one that guess further tokens, in the form of
+    DeepSeek V3, for speculative decoding."""
+
+    # ---- attention and windows
+    windows: Literal["configured", "if_switched_on", "ignored"] = "configured"
+    """Whether layers have the `sliding_window` of the config; `if_switched_on`: only with
+    `use_sliding_window`; `ignored`: never, though some checkpoints give one."""
+    full_attention_every: int | None = None
+    """Every n-th layer has full attention, the others a window; for configs that do not name the
+    kinds of their layers."""
+    has_attention: bool = True
+    """False: every layer keeps a state in place of keys and values."""
+    attention_layers_key: str | None = None
+    """Key of the config that lists the layers with attention; the others keep a state."""
+    heads_are_channels: bool = False
+    """The channels of a layer are independent of each other, as heads are; the config has no number
+    of heads."""
+
+    # ---- positions
+    rope_switch: tuple[str, str] | None = None
+    """Key of the config, and its value with which there are rotations. None: there is no switch."""
+    rope_implied_by: str | None = None
+    """Key of the config; with it there are rotations even if their base is not given."""
+    has_rope_without_window: bool = True
+    """False: layers of full attention have no rotations."""
+    no_rope_interval: int | None = None
+    """Every n-th layer has no rotations, if the config does not say which."""
+    default_max_positions: int | None = None
+    """Of configs that do not say it; None: they must."""
+    positions_follow_padding: bool = False
+    """The table of positions starts with rows that no token uses, up to that of `pad_token_id`."""
+
+    # ---- config.json
+    config_defaults: ConfigDefaults | None = None
+    """None: those of transformers are asked for."""
+    config_class: str | None = None
+    """`model_type` whose config class completes the config where transformers has none for this
+    family. Rotations and positions have no defaults then."""
+    config_format: Literal["transformers", "chatglm"] = "transformers"
+    """Whose keys config.json has."""
+
+    # ---- tokenizer
+    tokenizer: str | None = None
+    """Class that transformers 5 registers; "": none, that of the checkpoint is used. None: it is
+    not known here, and `AutoTokenizer` is asked."""
+    replaces_tokenizer: bool = False
+    """The registered class replaces the one that the checkpoint names."""
+    has_mistral_tokenizer: bool = False
+    """mistral_common serves it where that is installed."""
+
+    # ---- other formats of checkpoints
+    gguf: GGUFFacts | None = None
+    """None: its GGUF files are not supported."""
+    in_params_json: Literal["dense", "experts"] | None = None
+    """Which models in the format of Mistral AI are of this family."""
+    norms_add_one: bool = False
+    """Norms multiply by 1 + weight. GGUF files have the sum."""
+
+    # ---- quantization
+    awq_pairs: tuple[tuple[str, ...], ...] = ()
+    """Of a decoder layer of transformers: a module whose outputs can be divided, and patterns of
+    all layers that have them as inputs. Empty: AWQ cannot be made of it."""
+    fp8_scales: FP8Scales = FP8Scales()
