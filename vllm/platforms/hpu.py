@@ -67,6 +67,17 @@ class HPUPlatform(Platform):
         """hccl; gloo between simulated cards."""
         return self.bridge.collectives_backend
 
+    @property
+    def before_collective(self) -> "Callable[[], None] | None":
+        """What a rank calls before each exchange with other cards; None: nothing.
+
+        In lazy mode it ends the recorded graph, because a collective that is recorded behind
+        operators that have not been launched may go wrong in some builds of the bridge. So it does
+        while an HPU graph is captured: the bridge allows it, and the graph has one part more. In
+        eager mode nothing is recorded, and a compiler would have to trace the call.
+        """
+        return self.bridge.mark_step if self.bridge.is_lazy else None
+
     def set_replica(self, index: int, count: int, world_size: int) -> None:
         """Take `world_size` cards of the machine; those of other replicas become invisible.
 
