@@ -40,6 +40,7 @@ def no_compiled_code_is_left() -> Iterator[None]:
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Set the variables of this test, on a machine without a card."""
     monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
 
     def set_environment(variables: dict[str, str]) -> None:
         loaded = envs.Envs.load(variables)
@@ -319,7 +320,7 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"no Gaudi card: {PACKAGE}\n" in captured.err
-    assert ("there is no device " in captured.err) is not has_node
+    assert ("there is no Gaudi " in captured.err) is not has_node
     assert captured.err.endswith("  VLLM_HPU_SIM=gaudi2 vllm hpu-check\n")
 
     assert main(["hpu-check", "--json"]) == 2

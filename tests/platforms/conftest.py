@@ -58,6 +58,7 @@ def card(vendor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "accel").mkdir()
     (tmp_path / "accel" / "accel0").touch()
     monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Intel Gaudi: static shapes, real or simulated behind one bridge."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _DEV = Path("/dev")
+_ACCEL_CLASS = Path("/sys/class/accel")
+_HABANA_LABS = 0x1DA3
+"""Vendor number of the cards on the PCI bus."""
+_DRIVER = "habanalabs"
 _TOKENS_OF_A_READ = 176
 """A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
 432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
@@ -180,9 +185,20 @@ def has_vendor_library() -> bool:
 
 
 def num_cards() -> int:
-    """Cards that this machine, or container, shows."""
-    nodes = list(_DEV.glob("accel/accel[0-9]*")) or list(_DEV.glob("hl[0-9]*"))
-    return len(nodes)
+    """Count the cards that this machine, or container, shows. Accelerators of other vendors, such
+    as the NPU of a processor, have nodes of the same names and are none."""
+    nodes = [node for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
+    return len(nodes) or len(list(_DEV.glob("hl[0-9]*")))
+
+
+def _is_gaudi(name: str) -> bool:
+    """Whether the accelerator of a name is a Gaudi by its PCI vendor, or else by its driver; True
+    where the system says neither."""
+    device = _ACCEL_CLASS / name / "device"
+    with suppress(OSError, ValueError):
+        return int((device / "vendor").read_text(), 16) == _HABANA_LABS
+    driver = device / "driver"
+    return not driver.exists() or driver.resolve().name == _DRIVER
 
 
 def _open_simulation(model: str) -> "HabanaBridge":
