@@ -1,6 +1,6 @@
 """Intel Gaudi: static shapes, real or simulated behind one bridge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     import torch
 
+    from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
 
 logger = init_logger(__name__)
@@ -124,6 +125,14 @@ class HPUPlatform(Platform):
                 f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
             )
         env_ranks.export_rank(rank, world_size, local_rank, num_local)
+
+    def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
+        """The sensors of real cards; a simulated one has none."""
+        if simulated_card() is not None or not num_cards():
+            return None
+        from vllm.platforms.habana.telemetry import CardReader
+
+        return CardReader(env_ranks.modules_of(num_ranks)).read
 
     @property
     def ops_class(self) -> str:
