@@ -35,8 +35,8 @@ function showRecent(requests) {
 // Where the sensors of cards can be read.
 function showCards(cards) {
   byId("cards").hidden = !cards.length;
-  const cell = (value, unit, places = 0) => element("td", {className: "n"},
-    value === null ? "–" : `${value.toFixed(places)}${unit}`);
+  const cell = (value, unit) => element("td", {className: "n"},
+    value === null ? "–" : `${Math.round(value)}${unit}`);
   const gib = (bytes) => bytes === null ? "–" : (bytes / 2 ** 30).toFixed(1);
   byId("card-rows").replaceChildren(...cards.map((card) => element("tr", {},
     element("td", {}, `${card.index} ${card.name ?? ""}`), cell(card.module, ""),
