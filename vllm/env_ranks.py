@@ -40,8 +40,8 @@ def _visible_cards(count: int) -> list[str]:
 
 
 def modules_of(num_ranks: int) -> frozenset[int] | None:
-    """The cards that the processes of an engine on this machine take; None: it may be any. One
-    process alone takes a card that is free, of those that it sees.
+    """Return the modules of the cards that the processes of an engine on this machine take; None:
+    any. One process alone takes a card that is free, of those that it sees.
 
     Args:
         num_ranks: processes on this machine, of all replicas.

@@ -26,8 +26,8 @@ _NUM_ROWS, _BLOCK_SIZE, _MAX_DRAFTS, _MAX_LEN = 4, 8, 3, 64
 
 
 def check_reductions(bridge: HabanaBridge) -> Outcome:
-    """Maximum and sum of int32, and how many of some bools are true, in the form that the engine
-    calls them."""
+    """Compare maximum and sum of int32, and the number of bools that are true, in the form that the
+    engine calls them."""
     values = torch.randint(-1000, 1000, (33, 7)).int()
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "torch.amax of int32": lambda x: torch.amax(x, 1),
@@ -43,7 +43,7 @@ def check_reductions(bridge: HabanaBridge) -> Outcome:
 
 
 def check_token_masks(bridge: HabanaBridge) -> Outcome:
-    """Allowed tokens of some rows, where the logits are padded and where they are not."""
+    """Mask the logits of some rows by their allowed tokens, padded and not."""
     words = np.stack([pack_allowed(range(n, _VOCAB_SIZE, 3 + n), _VOCAB_SIZE) for n in range(3)])
     rows = np.array([3, 0, 2], np.int64)
     before = bridge.counters().cpu_fallbacks
@@ -63,8 +63,8 @@ def check_token_masks(bridge: HabanaBridge) -> Outcome:
 
 
 def check_drafts(bridge: HabanaBridge) -> Outcome:
-    """What the card finds out by itself about drafts: how many are right, and where the next launch
-    of a row begins, which was packed as if all of them were."""
+    """Let the card find out how many drafts are right, and where the next launch of a row begins,
+    which was packed as if all of them were."""
     first, second = _launches()
     # All drafts are token 1, and that is sampled in the places of as many as the row's number.
     sampled = np.tri(_NUM_ROWS + 1, 1 + _MAX_DRAFTS, -1, np.int32)
@@ -83,8 +83,8 @@ def check_drafts(bridge: HabanaBridge) -> Outcome:
 
 
 def check_pinned_copies(bridge: HabanaBridge) -> Outcome:
-    """Copies that the host does not wait for, from pinned memory and from other memory: the same
-    bytes arrive. The times tell which of the two is the faster on this machine."""
+    """Copy without waiting from pinned memory and from other memory. The times tell which of the
+    two is the faster on this machine."""
     values = torch.arange(_COPY_WORDS, dtype=torch.int32)
     pinned, pageable = bridge.pinned(_COPY_WORDS).copy_(values), values.clone()
     times = []
@@ -102,8 +102,8 @@ def _mask(words: IntArray, rows: "np.typing.NDArray[np.int64]", device: torch.de
 
 
 def _launches() -> list[tuple[Tensor, PaddedShape]]:
-    """Two packed decodes of the same rows with drafts, and their shapes: the second one begins
-    where the first one ends if all of its drafts are right."""
+    """Pack two decodes of the same rows with drafts: the second one begins where the first one ends
+    if all of its drafts are right. Returned with their shapes."""
     batch = InputBatch(_NUM_ROWS, _MAX_LEN, _MAX_LEN // _BLOCK_SIZE)
     batch.token_ids[:] = 1
     batch.block_table[:] = 1 + np.arange(batch.block_table.size).reshape(batch.block_table.shape)
@@ -134,7 +134,7 @@ def _verify(
     second: tuple[Tensor, PaddedShape],
     sampled: IntArray,
 ) -> list[Tensor]:
-    """What the tokens and drafts of rows become on a device, in the order of `check_drafts`."""
+    """Run both on a device; returns what the rows have then, in the order of `check_drafts`."""
     resident = ResidentTokens(_NUM_ROWS, device, _BLOCK_SIZE, _MAX_DRAFTS)
     resident.drafts.fill_(1)
     token_ids = torch.from_numpy(sampled.ravel()).to(device)

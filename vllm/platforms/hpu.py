@@ -79,7 +79,7 @@ class HPUPlatform(Platform):
 
         In lazy mode it ends the recorded graph, because a collective that is recorded behind
         operators that have not been launched may go wrong in some builds of the bridge. So it does
-        while an HPU graph is captured: the bridge allows it, and the graph has one part more. In
+        while an HPU graph is captured: the bridge allows it, and the graph has one more part. In
         eager mode nothing is recorded, and a compiler would have to trace the call.
         """
         return self.bridge.mark_step if self.bridge.is_lazy else None
@@ -127,7 +127,7 @@ class HPUPlatform(Platform):
         env_ranks.export_rank(rank, world_size, local_rank, num_local)
 
     def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
-        """The sensors of real cards; a simulated one has none."""
+        """Read real cards; a simulated one has no sensors."""
         if simulated_card() is not None or not num_cards():
             return None
         from vllm.platforms.habana.telemetry import CardReader
@@ -201,8 +201,8 @@ def num_cards() -> int:
 
 
 def _is_gaudi(name: str) -> bool:
-    """Whether the accelerator of a name is a Gaudi by its PCI vendor, or else by its driver; True
-    where the system says neither."""
+    """Return whether the accelerator of a name is a Gaudi by its PCI vendor, or else by its driver;
+    True where the system says neither."""
     device = _ACCEL_CLASS / name / "device"
     with suppress(OSError, ValueError):
         return int((device / "vendor").read_text(), 16) == _HABANA_LABS

@@ -78,8 +78,8 @@ class Platform(ABC):
         return None
 
     def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
-        """What reads the sensors of the cards of an engine, in any process; it may block. None:
-        this device has none.
+        """Return what reads the sensors of the cards of an engine, in any process; it may block.
+        None: this device has none.
 
         Args:
             num_ranks: processes of the engine on this machine, each with a card.

@@ -118,7 +118,7 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
 
 
 def _card_facts() -> Iterator[tuple[str, str]]:
-    """What the sensors of the cards say, where there are cards."""
+    """Yield what the sensors of the cards say, where there are cards."""
     from vllm.platforms import resolve_platform
 
     try:

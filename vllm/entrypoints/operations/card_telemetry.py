@@ -52,8 +52,8 @@ class CardTelemetry:
         self._running: Future[None] | None = None
 
     async def latest(self) -> Sequence[CardReading]:
-        """The newest readings, at most so old as they may be; older ones, or none, while the driver
-        has not answered."""
+        """Return the newest readings, no older than they may be; older ones, or none, while the
+        driver has not answered."""
         running = self._running
         if (running is None or running.done()) and self._age_s() >= self._max_age_s:
             running = self._running = Future()
@@ -76,14 +76,14 @@ class CardTelemetry:
 
 
 async def card_readings(context: "ServerContext") -> Sequence[CardReading]:
-    """The newest readings of the cards of a server; none before its engine is ready for the first
-    time, and of devices without such sensors."""
+    """Return the newest readings of the cards of a server; none before its engine is ready for the
+    first time, and of devices without such sensors."""
     telemetry = context.card_telemetry
     return () if telemetry is None else await telemetry.latest()
 
 
 def card_metrics(readings: Iterable[CardReading]) -> MetricSet:
-    """The metrics of cards; a figure that is not known has no sample."""
+    """Return the metrics of cards; a figure that is not known has no sample."""
     metrics = MetricSet()
     gauges = {
         field: metrics.gauges(f"vllm:hpu_{field}", text, "card", "module")

@@ -93,7 +93,7 @@ class _Card:
 
 
 def _known(ask: Callable[[], _Figure]) -> _Figure | None:
-    """The answer to one question; None where the driver, or this build of it, has none."""
+    """Return the answer to one question; None where the driver, or this build of it, has none."""
     try:
         return ask()
     except Exception:  # of a vendor library, anything
