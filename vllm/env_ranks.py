@@ -39,6 +39,20 @@ def _visible_cards(count: int) -> list[str]:
     return cards
 
 
+def modules_of(num_ranks: int) -> frozenset[int] | None:
+    """Return the modules of the cards that the processes of an engine on this machine take; None:
+    any. One process alone takes a card that is free, of those that it sees.
+
+    Args:
+        num_ranks: processes on this machine, of all replicas.
+    """
+    visible = (envs.of_launcher("HABANA_VISIBLE_MODULES") or "").split(",")
+    modules = [int(name) for name in visible if name.strip().isdecimal()]
+    if num_ranks > 1:
+        return frozenset((modules or range(num_ranks))[:num_ranks])
+    return frozenset(modules) or None
+
+
 def export_replica(index: int, count: int, world_size: int) -> None:
     """Hide the Gaudi cards of other replicas from this process, before a library looks."""
     cards = _visible_cards(count * world_size)

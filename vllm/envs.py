@@ -369,7 +369,8 @@ class Envs:
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
         "Fail on a compilation, host sync or dynamic shape in a warmed step, and anywhere on an "
-        "index out of range or inputs that a card would confuse with those of another graph.",
+        "index out of range, inputs that a card would confuse with those of another graph, or a "
+        "recorded collective without a mark_step before it.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,

@@ -10,6 +10,7 @@ from tests.quantized_checkpoints import write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LONG_PROMPTS
 from vllm import LLM, SamplingParams, env_ranks
+from vllm.platforms.hpu import HPUPlatform
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
@@ -55,21 +56,24 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "mode"),
     [
-        ("qwen3_moe", {"enable_expert_parallel": True}),
-        ("gpt-oss-mxfp4", {}),
-        pytest.param(
-            "gpt-oss-mxfp4", {"enable_expert_parallel": True}, marks=pytest.mark.exhaustive
+        ("qwen3_moe", {"enable_expert_parallel": True}, "HPU graphs"),
+        ("gpt-oss-mxfp4", {}, "HPU graphs"),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in [
+                ("gpt-oss-mxfp4", {"enable_expert_parallel": True}, "HPU graphs"),
+                ("qwen3_moe", {}, "HPU graphs"),
+                *(("llama", {}, mode) for mode in MODES),
+                ("gptq-4-order", {}, "HPU graphs"),
+            ]
         ),
-        pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
-        pytest.param("llama", {}, marks=pytest.mark.exhaustive),
-        pytest.param("gptq-4-order", {}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_two_cards_give_the_tokens_of_the_cpu(name, settings, tmp_path, monkeypatch):
+def test_two_cards_give_the_tokens_of_the_cpu(name, settings, mode, tmp_path, monkeypatch):
     settings = {"tensor_parallel_size": 2} | settings
-    assert_cards_are_the_cpu(name, settings, "HPU graphs", tmp_path, monkeypatch)
+    assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch)
 
 
 @pytest.mark.exhaustive
@@ -196,3 +200,25 @@ def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
         pytest.raises(ValueError, match="has opened its card for an engine of one card already"),
     ):
         LLM(folder, device="hpu", tensor_parallel_size=2, skip_tokenizer_init=True, **SMALL_ENGINE)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_without_a_step_before_each_collective_a_strict_card_refuses_them(
+    sizes, tmp_path, monkeypatch
+):
+    """This rank takes no such step; the other one would."""
+    for name, value in env_ranks.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)
+    folder = str(make_tiny_model("llama", tmp_path))
+    monkeypatch.setattr(HPUPlatform, "before_collective", None)
+    with (
+        simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS),
+        pytest.raises(RuntimeError, match="mark_step has to come first"),
+    ):
+        LLM(folder, device="hpu", skip_tokenizer_init=True, **SMALL_ENGINE | sizes)

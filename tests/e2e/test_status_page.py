@@ -14,7 +14,9 @@ from tests.entrypoints.openai.observed_server import (
     served,
 )
 from vllm.config import PoolerConfig
+from vllm.entrypoints.operations.card_telemetry import CardTelemetry
 from vllm.messages import SchedulerStats
+from vllm.platforms.card_reading import CardReading
 
 pytestmark = [
     pytest.mark.e2e,
@@ -91,6 +93,23 @@ def test_words_are_those_of_the_device_and_of_the_model(page):
         engine.metrics.config = replace(config, model=replace(config.model, pooler=pooler))
         page.wait_for("!document.querySelector('.of-generation').checkVisibility()")
         assert page.text("#chat-link") == "Chat"
+
+
+def test_cards_are_listed_where_they_can_be_read(page):
+    app = make_app(ready_engine())
+    cards = [
+        CardReading(0, 3, "HL-225", 412.6, 51.0, 88 * 2**30, 96 * 2**30, 0.87),
+        CardReading(1, None, SCRIPT),
+    ]
+    vars(app.state.context)["_card_telemetry"] = CardTelemetry(lambda: cards, max_age_s=0)
+    with served(app) as url:
+        page.open(url + "/status")
+        page.wait_for_text("#card-rows", "HL-225")
+        first, second = page.text("#card-rows").split(f"1 {SCRIPT}")
+        assert " ".join(first.split()) == "0 HL-225 3 87 % 413 W 51 °C 88.0 of 96.0 GiB"
+        assert " ".join(second.split()) == "– – – – – of – GiB"
+        cards.clear()
+        page.wait_for("document.querySelector('#cards').hidden")
 
 
 def test_the_phases_of_a_start_are_listed(page):

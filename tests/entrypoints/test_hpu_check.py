@@ -18,10 +18,13 @@ from vllm.hpu_check import CHECKS, NAMES, collectives, device, run
 from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
+from vllm.platforms.habana import sim_execute
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.sim import SimBridge, SimulatedKernels
 from vllm.platforms.habana.sim_device import HpuTensor
 from vllm.platforms.habana.sim_graphs import CapturedGraph
+from vllm.sample.masks import TokenMasks
+from vllm.worker.hpu.resident import ResidentTokens
 
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
 EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}
@@ -37,6 +40,7 @@ def no_compiled_code_is_left() -> Iterator[None]:
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Set the variables of this test, on a machine without a card."""
     monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
 
     def set_environment(variables: dict[str, str]) -> None:
         loaded = envs.Envs.load(variables)
@@ -102,6 +106,7 @@ def test_a_simulated_card_passes_in_both_modes(environment, capsys, variables, s
     for name, (status, detail) in rows.items():
         assert status == ("skip" if name in skipped else "pass"), (name, detail)
         assert detail.startswith(skipped.get(name, ""))
+    assert rows["drafts"][1].startswith("[0, 1, 2, 3] of 3 drafts of 4 rows are right")
     mode = "lazy" if variables is LAZY else "eager"
     assert rows["device"][1].startswith(f"{variables['VLLM_HPU_SIM'].upper()}, {mode} mode, torch ")
 
@@ -162,6 +167,21 @@ def counters_with_fallbacks(self):
     return replace(self.card.counters(), cpu_fallbacks={"aten::sort": 2, "aten::gather": 1})
 
 
+def no_maximum_of_int32(op, args, kwargs, *, is_lazy, needs_host=sim_execute.needs_host):
+    if op is torch.ops.aten.amax.default and args[0].dtype == torch.int32:
+        return "kernel"
+    return needs_host(op, args, kwargs, is_lazy=is_lazy)
+
+
+def drafts_that_are_all_right(self, packed, shape, sampled, accept=ResidentTokens.accept):
+    output = accept(self, packed, shape, sampled)
+    return output if output is None or output.is_cpu else output.clamp_min(1 + self.max_drafts)
+
+
+def masks_of_the_first_rows(self, logits, rows, apply=TokenMasks._apply_on_card):
+    apply(self, logits, torch.arange(len(rows)).to(logits.device))
+
+
 CAUSAL = {"sdpa causal", "sdpa shared heads", "sdpa valid lengths", "prefill attention"}
 BROKEN = {
     "rotary of the other kind": (
@@ -199,6 +219,21 @@ BROKEN = {
         {"host fallbacks"},
         "ran on the host: aten::gather (1), aten::sort (2)",
     ),
+    "a maximum without a kernel": (
+        (sim_execute, "needs_host", no_maximum_of_int32),
+        {"integer reductions", "drafts", "host fallbacks"},
+        "ran on the host: aten::amax",
+    ),
+    "drafts that are taken for right": (
+        (ResidentTokens, "accept", drafts_that_are_all_right),
+        {"drafts"},
+        "the outputs of a launch with drafts are not those of the host",
+    ),
+    "masks for other rows": (
+        (TokenMasks, "_apply_on_card", masks_of_the_first_rows),
+        {"token masks"},
+        "other tokens of 4000 are masked than on the host",
+    ),
     "new tokens that are not stored": (
         (hpu_attn, "write_kv_cache", lambda *args: None),
         {"decode attention", "prefill attention"},
@@ -208,7 +243,7 @@ BROKEN = {
         (HpuTensor, "cpu", lambda self: torch.zeros(self.shape, dtype=self.dtype)),
         {*CAUSAL, "host copies", "index types", "sdpa mask", "rms_norm", "rotary neox"}
         | {"rotary gpt-j", "silu_and_mul", "decode attention", "graph replay", "uint4 matmul"}
-        | {"matmul of few bits"},
+        | {"matmul of few bits", "pinned copies", "integer reductions", "token masks", "drafts"},
         "torch.float32 came back different from a copy waiting",
     ),
 }  # fmt: skip
@@ -285,7 +320,7 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"no Gaudi card: {PACKAGE}\n" in captured.err
-    assert ("there is no device " in captured.err) is not has_node
+    assert ("there is no Gaudi " in captured.err) is not has_node
     assert captured.err.endswith("  VLLM_HPU_SIM=gaudi2 vllm hpu-check\n")
 
     assert main(["hpu-check", "--json"]) == 2

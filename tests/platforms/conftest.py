@@ -45,6 +45,17 @@ def vendor(lazy: SimBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 
 
 @pytest.fixture
+def hlml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in for the vendor's package of sensors, importable as `pyhlml`."""
+    monkeypatch.syspath_prepend(str(STUBS))
+    importlib.invalidate_caches()
+    module = importlib.import_module("pyhlml")
+    module.reset()
+    yield module
+    sys.modules.pop("pyhlml", None)
+
+
+@pytest.fixture
 def facade() -> Iterator[None]:
     """The simulated card as `habana_frameworks`, without a stand-in."""
     install_vendor()
@@ -58,6 +69,7 @@ def card(vendor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "accel").mkdir()
     (tmp_path / "accel" / "accel0").touch()
     monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path)
 
 
 @pytest.fixture

@@ -61,6 +61,45 @@ def test_the_package_alone_is_no_card(environment, vendor, tmp_path, monkeypatch
     assert detect_device() == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("vendor_ids", "drivers", "num_cards"),
+    [
+        (["0x1da3", "0x1da3"], [None, None], 2),
+        (["0x8086"], [None], 0),  # the NPU of a processor
+        (["0x8086", "0x1da3", "0x1da3"], ["intel_vpu", "habanalabs", "habanalabs"], 2),
+        ([None, None], ["intel_vpu", "habanalabs"], 1),
+        (["unreadable"], ["habanalabs"], 1),
+        ([None, None], [None, None], 2),  # a container that shows nothing of the bus
+    ],
+)
+def test_an_accelerator_of_another_vendor_is_no_card(
+    vendor_ids, drivers, num_cards, environment, vendor, tmp_path, monkeypatch
+):
+    environment()
+    monkeypatch.setattr(hpu, "_DEV", tmp_path / "dev")
+    monkeypatch.setattr(hpu, "_ACCEL_CLASS", tmp_path / "class")
+    (tmp_path / "dev" / "accel").mkdir(parents=True)
+    (tmp_path / "dev" / "accel" / "accel_controlD0").touch()
+    for number, (vendor_id, driver) in enumerate(zip(vendor_ids, drivers, strict=True)):
+        (tmp_path / "dev" / "accel" / f"accel{number}").touch()
+        device = tmp_path / "class" / f"accel{number}" / "device"
+        device.mkdir(parents=True)
+        if vendor_id is not None:
+            (device / "vendor").write_text(f"{vendor_id}\n")
+        if driver is not None:
+            (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (device / "driver").symlink_to(tmp_path / "drivers" / driver)
+    assert hpu.num_cards() == num_cards
+    assert detect_device() == ("hpu" if num_cards else "cpu")
+
+
+def test_nodes_of_older_drivers_are_cards(tmp_path, monkeypatch):
+    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    for name in ("hl0", "hl1", "hl_controlD0"):
+        (tmp_path / name).touch()
+    assert hpu.num_cards() == 2
+
+
 def test_the_simulation_goes_before_the_card(environment, card):
     environment(VLLM_HPU_SIM="gaudi3")
     assert create_hpu_platform().bridge.device_name == "GAUDI3"

@@ -11,6 +11,8 @@ import torch
 from torch import distributed as dist
 
 from tests.hpu import needs_simulated_device
+from vllm.distributed import CardLink, Collectives, TorchCollectives
+from vllm.errors import CollectiveError
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_card import SimulationError
@@ -108,3 +110,48 @@ def test_a_capture_takes_lazy_collectives_only(alone):
     before = bridge.counters().compilations
     bridge.synchronize()
     assert bridge.counters().compilations == before
+
+
+class _SumAndGather(torch.nn.Module):
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self.collectives = collectives
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.collectives.all_gather(self.collectives.all_reduce(x + 1) * 2)
+
+
+def test_in_strict_mode_a_recorded_collective_needs_a_step_before_it(alone):
+    """By itself and inside a graph, whose capture then has a part for each step."""
+    x = torch.ones(2, 3)
+    for is_strict in (True, False):
+        bridge = SimBridge("gaudi2", is_lazy=True, is_strict=is_strict, has_lazy_collectives=True)
+        with_step = TorchCollectives(1, before=bridge.mark_step)
+        graph = bridge.wrap_in_hpu_graph(_SumAndGather(with_step))
+        for run in (_SumAndGather(with_step), graph):
+            for value in (1.0, 2.0):
+                with torch.inference_mode():
+                    assert run((x * value).to("hpu")).tolist() == [[2 * value + 2] * 3] * 2
+        assert bridge.counters().graph_replays == 1
+        without = _SumAndGather(TorchCollectives(1))
+        if is_strict:
+            with pytest.raises(SimulationError, match="allreduce_ behind 1 recorded operators"):
+                without(x.to("hpu"))
+            with pytest.raises(SimulationError, match=r"allgather_base_ behind . recorded operat"):
+                without.collectives.all_gather(x.to("hpu") * 2)
+        else:
+            assert without(x.to("hpu")).tolist() == [[4.0] * 3] * 2
+
+
+def test_in_strict_mode_what_is_sent_needs_a_step_before_it(alone, monkeypatch):
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, has_lazy_collectives=True)
+    monkeypatch.setattr(dist, "isend", lambda x, rank: dist.all_reduce(x, async_op=True))
+    x = torch.ones(3).to("hpu")
+    with pytest.raises(CollectiveError, match="behind 1 recorded operators"):
+        CardLink(0, None, 1, None).send(x * 2)
+    CardLink(0, None, 1, None, before=bridge.mark_step).send(x * 2)
+
+
+def test_an_eager_card_needs_no_step(alone):
+    SimBridge("gaudi2", is_strict=True, has_lazy_collectives=True)
+    assert TorchCollectives(1).all_reduce(torch.ones(3).to("hpu") * 2).tolist() == [2, 2, 2]

@@ -1,7 +1,8 @@
 """The ranks that share a layer. A group of one needs no process group and does no work."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,30 +38,50 @@ class Collectives(Protocol):
         ...
 
 
+def _gather_function() -> Callable[..., Any]:
+    """Return what gathers into one tensor; torch gave it another name in 2.13, and warns of the
+    old one."""
+    distributed: Any = torch.distributed
+    return getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 class TorchCollectives:
     """Collectives of torch.distributed. Without Python around them, so that a card can record them.
 
     Args:
         size: ranks of the group.
         process_group: None: the default group.
+        before: called before each collective, when its operands are computed or recorded; None:
+            nothing is.
     """
 
     def __init__(
-        self, size: int, process_group: "torch.distributed.ProcessGroup | None" = None
+        self,
+        size: int,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self._size = size
         self._process_group = process_group
+        self._before = before
+        self._gather = _gather_function()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collectives`; in place."""
+        if self._before is not None:
+            self._before()
         torch.distributed.all_reduce(x, group=self._process_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Collectives`."""
-        parts = [torch.empty_like(x) for _ in range(self._size)]
-        torch.distributed.all_gather(parts, x.contiguous(), group=self._process_group)
-        return torch.cat(parts, dim=-1)
+        x = x.contiguous()
+        # One tensor, and not a list of one for each rank: a list is copied once more.
+        gathered = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        if self._before is not None:
+            self._before()
+        self._gather(gathered, x, group=self._process_group)
+        return gathered.unflatten(0, (self._size, x.shape[0])).movedim(0, -2).flatten(-2)
 
 
 class CheckedCollectives(TorchCollectives):

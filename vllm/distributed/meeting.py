@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -322,19 +322,22 @@ class Meeting:
         )
         self.has_joined = True
 
-    def open_link(self, card: "torch.device | None" = None) -> CardLink | GlooLink:
+    def open_link(
+        self, card: "torch.device | None" = None, before: Callable[[], None] | None = None
+    ) -> CardLink | GlooLink:
         """Connect the stages of the pipeline; returns when all ranks have come.
 
         Args:
             card: hidden states go from card to card, through the default group, which has been
                 joined; None: through gloo, in a group of their own.
+            before: called before each exchange of two cards; None: nothing is.
 
         Raises:
             CollectiveError: a rank has not come in time.
         """
         around = self.layout.stages_around(self.rank)
         if card is not None:
-            self._link = link = CardLink(self.rank, *around)
+            self._link = link = CardLink(self.rank, *around, before=before)
             link.connect(card)
             return link
         self.least("addresses of stages", 0)

@@ -1,7 +1,7 @@
 """Stages of a pipeline: consecutive layers, whose hidden states go from one rank to the next."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -192,7 +192,20 @@ class GlooLink(_StageLink):
 
 
 class CardLink(_StageLink):
-    """Sends hidden states from card to card through the default group of torch.distributed."""
+    """Sends hidden states from card to card through the default group of torch.distributed.
+
+    Args:
+        rank: of this process.
+        around: see `StagesAround`.
+        before: called before each exchange, when what is sent is computed or recorded; None:
+            nothing is.
+    """
+
+    def __init__(
+        self, rank: int, *around: int | None, before: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(rank, *around)
+        self._before_exchange = before
 
     def connect(self, device: torch.device) -> None:
         """Exchange one number with each of these stages: the first exchange of two cards opens
@@ -211,11 +224,15 @@ class CardLink(_StageLink):
             self.send_drafts(torch.zeros(1, device=device))
 
     def _begin_send(self, x: Tensor, rank: int) -> "tuple[torch.distributed.Work, Tensor]":
+        if self._before_exchange is not None:
+            self._before_exchange()
         work = torch.distributed.isend(x, rank)
         assert work is not None, "the rank is in the default group"
         return work, x
 
     def _receive(self, x: Tensor, rank: int) -> None:
+        if self._before_exchange is not None:
+            self._before_exchange()
         torch.distributed.recv(x, rank)
 
 

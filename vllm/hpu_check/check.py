@@ -1,12 +1,14 @@
 """What a check returns, and how results of the card are compared with those of the host."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from vllm.platforms.habana.bridge import HabanaBridge
 
 Status = Literal["pass", "fail", "skip"]
 
@@ -95,6 +97,18 @@ def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | N
         f"{case}: a call takes {seconds * 1e3:.1f} ms, at most {limit_s * 1e3:.0f} ms are "
         f"expected: it is compiled each time, or runs on the host"
     )
+
+
+def ran_on_host(bridge: HabanaBridge, before: Mapping[str, int]) -> Outcome | None:
+    """A failure that names the operators that have run on the host; None: none has.
+
+    Args:
+        bridge: the card.
+        before: its count of each operator when the check began.
+    """
+    after = bridge.counters().cpu_fallbacks
+    names = sorted(name for name in after if after[name] != before.get(name))
+    return Outcome("fail", f"ran on the host: {', '.join(names)}") if names else None
 
 
 def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:

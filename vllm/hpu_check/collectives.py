@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from vllm.distributed import CardLink, Link, RankLayout, TPGroup
+from vllm.distributed import CardLink, Link, RankLayout, TorchCollectives, TPGroup
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.hpu import create_hpu_platform
 
@@ -53,15 +53,17 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
         RuntimeError: the values are not those of all ranks.
     """
     rank, world_size = int(rank_text), int(world_size_text)
-    bridge = create_hpu_platform().bridge
+    platform = create_hpu_platform()
+    bridge, before = platform.bridge, platform.before_collective
     torch.distributed.init_process_group(
         bridge.collectives_backend, init_method=f"file://{store}", rank=rank, world_size=world_size
     )
-    group = TPGroup(rank, world_size)
+    group = TPGroup(rank, world_size, TorchCollectives(world_size, before=before))
     ranks = torch.arange(world_size).float()
     with torch.inference_mode():
         mine = torch.full((64,), float(rank)).to(bridge.device)
-        link = CardLink(rank, *RankLayout(pipeline_size=world_size).stages_around(rank))
+        around = RankLayout(pipeline_size=world_size).stages_around(rank)
+        link = CardLink(rank, *around, before=before)
         link.connect(bridge.device)
         send_on(link, mine, rank, world_size)
         gathered = group.all_gather(mine).cpu()  # no card leaves before all have received

@@ -9,6 +9,7 @@ from vllm.hpu_check import (
     collectives,
     decoder_layer,
     device,
+    integers,
     kernels,
     operators,
     programs,
@@ -56,6 +57,7 @@ def _of_card(
 _OF_HOST = "the values of torch on the host"
 _OF_KERNEL = f"{_OF_HOST}, in at most {MAX_CALL_S * 1e3:.0f} ms a call"
 _IN_TIME = f"in at most {MAX_STEP_S * 1e3:.0f} ms a call"
+_ON_CARD = f"{_OF_HOST}, without an operator on the host"
 _OF_LAYER = (
     "the values of the same layer on the host in float32, in a time that does not depend on the "
     "size of the cache, without a copy of the cache and without an operator on the host"
@@ -69,6 +71,14 @@ CHECKS: dict[str, Check] = {
     ),
     "host copies": _of_card(device.check_host_copies, "the same bytes come back"),
     "index types": _of_card(device.check_index_types, "int32 and int64 choose the same rows"),
+    "pinned copies": _of_card(integers.check_pinned_copies, "the same bytes arrive"),
+    "integer reductions": _of_card(integers.check_reductions, _ON_CARD),
+    "token masks": _of_card(integers.check_token_masks, f"{_ON_CARD}, {_IN_TIME}", _SAMPLING),
+    "drafts": _of_card(
+        integers.check_drafts,
+        _ON_CARD,
+        f"outputs with drafts are wrong on this card: leave --speculative-config out; {_VERSIONS}",
+    ),
     "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_KERNEL),
     "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_KERNEL),
     "sdpa mask": _of_card(kernels.check_sdpa_mask, _OF_KERNEL),

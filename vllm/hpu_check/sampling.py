@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome, slow_call
+from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome, ran_on_host, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import EngineRequest
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "presence_penalty": 1.0,
         "frequency_penalty": 1.0,
     },
+    "allowed tokens": {"temperature": 0.8, "allowed_token_ids": list(range(7, 4096, 64))},
     "logprobs": {"temperature": 0.0, "logprobs": _NUM_LOGPROBS},
 }
 """Kind -> what a request asks for."""
@@ -52,15 +53,14 @@ def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
     # The best tokens are those that penalties apply to.
     logits[:, _PROMPT + _OUTPUT] += 7
     logits = logits.bfloat16()
-    before = dict(bridge.counters().cpu_fallbacks)
+    before = bridge.counters().cpu_fallbacks
     run = partial(
         _sample, logits.to(bridge.device), kind, Sampler(None, bridge.mark_step), is_static=True
     )
     got = run()
     want = _sample(logits, kind, Sampler(None), is_static=False)
-    if (after := dict(bridge.counters().cpu_fallbacks)) != before:
-        names = ", ".join(sorted(name for name in after if after[name] != before.get(name)))
-        return Outcome("fail", f"ran on the host: {names}")
+    if (fallback := ran_on_host(bridge, before)) is not None:
+        return fallback
     if (slow := slow_call(kind, shortest_s(bridge, run), MAX_STEP_S)) is not None:
         return Outcome("fail", slow)
     others = [row for row in range(_NUM_ROWS) if got.token_ids[row] != want.token_ids[row]]

@@ -1,6 +1,7 @@
 """Intel Gaudi: static shapes, real or simulated behind one bridge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +16,16 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     import torch
 
+    from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
 
 logger = init_logger(__name__)
 
 _DEV = Path("/dev")
+_ACCEL_CLASS = Path("/sys/class/accel")
+_HABANA_LABS = 0x1DA3
+"""Vendor number of the cards on the PCI bus."""
+_DRIVER = "habanalabs"
 _TOKENS_OF_A_READ = 176
 """A decode of so many tokens takes a Gaudi 2 as long to compute as to read the weights in bfloat16:
 432 TFLOP/s by 2.46 TB/s. This is by its data sheet, and was not measured."""
@@ -67,6 +73,17 @@ class HPUPlatform(Platform):
         """hccl; gloo between simulated cards."""
         return self.bridge.collectives_backend
 
+    @property
+    def before_collective(self) -> "Callable[[], None] | None":
+        """What a rank calls before each exchange with other cards; None: nothing.
+
+        In lazy mode it ends the recorded graph, because a collective that is recorded behind
+        operators that have not been launched may go wrong in some builds of the bridge. So it does
+        while an HPU graph is captured: the bridge allows it, and the graph has one more part. In
+        eager mode nothing is recorded, and a compiler would have to trace the call.
+        """
+        return self.bridge.mark_step if self.bridge.is_lazy else None
+
     def set_replica(self, index: int, count: int, world_size: int) -> None:
         """Take `world_size` cards of the machine; those of other replicas become invisible.
 
@@ -108,6 +125,14 @@ class HPUPlatform(Platform):
                 f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
             )
         env_ranks.export_rank(rank, world_size, local_rank, num_local)
+
+    def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
+        """Read real cards; a simulated one has no sensors."""
+        if simulated_card() is not None or not num_cards():
+            return None
+        from vllm.platforms.habana.telemetry import CardReader
+
+        return CardReader(env_ranks.modules_of(num_ranks)).read
 
     @property
     def ops_class(self) -> str:
@@ -169,9 +194,20 @@ def has_vendor_library() -> bool:
 
 
 def num_cards() -> int:
-    """Cards that this machine, or container, shows."""
-    nodes = list(_DEV.glob("accel/accel[0-9]*")) or list(_DEV.glob("hl[0-9]*"))
-    return len(nodes)
+    """Count the cards that this machine, or container, shows. Accelerators of other vendors, such
+    as the NPU of a processor, have nodes of the same names and are none."""
+    nodes = [node for node in _DEV.glob("accel/accel[0-9]*") if _is_gaudi(node.name)]
+    return len(nodes) or len(list(_DEV.glob("hl[0-9]*")))
+
+
+def _is_gaudi(name: str) -> bool:
+    """Return whether the accelerator of a name is a Gaudi by its PCI vendor, or else by its driver;
+    True where the system says neither."""
+    device = _ACCEL_CLASS / name / "device"
+    with suppress(OSError, ValueError):
+        return int((device / "vendor").read_text(), 16) == _HABANA_LABS
+    driver = device / "driver"
+    return not driver.exists() or driver.resolve().name == _DRIVER
 
 
 def _open_simulation(model: str) -> "HabanaBridge":

@@ -5,12 +5,15 @@ platform it runs on: there is no `is_hpu()`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm.config.speculative import LOOKUP_DRAFTS
 
 if TYPE_CHECKING:
     import torch
+
+    from vllm.platforms.card_reading import CardReading
 
 
 class Platform(ABC):
@@ -71,6 +74,15 @@ class Platform(ABC):
             rank, world_size: of this process, and processes in all.
             local_rank, num_local_ranks: the same among those that see the devices of this process;
                 None: all are on this machine.
+        """
+        return None
+
+    def card_reader(self, num_ranks: int) -> "Callable[[], Sequence[CardReading]] | None":
+        """Return what reads the sensors of the cards of an engine, in any process; it may block.
+        None: this device has none.
+
+        Args:
+            num_ranks: processes of the engine on this machine, each with a card.
         """
         return None
 

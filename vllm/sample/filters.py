@@ -67,7 +67,7 @@ def _top_k_floor(
         sums = weights.cumsum(-1)
         # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
         is_short = sums < top_p[:, None] * sums[:, -1:]
-        short = is_short.sum(-1, keepdim=True, dtype=torch.int32)
+        short = torch.sum(is_short, -1, keepdim=True, dtype=torch.int32)
         nucleus = torch.where(top_p[:, None] < 1, short, last)
         last = torch.minimum(last, nucleus)
     return torch.where(top_k > 0, values.gather(-1, last.long()), float("-inf"))

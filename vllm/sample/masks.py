@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm.messages import IntArray
 
@@ -78,7 +77,10 @@ class TokenMasks:
         """The same by index tensors and not by slices: an offset in a slice is a new graph on
         Gaudi, and a write to a slice is a copy."""
         forbidden = ((self.words[:, :, None] & self.bits) == 0).flatten(1)
-        forbidden = pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]))
+        if lacking := logits.shape[-1] - forbidden.shape[-1]:
+            # The documented operators of the device pad no bools.
+            rest = forbidden.new_zeros(len(forbidden), lacking)
+            forbidden = torch.cat([forbidden, rest], 1)
         chosen = logits.index_select(0, rows).masked_fill(forbidden, -np.inf)
         logits.index_copy_(0, rows, chosen)
 

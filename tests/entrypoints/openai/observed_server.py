@@ -4,11 +4,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException
 
 from tests.engine.fakes import make_config
+from vllm.config.device import Device, DeviceConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
 from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.middleware.auth import Authentication
@@ -23,12 +25,19 @@ KEY = "secret"
 
 
 class FakeEngine:
-    """What routes of observation read of an engine."""
+    """What routes of observation read of an engine.
 
-    def __init__(self) -> None:
+    Args:
+        device: in its config.
+    """
+
+    def __init__(self, device: Device = "cpu") -> None:
         self.startup = StartupState()
         self.refusal = None
-        self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
+        self.vllm_config = replace(
+            make_config(max_model_len=2048), device=DeviceConfig(device=device)
+        )
+        self.metrics = EngineMetrics(MODEL, self.vllm_config)
 
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
@@ -112,8 +121,8 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
         thread.join()
 
 
-def ready_engine() -> FakeEngine:
+def ready_engine(device: Device = "cpu") -> FakeEngine:
     """One that takes requests."""
-    engine = FakeEngine()
+    engine = FakeEngine(device)
     engine.startup.set_ready()
     return engine

@@ -12,7 +12,9 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
 from vllm.config import ConnectorConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
+from vllm.entrypoints.operations.card_telemetry import card_metrics
 from vllm.messages import DraftStats, SchedulerStats
+from vllm.platforms.card_reading import CardReading
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
@@ -95,4 +97,6 @@ def test_every_metric_of_the_engine_is_documented(exposed):
     for family in (family for each in metrics.metric_sets() for family in each.collect()):
         if any(part in family.name for part in ("spec_decode", "lora", "external", "transfer")):
             names |= {sample.name for sample in family.samples}
+    cards = card_metrics([CardReading(0, 0, "HL-225", 400.0, 50.0, 2**30, 2**37, 0.5)])
+    names |= {sample.name for family in cards.collect() for sample in family.samples}
     assert names == documented

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.platforms.card_reading import CardReading
 
 _PACKAGES = (
     "torch",
@@ -22,6 +26,7 @@ _PACKAGES = (
     "numpy",
     "msgspec",
     "habana-torch-plugin",
+    "habana-pyhlml",
 )
 _CPUINFO = Path("/proc/cpuinfo")
 _CPU_FLAGS = (
@@ -109,6 +114,34 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
     except ConfigError as error:
         yield "Platform", f"none: {error}"
     yield "CPU kernels", _describe_kernels()
+    yield from _card_facts()
+
+
+def _card_facts() -> Iterator[tuple[str, str]]:
+    """Yield what the sensors of the cards say, where there are cards."""
+    from vllm.platforms import resolve_platform
+
+    try:
+        read = resolve_platform("auto").card_reader(1)
+    except ConfigError:
+        return
+    for card in [] if read is None else read():
+        yield f"Card {card.index}", _describe_card(card)
+
+
+def _describe_card(card: "CardReading") -> str:
+    used, total = card.memory_used_bytes, card.memory_total_bytes
+    facts = [card.name or "unknown"]
+    if card.module is not None:
+        facts.append(f"module {card.module}")
+    if used is not None and total is not None:
+        facts.append(f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB used")
+    for value, unit in ((card.power_watts, "W"), (card.temperature_celsius, "degrees Celsius")):
+        if value is not None:
+            facts.append(f"{value:.0f} {unit}")
+    if card.utilization is not None:
+        facts.append(f"{card.utilization:.0%} busy")
+    return ", ".join(facts)
 
 
 def _describe_kernels() -> str:

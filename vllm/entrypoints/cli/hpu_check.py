@@ -86,7 +86,7 @@ def _missing() -> Iterable[str]:
     if not has_vendor_library():
         yield "the package habana_frameworks (habana-torch-plugin) is not installed"
     if not num_cards():
-        yield "there is no device /dev/accel/accel* or /dev/hl*: no card, or no driver"
+        yield "there is no Gaudi among /dev/accel/accel* and /dev/hl*: no card, or no driver"
 
 
 def _as_object(model: str | None, results: "list[CheckResult]") -> dict[str, Any]:

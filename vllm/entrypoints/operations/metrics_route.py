@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.entrypoints.middleware.asgi import route_path
+from vllm.entrypoints.operations.card_telemetry import card_metrics, card_readings
 from vllm.entrypoints.server.context import ServerContext, get_context
 
 router = APIRouter(tags=["metrics"])
@@ -146,10 +147,13 @@ def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """All metrics, in the format that the scraper accepts."""
-    engine = engine_metrics(get_context(request))
+    context = get_context(request)
+    engine = engine_metrics(context)
+    cards = await card_readings(context)
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
     sets = [] if engine is None else [*engine.metric_sets()]
     sets += [] if http is None else [http.metrics]
+    sets += [card_metrics(cards)] if cards else []
     accept = request.headers.get("accept", "")
     body, content_type = expose([*sets, *process_collectors()], accept)
     return Response(body, headers={"content-type": content_type})

@@ -1,6 +1,8 @@
 """GET /status.json: the data of the status page. Ids and numbers, without prompts and answers."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -8,9 +10,11 @@ from starlette.responses import Response
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
+from vllm.entrypoints.operations.card_telemetry import card_readings
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)
 
@@ -21,15 +25,18 @@ _MAX_ID_CHARS = 128
 @router.get("/status.json")
 async def status(request: Request) -> Response:
     """Data for the page."""
-    return fresh_json(describe(get_context(request)))
+    context = get_context(request)
+    return fresh_json(describe(context, await card_readings(context)))
 
 
-def describe(context: ServerContext) -> dict[str, Any]:
-    """The server and its engine. Times and rates are per second; None is not known (yet)."""
+def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[str, Any]:
+    """The server, its engine and its cards. Times and rates are per second; None is not known
+    (yet)."""
     server = describe_server(context) | {
         "uptime_s": round(max(0.0, time.time() - context.created), 1),
         "in_progress": context.num_in_progress,
         "has_chat_page": not context.args.disable_web_ui,
+        "cards": [asdict(card) for card in cards],
     }
     metrics = engine_metrics(context)
     return server if metrics is None else server | _describe_engine(metrics)

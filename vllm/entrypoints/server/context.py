@@ -1,5 +1,6 @@
 """Shared state of the routes of one server. Routes get it by `get_context(request)`."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.server.server_args import ServerArgs
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.entrypoints.operations.card_telemetry import CardTelemetry
     from vllm.entrypoints.server.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.utils.otel import Tracer
@@ -56,6 +58,23 @@ class ServerContext:
         if not startup.is_ready:
             return "starting"
         return "ready" if self.engine.refusal is None else "paused"
+
+    @cached_property
+    def _card_telemetry(self) -> "CardTelemetry | None":
+        from vllm.entrypoints.operations.card_telemetry import CardTelemetry
+        from vllm.platforms import resolve_platform
+
+        parallel = self.config.parallel
+        platform = resolve_platform(self.config.device.device)
+        read = platform.card_reader(parallel.num_local_replicas * parallel.world_size)
+        return None if read is None else CardTelemetry(read)
+
+    @property
+    def card_telemetry(self) -> "CardTelemetry | None":
+        """The sensors of the engine's cards on this machine; None: there are none, or it is not
+        known yet."""
+        is_known = self.has_been_ready or self.engine.startup.is_ready
+        return self._card_telemetry if is_known else None
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -245,6 +245,18 @@ class SimulatedCard:
         self.flush()
         self._launch(sim_spec.LAUNCH_EAGER_OP_S, num_bytes / self.spec.link_bytes_per_s)
 
+    def check_recorded_collective(self, name: str) -> None:
+        """Look at what is recorded before a collective that becomes part of a recipe.
+
+        Raises:
+            SimulationError: in strict mode, operators have been recorded since the last step. Some
+                builds of the bridge compute wrongly then.
+        """
+        if self.is_strict and self._step:
+            raise SimulationError(
+                f"{name} behind {len(self._step)} recorded operators: mark_step has to come first"
+            )
+
     @contextmanager
     def compiled_region(self) -> Iterator[None]:
         """Operators inside are one recipe: a callable of `torch.compile`."""

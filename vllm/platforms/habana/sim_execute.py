@@ -45,8 +45,10 @@ def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(
             f"{operator.name}: expected all tensors on one device, found {DEVICE}:0 and cpu"
         )
-    if operator.is_collective and not card.has_lazy_collectives:
-        return call.exchange(card)
+    if operator.is_collective:
+        if not card.has_lazy_collectives:
+            return call.exchange(card)
+        card.check_recorded_collective(operator.name)
     return call.compute(card)
 
 

@@ -153,8 +153,10 @@ class ResidentTokens:
         column = _range(query_len, rows)
         is_last = column >= _num_more(given.positions, shape)[:, None]
         is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
-        # The documented operators of the device have a maximum and no minimum.
-        end = query_len - 1 - torch.where(is_last | is_wrong, query_len - 1 - column, 0).amax(1)
+        # The documented operators of the device have a maximum of int32, as a function of torch and
+        # not as a method of tensors, and no minimum.
+        distance = torch.where(is_last | is_wrong, query_len - 1 - column, 0)
+        end = query_len - 1 - torch.amax(distance, 1)
         has_failed = _at(host_ids, end) < 0  # the row ends before it
         counts = end + 1 - ((end > 0) & has_failed).int()
         self._keep(rows, token_ids, counts, ends + counts)
@@ -284,4 +286,4 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
     if values.shape[1] == 1:
         return values[:, 0]
     is_chosen = _range(values.shape[1], column) == column[:, None]
-    return torch.where(is_chosen, values, 0).sum(1, dtype=torch.int32)
+    return torch.sum(torch.where(is_chosen, values, 0), 1, dtype=torch.int32)

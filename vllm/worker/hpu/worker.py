@@ -155,10 +155,10 @@ class HPUWorker(WorkerBase):
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         group = meeting.open_groups(meeting.layout.tensor_groups)
-        return TorchCollectives(self.tp.size, group)
+        return TorchCollectives(self.tp.size, group, self.platform.before_collective)
 
     def _make_link(self, meeting: Meeting) -> Link:
-        return meeting.open_link(self.bridge.device)
+        return meeting.open_link(self.bridge.device, self.platform.before_collective)
 
     def measure(self) -> MemoryReport:
         """Run the largest launches, and divide the memory that they leave.

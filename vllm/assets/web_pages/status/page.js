@@ -32,6 +32,20 @@ function showRecent(requests) {
   }));
 }
 
+// Where the sensors of cards can be read.
+function showCards(cards) {
+  byId("cards").hidden = !cards.length;
+  const cell = (value, unit) => element("td", {className: "n"},
+    value === null ? "–" : `${Math.round(value)}${unit}`);
+  const gib = (bytes) => bytes === null ? "–" : (bytes / 2 ** 30).toFixed(1);
+  byId("card-rows").replaceChildren(...cards.map((card) => element("tr", {},
+    element("td", {}, `${card.index} ${card.name ?? ""}`), cell(card.module, ""),
+    cell(card.utilization === null ? null : 100 * card.utilization, " %"),
+    cell(card.power_watts, " W"), cell(card.temperature_celsius, " °C"),
+    element("td", {className: "n"},
+      `${gib(card.memory_used_bytes)} of ${gib(card.memory_total_bytes)} GiB`))));
+}
+
 function showStart(s) {
   document.querySelector(".start").classList.toggle("over", s.state !== "starting");
   const phases = (s.phases || []).filter((phase) => phase.seconds >= 0.01);
@@ -77,6 +91,7 @@ function show(s) {
   byId("chat-link").hidden = !s.has_chat_page;
   byId("figures").classList.toggle("stale", !("model" in s)); // there are none before the first start
   if ("model" in s) showEngine(s);
+  showCards(s.cards);
 }
 
 let timer = 0, isAsking = false;

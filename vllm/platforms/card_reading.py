@@ -1,0 +1,21 @@
+"""What the sensors of an accelerator card say, in units of their own."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CardReading:
+    """One card at one time. None: the card, or its driver, does not say."""
+
+    index: int
+    """In the order of the driver."""
+    module: int | None
+    """Its place in the machine, as in HABANA_VISIBLE_MODULES."""
+    name: str | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    memory_used_bytes: int | None = None
+    """By all processes. A process on a card takes all of its memory when it opens it."""
+    memory_total_bytes: int | None = None
+    utilization: float | None = None
+    """Share of the last second in which the card computed, 0 to 1."""
