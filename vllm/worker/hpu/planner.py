@@ -94,6 +94,13 @@ class PaddedShape:
         num_sliced = self.bucket.blocks if self.is_contiguous else 0
         return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
 
+    @property
+    def cost(self) -> int:
+        """What a launch of this shape costs, as `padded_cost` counts it."""
+        if self.bucket.phase is Phase.DECODE:
+            return self.bucket.num_tokens + self.read_cost
+        return padded_cost(self.bucket)
+
 
 def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
     """Every shape in which launches of a bucket can run.
