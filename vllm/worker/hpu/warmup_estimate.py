@@ -163,8 +163,8 @@ class WarmUpEstimate:
         self._step, self._began = step, self._clock()
         if self._num_steps >= _MIN_STEPS:
             estimate = self._seconds_left()
-            is_first = self._shown is None
-            self._shown = estimate if is_first else min(estimate, _MOST_RISE * self._shown)
+            most = estimate if self._shown is None else _MOST_RISE * self._shown
+            self._shown = min(estimate, most)
         return self._shown
 
     def end(self, *, has_run: bool) -> None:
