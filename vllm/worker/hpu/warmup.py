@@ -1,6 +1,8 @@
 """Runs every launch there can be once, before the first request needs it.
 
 Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
+Slices of the cache that are longer than what the profiling run has measured come before, the
+smallest first, so that what does not fit is predicted and not tried.
 Where the bridge can, it only compiles, and then each of them is launched once: what a launch takes
 of memory is not known before, and a first launch is slower than those after it.
 Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
@@ -26,6 +28,7 @@ from vllm.bucketing.capture_plan import (
     PhaseGraphs,
     capture_graphs,
 )
+from vllm.bucketing.catalog import padded_cost
 from vllm.bucketing.ledger import MemoryClass, split_graph_memory
 from vllm.bucketing.log_lines import (
     captured_line,
@@ -40,6 +43,7 @@ from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.launches import PaddedRunner, Sampling
+from vllm.worker.hpu.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory_profile import Attempt, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.profile import held_bytes
@@ -64,6 +68,7 @@ class WarmUp:
         catalog: buckets to warm up.
         limits: of a launch.
         ledger: has the budgets of launches and of graphs.
+        forecast: knows what the launches of the profiling run have taken; None: there was none.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class WarmUp:
         catalog: Catalog,
         limits: StepLimits,
         ledger: MemoryLedger,
+        forecast: MemoryForecast | None = None,
     ) -> None:
         self._config = config
         self._bridge = bridge
@@ -83,6 +89,7 @@ class WarmUp:
         self._limits = limits
         self._ledger = ledger
         self._held_bytes = held_bytes(config)
+        self._forecast = MemoryForecast() if forecast is None else forecast
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
         """Padded batch sizes whose sampling has been launched."""
@@ -132,6 +139,7 @@ class WarmUp:
         self._book_workspace(0)
         self._estimate.plan(self._work_left())
         self._log_plan()
+        yield from self._launch_long_slices()
         if self._compiles_first:
             for phase in Phase:
                 yield from self._compile(phase)
@@ -154,14 +162,18 @@ class WarmUp:
 
     def _work_left(self) -> Iterator[Work]:
         """Every launch from here to the end of the warm-up, if nothing more is given up."""
-        batches = set(self._batches)
+        batches, slices = set(self._batches), self._long_slices()
+        yield from self._work_of("compile", slices, batches)
+        done = self._compiled.union(slices)
         if self._compiles_first:
             for phase in Phase:
-                pending = [b for b in self._pending(phase) if b not in self._compiled]
+                pending = [b for b in self._pending(phase) if b not in done]
                 yield from self._work_of("compile", pending[::-1], batches)
             batches.clear()
+        done = set(slices)
         for phase in Phase:
-            for bucket in reversed(self._pending(phase)):
+            pending = [b for b in self._pending(phase) if b not in done]
+            for bucket in reversed(pending):
                 yield from self._work_of(self._stage_of(bucket), [bucket], batches)
         if self._has_graphs:
             yield from self._graphs_left(self._catalog.prefill)
@@ -189,8 +201,8 @@ class WarmUp:
 
     def _stage_of(self, bucket: Bucket) -> Stage:
         """Whether the launch of a bucket compiles it."""
-        is_compiled = self._compiles_first or bucket in self._compiled
-        return "run" if is_compiled else "compile"
+        will_be = self._compiles_first and not self._is_long_slice(bucket)
+        return "run" if will_be or bucket in self._compiled else "compile"
 
     def _log_plan(self) -> None:
         estimate = self._estimate
@@ -224,12 +236,22 @@ class WarmUp:
                 bar.total = total
                 bar.update()
 
+    def _launch_long_slices(self) -> _Steps:
+        """Launch the decodes that read longer slices of the cache than the profiling run has, the
+        smallest first: only so the larger ones can be predicted."""
+        yield from self._launch_each("decode slices", self._long_slices)
+
     def _launch_once(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase, which compiles those that are not yet."""
+        """Launch every bucket of a phase, which compiles those that are not yet, the largest
+        first."""
+        yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
+
+    def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
+        """Launch the first of the pending buckets until there are none."""
         done = 0
-        while pending := self._pending(phase):
-            bucket, total = pending[-1], done + len(pending)
-            step = _step(f"warm-up: {phase!s} launches", bucket, done + 1, total)
+        while pending := pending_buckets():
+            bucket, total = pending[0], done + len(pending)
+            step = _step(f"warm-up: {what}", bucket, done + 1, total)
             is_new = bucket not in self._compiled
             line = self._line(bucket, done + 1, total) if is_new else None
             stage = self._stage_of(bucket)
@@ -242,6 +264,18 @@ class WarmUp:
             else:
                 self._give_up(bucket)
             done += 1
+
+    def _long_slices(self) -> list[Bucket]:
+        """Pending decodes with long slices, ascending."""
+        pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
+        return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
+
+    def _is_long_slice(self, bucket: Bucket) -> bool:
+        """Whether a decode reads more blocks than those of the profiling run. The same on all
+        ranks, as it depends on the config alone."""
+        most = self._forecast.most_blocks
+        is_long = most is not None and bucket.blocks > most
+        return is_long and self._limits.contiguous_pa and bucket.phase is Phase.DECODE
 
     def _line(self, bucket: Bucket, index: int, total: int) -> str:
         return warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
@@ -259,6 +293,7 @@ class WarmUp:
             self._needed_bytes = 0
             samples = shape.num_rows not in self._batches
             self._eta_s = self._estimate.begin([self._work(stage, shape, samples=samples)])
+            step = msgspec.structs.replace(step, given_up=self._predict(shape))
             self._launch = partial(_logged, line, partial(run, shape))
             given_up = yield step
             self._book_workspace(0 if given_up else self._needed_bytes)
@@ -284,7 +319,21 @@ class WarmUp:
         if attempted.refused_bytes is not None or self._needed_bytes > self._launch_bytes():
             return self._refusal(attempted)
         self._passing_bytes = passing
+        self._forecast.add(shape, attempted)
         return None
+
+    def _predict(self, shape: PaddedShape) -> str | None:
+        """Why a launch must not even be tried: going by smaller ones, there is no memory for it.
+        None: there may be."""
+        most_bytes = self._launch_bytes()
+        needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
+        if needed_bytes is None:
+            return None
+        needed = format_bytes(needed_bytes + self._held_bytes)
+        return (
+            f"a launch takes at least {needed}, as predicted from smaller ones, there are "
+            f"{format_bytes(most_bytes)} for launches"
+        )
 
     def _attempt(self, shape: PaddedShape) -> Attempt:
         sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
