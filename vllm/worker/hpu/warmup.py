@@ -138,7 +138,8 @@ class WarmUp:
         self._launches.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
         self._estimate.plan(self._work_left())
-        self._log_plan()
+        if len(self._catalog):
+            self._log_plan()
         yield from self._launch_long_slices()
         if self._compiles_first:
             for phase in Phase:
