@@ -453,7 +453,7 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_forgotten(page):
 def test_the_start_is_followed_until_requests_are_served(page):
     engine = TalkingEngine()
     engine.startup.set_unready("loading weights")
-    engine.startup.report("warming up", 12, 40)
+    engine.startup.report("warming up", 12, 40, 33.0)
     with served(make_app(engine)) as url:
         page.open(url)
         page.wait_for_text("#phase", "warming up (12 of 40)")

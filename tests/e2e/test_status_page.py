@@ -28,7 +28,7 @@ SCRIPT = "<img src=x onerror=\"document.title='broken'\">"
 
 def test_the_start_is_followed_until_requests_are_served(page):
     engine = FakeEngine()
-    engine.startup.report("warming up", 12, 40)
+    engine.startup.report("warming up", 12, 40, 33.0)
     with served(make_app(engine)) as url:
         page.open(url + "/status")
         page.wait_for_text("#phase", "warming up (12 of 40)")

@@ -13,6 +13,7 @@ from tests.engine.test_async_llm_engine import collect, params
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
+from vllm.engine.process.core_replicas import CoreReplicas
 from vllm.engine.process.wire import CoreFailed
 from vllm.errors import (
     CapacityError,
@@ -435,3 +436,19 @@ def test_a_replica_that_cannot_start_ends_the_start(monkeypatch):
 
     with fake_clients(monkeypatch, *clients):
         asyncio.run(main())
+
+
+def test_a_start_lasts_as_long_as_that_of_the_slowest_replica():
+    parallel = replace(make_config().parallel, data_parallel_size=3)
+    ignore = {"on_output": print, "on_refused": print, "on_lost": print}
+    replicas = CoreReplicas(parallel, 0, **ignore)
+    first, second, third = (each.startup for each in replicas._all)
+    first.report("warm-up: prefill buckets", 2, 9, 40.0)
+    second.report("warm-up: prefill buckets", 3, 9, 60.0)
+    assert replicas.startup.eta_seconds is None  # nothing is known of the third
+    third.report("warm-up: prefill buckets", 1, 9, 50.0)
+    shown = replicas.startup
+    assert (shown.phase, shown.done, shown.eta_seconds) == ("warm-up: prefill buckets", 2, 60.0)
+    second.set_ready()
+    assert shown.eta_seconds == 50.0
+    replicas.stop(EngineDeadError("the test is over"))

@@ -53,6 +53,17 @@ def test_a_long_phase_tells_its_progress_now_and_then(lines, now):
         now[0] += 1
     assert lines == [
         "start: loading weights",
-        "start: loading weights: 10 of 30, about 20 s left",
-        "start: loading weights: 20 of 30, about 10 s left",
+        "start: loading weights: 10 of 30, about 20 s left of this phase",
+        "start: loading weights: 20 of 30, about 10 s left of this phase",
+    ]
+
+
+def test_once_the_whole_start_is_estimated_the_log_has_that_figure(lines, now):
+    startup = StartupState()
+    for done in range(12):
+        startup.report("warm-up: prefill buckets", done, 12, 300.0 - done)
+        now[0] += 1
+    assert lines == [
+        "start: warm-up: prefill buckets",
+        "start: warm-up: prefill buckets: 10 of 12, about 290 s left",
     ]

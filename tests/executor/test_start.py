@@ -27,6 +27,7 @@ class FakeWorker:
         self.ran: list[str] = []
         self.kept: list[str] = []
         self.given_up: dict[str, str] = {}
+        self.lateness_s = 0.0
         self._pending = list(order)
         self._current: str | None = None
 
@@ -51,7 +52,10 @@ class FakeWorker:
         self._current = name = self._pending.pop(0)
         refusal = f"{name} takes 9" if name in self.refuses else None
         index = 1 + LAUNCHES.index(name)
-        return WarmUpStep(phase="warm-up", name=name, index=index, total=3, given_up=refusal)
+        eta_s = 10.0 * len(self._pending) + self.lateness_s
+        return WarmUpStep(
+            phase="warm-up", name=name, index=index, total=3, given_up=refusal, eta_seconds=eta_s
+        )
 
     def warm_up(self) -> str | None:
         assert self._current is not None
@@ -84,7 +88,8 @@ def test_a_single_rank_is_not_named():
 
 def test_whoever_advances_the_warm_up_runs_one_launch_at_a_time(monkeypatch):
     workers = [FakeWorker(), FakeWorker(refuses={"middle"})]
-    reports: list[tuple[str, int, int]] = []
+    workers[1].lateness_s = 0.5  # each rank measures for itself; the first one is heard
+    reports: list[tuple[str, int, int, float]] = []
     monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
     executor = ListExecutor(workers)
     executor.start_workers()
@@ -100,7 +105,7 @@ def test_whoever_advances_the_warm_up_runs_one_launch_at_a_time(monkeypatch):
         ("middle", "middle takes 9 (rank 1)", [1, 1]),
         ("small", None, [2, 2]),
     ]
-    assert reports == [("warm-up", 0, 3), ("warm-up", 2, 3)]
+    assert reports == [("warm-up", 0, 3, 20.0), ("warm-up", 2, 3, 0.0), ("warm-up", 3, 3, 0.0)]
 
 
 @pytest.mark.parametrize("order", [("small",), ()])

@@ -30,7 +30,8 @@ def test_reports_reach_the_listener_and_nobody_else():
     startup_progress.listen(lambda *report: heard.append(report))
     try:
         startup_progress.report("loading", 1, 2)
+        startup_progress.report("warm-up", 1, 2, 30.0)
     finally:
         startup_progress.listen(None)
     startup_progress.report("unheard")
-    assert heard == [("loading", 1, 2)]
+    assert heard == [("loading", 1, 2, None), ("warm-up", 1, 2, 30.0)]

@@ -85,18 +85,20 @@ class Executor(ABC):
         Yields:
             Each step, with what was decided.
         """
-        given_up = None
+        given_up = step = None
         while True:
             found: list[WarmUpStep | None] = self.call_workers("next_warm_up", given_up)
             steps = [step for step in found if step is not None]
             places = {(step.phase, step.name, step.index, step.total) for step in steps}
             assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
             if not steps:
+                if step is not None:
+                    startup_progress.report(step.phase, step.total, step.total, 0.0)
                 return
             step = steps[0]
             given_up = _first_reason([each.given_up for each in steps])
             if given_up is None:
-                startup_progress.report(step.phase, step.index - 1, step.total)
+                startup_progress.report(step.phase, step.index - 1, step.total, step.eta_seconds)
                 given_up = _first_reason(self.call_workers("warm_up"))
             yield msgspec.structs.replace(step, given_up=given_up)
 

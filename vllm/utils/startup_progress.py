@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-Listener = Callable[[str, int, int], None]
+Listener = Callable[[str, int, int, float | None], None]
 
 _listener: Listener | None = None
 _imported = time.monotonic()
@@ -20,15 +20,23 @@ _START_TIME = 19
 
 
 def listen(listener: Listener | None) -> None:
-    """Call `listener(phase, done, total)` from now on; None stops."""
+    """Call `listener(phase, done, total, eta_seconds)` from now on; None stops."""
     global _listener
     _listener = listener
 
 
-def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Report that `done` of `total` units of a phase are done; a total of 0 is unknown."""
+def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None = None) -> None:
+    """Report the progress of a phase.
+
+    Args:
+        phase: in words.
+        done: units of the phase that are done.
+        total: units of the phase; 0: unknown.
+        eta_seconds: estimated seconds until the engine is ready, not only until the end of this
+            phase; None: unknown.
+    """
     if _listener is not None:
-        _listener(phase, done, total)
+        _listener(phase, done, total, eta_seconds)
 
 
 def process_start() -> float:

@@ -58,6 +58,9 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Of the phase. It may change on the way, as launches are given up."""
     given_up: str | None = None
     """Why this launch is given up, such as too little memory; None: it is kept."""
+    eta_seconds: float | None = None
+    """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
+    unknown."""
 
 
 class StepHandleLike(Protocol):

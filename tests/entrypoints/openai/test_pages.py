@@ -140,8 +140,9 @@ def test_a_server_without_a_tokenizer_says_so():
 def test_a_start_is_told_with_the_phases_that_are_over():
     engine = ScriptedEngine()
     engine.startup.set_unready("loading weights")
-    engine.startup.report("warm-up", 3, 9)
+    engine.startup.report("warm-up", 3, 9, 12.5)
     about = client_of(engine).get("/chat.json").json()
+    assert about["eta_s"] == 12.5
     assert (about["state"], about["phase"], about["done"]) == ("starting", "warm-up", 3)
     assert [phase["name"] for phase in about["phases"]] == ["loading weights"]
     assert "has_chat_template" not in about

@@ -16,8 +16,9 @@ def status_of(engine: FakeEngine) -> dict:
 
 def test_a_start_tells_phase_and_progress_and_nothing_of_the_engine():
     engine = FakeEngine()
-    engine.startup.report("warming up", 12, 40)
+    engine.startup.report("warming up", 12, 40, 33.0)
     status = status_of(engine)
+    assert status["eta_s"] == 33.0
     assert (status["state"], status["phase"]) == ("starting", "warming up")
     assert (status["done"], status["total"]) == (12, 40)
     assert 4000 <= status["uptime_s"] < 4100

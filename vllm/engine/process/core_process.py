@@ -272,7 +272,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
         executor.begin()  # while this process has one thread
         connection.open()
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
+        startup_progress.listen(lambda *progress: send(_progress(*progress)))
         startup_progress.report("starting the worker")
         load_general_plugins()
         core = EngineCore(config, executor)
@@ -319,8 +319,8 @@ def _config_of(start: StartCore) -> VllmConfig:
     return replace(config, load=load, device=device)
 
 
-def _progress(phase: str, done: int, total: int) -> CoreProgress:
-    return CoreProgress(phase=phase, done=done, total=total)
+def _progress(phase: str, done: int, total: int, eta_seconds: float | None) -> CoreProgress:
+    return CoreProgress(phase=phase, done=done, total=total, eta_seconds=eta_seconds)
 
 
 def _read_first() -> bytes:

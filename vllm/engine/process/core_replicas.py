@@ -422,8 +422,9 @@ class CoreReplicas:
         waiting = [each for each in states if not each.is_ready and each.error is None]
         if not self._has_started:
             if waiting and self.startup.error is None:
-                slowest = waiting[0]
-                self.startup.report(slowest.phase, slowest.done, slowest.total)
+                shown = waiting[0]
+                eta_seconds = _latest([each.eta_seconds for each in waiting])
+                self.startup.report(shown.phase, shown.done, shown.total, eta_seconds)
         elif any(each.is_ready for each in states):
             if not self.startup.is_ready:
                 self.startup.set_ready()
@@ -439,3 +440,9 @@ class CoreReplicas:
                 callback(error)
         else:
             logger.error("the other replicas serve on")
+
+
+def _latest(etas: list[float | None]) -> float | None:
+    """The largest estimate, as all have to be ready; None: one of them is unknown."""
+    known = [eta for eta in etas if eta is not None]
+    return max(known) if len(known) == len(etas) else None

@@ -329,7 +329,7 @@ class CoreSupervisor:
         if isinstance(message, CoreOutput):
             self._on_output(message)
         elif isinstance(message, CoreProgress):
-            self.startup.report(message.phase, message.done, message.total)
+            self.startup.report(message.phase, message.done, message.total, message.eta_seconds)
         elif isinstance(message, Refused):
             self._on_refused(message)
         elif isinstance(message, CallResult):

@@ -8,8 +8,8 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_MIN_ETA_DONE = 2
-"""Units of work that must be done before an estimate is shown."""
+_MIN_PACE_DONE = 2
+"""Units of a phase that must be done before its pace is logged."""
 
 _LOG_INTERVAL_S = 10.0
 """Seconds between two lines about the progress of one phase."""
@@ -29,6 +29,9 @@ class StartupState:
         phase: what it is doing now, in words; "ready" or "failed" at the end.
         done: units of work of this phase that have been done.
         total: units of work of this phase; 0: unknown.
+        eta_seconds: estimated seconds until the engine is ready, in tenths; None: unknown, as long
+            as nobody has counted what is left. The log, the probes and the pages show this figure
+            and no other. It is that of the last report.
         error: why it failed, or None.
         finished_phases: name and seconds of each phase of the latest start that has ended.
     """
@@ -41,6 +44,7 @@ class StartupState:
         self.phase = _NOT_STARTED
         self.done = 0
         self.total = 0
+        self.eta_seconds: float | None = None
         self.error: BaseException | None = None
         self.finished_phases: list[tuple[str, float]] = []
         self._phase_began = self._logged = time.monotonic()
@@ -51,27 +55,38 @@ class StartupState:
         """The engine serves requests."""
         return self.phase == "ready"
 
-    @property
-    def eta_seconds(self) -> float | None:
-        """Estimated seconds until the end of this phase; None: unknown."""
-        if self.is_ready or self.total <= 0 or self.done < _MIN_ETA_DONE:
-            return None
-        return self._elapsed_s() / self.done * max(0, self.total - self.done)
+    def report(
+        self, phase: str, done: int = 0, total: int = 0, eta_seconds: float | None = None
+    ) -> None:
+        """Note the progress of a phase; a new phase ends the one before.
 
-    def report(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Note the progress of a phase; a new phase ends the one before."""
+        Args:
+            phase: in words.
+            done: units of the phase that are done.
+            total: units of the phase; 0: unknown.
+            eta_seconds: estimated seconds until the engine is ready; None: unknown.
+        """
         if phase != self.phase:
             if self._is_logged:
                 self._log_change(phase)
             self._note_end()
             self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
+        self.eta_seconds = None if eta_seconds is None else round(eta_seconds, 1)
         self._on_change()
         if self._is_logged and total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
             self._logged = time.monotonic()
-            eta_s = self.eta_seconds
-            left = "" if eta_s is None else f", about {eta_s:.0f} s left"
-            logger.info("start: %s: %d of %d%s", phase, done, total, left)
+            logger.info("start: %s: %d of %d%s", phase, done, total, self._time_left())
+
+    def _time_left(self) -> str:
+        """Until the engine is ready; while that is unknown, until the end of the phase, and the
+        line says so."""
+        if self.eta_seconds is not None:
+            return f", about {self.eta_seconds:.0f} s left"
+        if self.done < _MIN_PACE_DONE:
+            return ""
+        pace_s = self._elapsed_s() / self.done
+        return f", about {pace_s * max(0, self.total - self.done):.0f} s left of this phase"
 
     def _log_change(self, phase: str) -> None:
         """One line per phase: what begins, and how long the one before it took."""

@@ -62,6 +62,8 @@ class CoreProgress(_Message, frozen=True, kw_only=True):
     done: int
     total: int
     """0: not known."""
+    eta_seconds: float | None = None
+    """Estimated seconds until the core is ready; None: not known."""
 
 
 class CoreReady(_Message, frozen=True, kw_only=True):

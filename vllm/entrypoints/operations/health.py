@@ -81,7 +81,6 @@ def _describe(context: ServerContext, status_code: int) -> JSONResponse:
     if context.state == "paused":
         body["message"] = context.engine.refusal
     if not startup.is_ready and not _is_dead(context):
-        eta = startup.eta_seconds
         body |= {"done": startup.done, "total": startup.total}
-        body["eta_seconds"] = None if eta is None else round(eta, 1)
+        body["eta_seconds"] = startup.eta_seconds
     return JSONResponse(body, status_code=status_code)

@@ -10,19 +10,20 @@ from vllm.version import __version__
 
 
 def describe_server(context: ServerContext) -> dict[str, Any]:
-    """Version, state in one word, and progress. `eta_s` is None while it is not known.
+    """Version, state in one word, and progress.
+
+    `eta_s` is the time until the engine is ready; None while it is not known.
 
     `phases` lists the phases of the start that have ended.
     """
     startup = context.engine.startup
-    eta = startup.eta_seconds
     return {
         "version": __version__,
         "state": context.state,
         "phase": startup.phase,
         "done": startup.done,
         "total": startup.total,
-        "eta_s": None if eta is None else round(eta, 1),
+        "eta_s": startup.eta_seconds,
         "phases": [
             {"name": name, "seconds": round(seconds, 2)}
             for name, seconds in startup.finished_phases

@@ -17,6 +17,7 @@ from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import GraphExecution, Outputs, make_execution
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.late_shapes import LateShapes
 from vllm.worker.hpu.launch_peers import LaunchPeers
 from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
@@ -90,6 +91,8 @@ class PaddedLaunches:
         if config.hpu.merged_prefill and not whole_prompts:
             self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
         self.is_warm = False
+        self._is_beside = False
+        self._late = LateShapes()
         self._num_run_tokens = 0
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
@@ -114,6 +117,7 @@ class PaddedLaunches:
             self._merged_prompts,
             self._logprob_rows,
             has_states=self._config.model.resolved_arch.has_states,
+            late=self._late,
         )
         for launches in self.beside:
             launches.use_catalog(catalog, limits)
@@ -121,6 +125,7 @@ class PaddedLaunches:
     def add_beside(self, launches: "PaddedLaunches") -> None:
         """Let those of a draft model use the same buckets; their report is this one."""
         self.beside.append(launches)
+        launches._is_beside = True
         launches.report = self.report
 
     def runs(self, shape: PaddedShape) -> bool:
@@ -152,7 +157,9 @@ class PaddedLaunches:
         is_known = self.report.check_warmed(
             bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
         )
-        is_promised = self.is_warm and (is_known or self._config.hpu.full_warmup)
+        is_compiled = self.planner.is_compiled(launch.shape)
+        is_warmed = is_known and self.planner.catalog.is_warmed(bucket)
+        is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
         span = trace.span(
             str(bucket.phase),
@@ -163,8 +170,24 @@ class PaddedLaunches:
         )
         with self.warmed_section(is_promised=is_promised and not may_compile) as warmed, span:
             yield warmed
+        if not is_compiled:
+            self._note_compiled(launch)
         if trace.is_on:
             trace_launch(trace, launch, self._config.cache.block_size)
+
+    def _note_compiled(self, launch: PaddedLaunch) -> None:
+        """A launch has compiled its shape. A bucket is warmed up once all of its shapes are, those
+        of draft models included. (After a launch that samples nothing, a part of a prompt, the
+        small recipe that keeps its tokens is still to come.)"""
+        self._late.add(launch.shape)
+        ends = launch.num_computed_tokens + launch.num_scheduled_tokens
+        samples = bool((ends >= self._batch.num_tokens[launch.rows]).any())
+        catalog, bucket = self.planner.catalog, launch.bucket
+        if self._is_beside or not samples or bucket not in catalog:
+            return
+        shapes = self.launch_shapes(bucket)
+        if all(s in each._late for each in (self, *self.beside) for s in shapes if each.runs(s)):
+            catalog.mark_warmed([bucket])
 
     @contextmanager
     def warmed_section(self, *, is_promised: bool) -> Iterator[ExitStack]:

@@ -4,7 +4,7 @@ import gc
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import psutil
@@ -113,6 +113,10 @@ class Attempt:
     def passing_bytes(self) -> int:
         """Of it, what goes from one recipe to the next and is given back after the launch."""
         return max(0, self.peak_bytes - self.kept_bytes)
+
+    def without(self, held_bytes: int) -> "Attempt":
+        """The same without memory that was held while the launch ran."""
+        return replace(self, peak_bytes=max(self.kept_bytes, self.peak_bytes - held_bytes))
 
     def worst_of(self, peers: LaunchPeers | None) -> "Attempt":
         """The same with the most that any of the cards has needed, so that all decide alike."""

@@ -191,8 +191,13 @@ class HPUModelRunner(ModelRunner):
         assert isinstance(launch, PaddedLaunch)
         # Nobody knows what a logits processor of a user runs.
         may_compile = self.sampling.has_processors
+        is_decode = launch.bucket.phase is Phase.DECODE
+        is_late = is_decode and not self.launches.planner.is_compiled(launch.shape)
         with self.launches.running(launch, may_compile=may_compile) as self._warmed:
-            return self._run_launch(launch)
+            result = self._run_launch(launch)
+            if is_late and self._has_moves:
+                self._mover.warm_up()  # as with every decode of a warm-up
+            return result
 
     def stats(self) -> RunnerStats:
         """What it has done."""

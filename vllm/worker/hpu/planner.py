@@ -9,19 +9,20 @@ The catalog is closed (`vllm.bucketing.closure`), so every launch finds a bucket
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm.attention.backends.hpu_metadata import count_decode_blocks
+from vllm.attention.backends.hpu_metadata import DecodeBlockCounts, count_decode_blocks
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.bucketing.bucket import prefill
 from vllm.bucketing.catalog import padded_cost
 from vllm.bucketing.step_limits import round_up
 from vllm.messages import IntArray, SchedulerOutput
+from vllm.worker.hpu.late_shapes import LateShapes
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
 
@@ -94,6 +95,13 @@ class PaddedShape:
         num_sliced = self.bucket.blocks if self.is_contiguous else 0
         return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
 
+    @property
+    def cost(self) -> int:
+        """What a launch of this shape costs, as `padded_cost` counts it."""
+        if self.bucket.phase is Phase.DECODE:
+            return self.bucket.num_tokens + self.read_cost
+        return padded_cost(self.bucket)
+
 
 def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
     """Return every shape in which batches of a bucket can run.
@@ -164,6 +172,7 @@ class HPULaunchPlanner:
             it runs one piece of a prompt only.
         logprob_rows: those whose requests want log-probabilities of their prompts, asked anew for
             every step: only a prefill gives them.
+        late: shapes that were compiled at their first use.
     """
 
     def __init__(
@@ -175,8 +184,10 @@ class HPULaunchPlanner:
         logprob_rows: Collection[int] = (),
         *,
         has_states: bool = False,
+        late: LateShapes | None = None,
     ) -> None:
         self.catalog = catalog
+        self._late = LateShapes() if late is None else late
         self._logprob_rows = logprob_rows
         self._limits = limits
         self._batch = batch
@@ -259,17 +270,47 @@ class HPULaunchPlanner:
     def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
-        if not self._limits.contiguous_pa:
+        if self._limits.contiguous_pa:
+            table = self._batch.block_table[rows.ids]
+            counts = count_decode_blocks(table, seq_lens, self._size)
+        else:
             refs = int(_num_blocks(seq_lens, self._size).sum())
-            return self._launch_decode(rows, self._fit(Phase.DECODE, batch, query_len, refs))
-        counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
-        bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
-        gather_cost = PaddedShape(bucket).read_cost
-        slice_bucket = self._find(Phase.DECODE, batch, query_len, counts.span)
-        for shape in [] if slice_bucket is None else _sliced_shapes(slice_bucket, self._limits):
-            if counts.shared <= shape.num_shared and shape.read_cost <= gather_cost:
-                return self._launch_decode(rows, shape.bucket, True, shape.num_shared)
-        return self._launch_decode(rows, bucket)
+            counts = DecodeBlockCounts(references=refs, span=refs, shared=0)
+        shape = self._decode_shape(batch, query_len, counts)
+        if shape is None:
+            own = self._own_shape(Phase.DECODE, batch, query_len, counts.references)
+            shape = self._shape(own)
+        if not self.is_compiled(shape):
+            warmed = self._decode_shape(batch, query_len, counts, warmed_only=True)
+            late = (s for s in self._late if self._holds(s, batch, query_len, counts))
+            shape = self._instead_of(shape, late if warmed is None else [warmed, *late])
+        return self._launch_decode(rows, shape.bucket, shape.is_contiguous, shape.num_shared)
+
+    def _decode_shape(
+        self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
+    ) -> PaddedShape | None:
+        """The cheapest shape of the catalog that holds a decode, or None."""
+
+        def fit(blocks: int) -> Bucket | None:
+            return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
+
+        options: list[PaddedShape] = []
+        if self._limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
+            sliced = _sliced_shapes(bucket, self._limits)
+            options += [shape for shape in sliced if counts.shared <= shape.num_shared]
+        if (bucket := fit(counts.references)) is not None:
+            options.append(self._shape(bucket))
+        return min(options, key=lambda shape: shape.read_cost, default=None)
+
+    def _holds(
+        self, shape: PaddedShape, batch: int, query_len: int, counts: DecodeBlockCounts
+    ) -> bool:
+        """Whether a decode can be padded to a shape."""
+        blocks = counts.span if shape.is_contiguous else counts.references
+        is_shared = shape.is_contiguous and counts.shared > shape.num_shared
+        asked = Bucket(Phase.DECODE, batch, query_len, blocks)
+        is_possible = self._limits.contiguous_pa or not shape.is_contiguous
+        return is_possible and not is_shared and shape.bucket.covers(asked)
 
     def _launch_decode(
         self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
@@ -303,22 +344,45 @@ class HPULaunchPlanner:
         )
 
     def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
-        """Launches of neighbours, in the order of the rows, that cost the least together."""
+        """Launches of neighbours, in the order of the rows, that cost the least together, what they
+        compile included."""
+        cheapest = self._cheapest_groups(rows)
+        new = [shape for shape in self._shapes_of(cheapest) if not self.is_compiled(shape)]
+        if not new or not self._has_compiled(Phase.PREFILL):
+            return cheapest
+        groups = self._cheapest_groups(rows, pays_compiling=True)
+        lost = _cost_of(groups) - _cost_of(cheapest)
+        if lost > 0:
+            self._late.note_loss(new, lost)
+        return groups
+
+    def _cheapest_groups(
+        self, rows: _Rows, *, pays_compiling: bool = False
+    ) -> list[tuple[_Rows, Bucket]]:
+        """Launches of neighbours that cost the least.
+
+        Args:
+            rows: of prompts.
+            pays_compiling: what compiles costs more than what does not.
+        """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
         # For each number of leading rows: their cost, and start and bucket of their last launch.
         best: list[tuple[float, int, Bucket]] = []
         for end in range(1, len(scheduled) + 1):
-            options = []
+            options: list[tuple[float, int, Bucket]] = []
             for start, shape in self._groups_before(ids, scheduled[:end], contexts):
-                bucket = self._find(Phase.PREFILL, *shape)
+                bucket = self.catalog.fit(Phase.PREFILL, *shape)
                 if bucket is None:
-                    break  # and larger groups have none either
+                    if options:
+                        break  # and larger groups have none either
+                    bucket = self._own_shape(Phase.PREFILL, *shape)
+                price = 0.0
+                if pays_compiling:
+                    bucket, price = self._padded_prefill(bucket, shape)
                 before = best[start - 1][0] if start else 0
-                options.append((before + padded_cost(bucket) + _LAUNCH_COST, start, bucket))
-            if not options:
-                alone = self._own_shape(Phase.PREFILL, 1, scheduled[end - 1], contexts[end - 1])
-                options = [(0, end - 1, alone)]
+                cost = before + padded_cost(bucket) + _LAUNCH_COST + price
+                options.append((cost, start, bucket))
             best.append(min(options))
         groups: list[tuple[_Rows, Bucket]] = []
         end = len(best)
@@ -327,6 +391,30 @@ class HPULaunchPlanner:
             groups.append((rows.part(start, end), bucket))
             end = start
         return groups[::-1]
+
+    def _padded_prefill(self, bucket: Bucket, asked: tuple[int, int, int]) -> tuple[Bucket, float]:
+        """The bucket that a prefill runs in, going by what is compiled, and what compiling it
+        costs.
+
+        Args:
+            bucket: the cheapest one.
+            asked: batch, query length and blocks.
+        """
+        shape, wanted = self._shape(bucket), Bucket(Phase.PREFILL, *asked)
+        if self.is_compiled(shape):
+            return bucket, 0.0
+        options = [s.bucket for s in self._late if s.bucket.covers(wanted)]
+        warmed = self.catalog.fit(Phase.PREFILL, *asked, warmed_only=True)
+        if warmed is not None:
+            options.append(warmed)
+        price = self._late.price(shape)
+        padded = min(options, key=padded_cost, default=None)
+        if padded is None or padded_cost(padded) > padded_cost(bucket) + price:
+            return bucket, price
+        return padded, 0.0
+
+    def _shapes_of(self, groups: list[tuple[_Rows, Bucket]]) -> list[PaddedShape]:
+        return [self._shape(bucket) for _, bucket in groups]
 
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
@@ -348,14 +436,29 @@ class HPULaunchPlanner:
 
     # ---- buckets --------------------------------------------------------------------------
 
-    def _find(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket | None:
-        """A bucket that is warmed up, even if a smaller one is not."""
-        warmed = self.catalog.fit(phase, batch, query_len, blocks, warmed_only=True)
-        return warmed or self.catalog.fit(phase, batch, query_len, blocks)
+    def is_compiled(self, shape: PaddedShape) -> bool:
+        """Whether a launch of this shape compiles nothing."""
+        return self.catalog.is_warmed(shape.bucket) or shape in self._late
 
-    def _fit(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
-        found = self._find(phase, batch, query_len, blocks)
-        return found or self._own_shape(phase, batch, query_len, blocks)
+    def _has_compiled(self, phase: Phase) -> bool:
+        """Whether any shape of a phase is compiled."""
+        compiled = (*self.catalog.warmed, *(shape.bucket for shape in self._late))
+        return any(bucket.phase is phase for bucket in compiled)
+
+    def _shape(self, bucket: Bucket) -> PaddedShape:
+        """Of a prefill, or of a decode that gathers its blocks."""
+        if bucket.phase is Phase.PREFILL:
+            return PaddedShape(bucket, merged_prompts=self._merged_prompts)
+        return PaddedShape(bucket, max_shift=self._limits.max_pending_drafts)
+
+    def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
+        """The cheapest of some shapes that are compiled, unless it costs more than compiling
+        another one, which is to be launched otherwise."""
+        padded = min(compiled, key=lambda each: each.cost, default=None)
+        if padded is None or padded.cost > shape.cost + self._late.price(shape):
+            return shape
+        self._late.note_loss([shape], max(0, padded.cost - shape.cost))
+        return padded
 
     def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
         """What a launch without a bucket is padded to."""
@@ -383,6 +486,10 @@ def _launch(
         max_shift,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
+
+
+def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
+    return sum(padded_cost(bucket) + _LAUNCH_COST for _, bucket in groups)
 
 
 def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:

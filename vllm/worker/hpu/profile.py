@@ -16,6 +16,7 @@ from vllm.bucketing.shrink import shrink_launches
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches import PaddedRunner
+from vllm.worker.hpu.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory_profile import Attempt, MemoryProfile, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.prompt_logprobs import PART_SIZE
@@ -34,7 +35,11 @@ def held_bytes(config: VllmConfig) -> int:
 
 
 def profile_launches(
-    config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, most_bytes: int
+    config: VllmConfig,
+    bridge: HabanaBridge,
+    runner: PaddedRunner,
+    most_bytes: int,
+    forecast: MemoryForecast,
 ) -> tuple[MemoryProfile, int] | None:
     """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
 
@@ -45,6 +50,7 @@ def profile_launches(
         bridge: the card.
         runner: has a cache of a block or more, which is written to.
         most_bytes: device memory.
+        forecast: learns what the launches take.
 
     Returns:
         The peak of that launch, and what launches need at a time: the workspace that all of them
@@ -54,11 +60,14 @@ def profile_launches(
     plan = plan_buckets(config)
     runner.launches.allow_shapes(3 * len(plan.catalog))
     resident_bytes = used_bytes(bridge)
+    forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
 
     def run(bucket: Bucket) -> Attempt:
         launch = partial(_run_beside_others, config, bridge, runner, bucket)
         peers = runner.launches.peers
-        return attempt(bridge, launch, resident_bytes, peers).worst_of(peers)
+        attempted = attempt(bridge, launch, resident_bytes, peers).worst_of(peers)
+        forecast.add(PaddedShape(bucket), attempted.without(held_bytes(config)))
+        return attempted
 
     attempts = []
     for phase in runner.launches.phases:

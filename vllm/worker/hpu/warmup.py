@@ -1,6 +1,8 @@
 """Runs every launch there can be once, before the first request needs it.
 
 Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
+Slices of the cache that are longer than what the profiling run has measured come before, the
+smallest first, so that what does not fit is predicted and not tried.
 Where the bridge can, it only compiles, and then each of them is launched once: what a launch takes
 of memory is not known before, and a first launch is slower than those after it.
 Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
@@ -12,9 +14,10 @@ whether it is kept. Ranks with the same decisions go through the same steps.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -25,6 +28,7 @@ from vllm.bucketing.capture_plan import (
     PhaseGraphs,
     capture_graphs,
 )
+from vllm.bucketing.catalog import padded_cost
 from vllm.bucketing.ledger import MemoryClass, split_graph_memory
 from vllm.bucketing.log_lines import (
     captured_line,
@@ -39,9 +43,11 @@ from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.launches import PaddedRunner, Sampling
+from vllm.worker.hpu.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory_profile import Attempt, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.profile import held_bytes
+from vllm.worker.hpu.warmup_estimate import Kind, Stage, WarmUpEstimate, Work
 from vllm.worker.interface import WarmUpStep
 
 logger = init_logger(__name__)
@@ -62,6 +68,7 @@ class WarmUp:
         catalog: buckets to warm up.
         limits: of a launch.
         ledger: has the budgets of launches and of graphs.
+        forecast: knows what the launches of the profiling run have taken; None: there was none.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class WarmUp:
         catalog: Catalog,
         limits: StepLimits,
         ledger: MemoryLedger,
+        forecast: MemoryForecast | None = None,
     ) -> None:
         self._config = config
         self._bridge = bridge
@@ -81,10 +89,18 @@ class WarmUp:
         self._limits = limits
         self._ledger = ledger
         self._held_bytes = held_bytes(config)
+        self._forecast = MemoryForecast() if forecast is None else forecast
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
         """Padded batch sizes whose sampling has been launched."""
         self._compiled: set[Bucket] = set()
+        # Operator by operator, compiling is launching.
+        self._compiles_first = runner.launches.execution.has_recipes and bridge.can_compile_only
+        self._captured: set[Bucket] = set()
+        """Buckets that have their graphs."""
+        self._estimate = WarmUpEstimate()
+        self._eta_s: float | None = None
+        """Of the step that was named last."""
         self._steps = self._all_steps()
         self._launch: Callable[[], str | None] | None = None
         """Of the step that was named last."""
@@ -103,10 +119,12 @@ class WarmUp:
         Raises:
             ConfigError: the memory does not hold even the smallest launches.
         """
+        self._estimate.end(has_run=self._launch is None)
         try:
-            return self._steps.send(given_up)
+            step = self._steps.send(given_up)
         except StopIteration:
             return None
+        return msgspec.structs.replace(step, eta_seconds=self._eta_s)
 
     def warm_up(self) -> str | None:
         """Run the launch of the step; why it has to be given up, or None."""
@@ -119,19 +137,85 @@ class WarmUp:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
         self._launches.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
-        # Operator by operator, compiling is launching.
-        if self._launches.execution.has_recipes and self._bridge.can_compile_only:
+        self._estimate.plan(self._work_left())
+        if len(self._catalog):
+            self._log_plan()
+        yield from self._launch_long_slices()
+        if self._compiles_first:
             for phase in Phase:
                 yield from self._compile(phase)
+        self._compiles_first = False
         self._batches.clear()
         for phase in Phase:
             yield from self._launch_once(phase)
-        if isinstance(self._launches.execution, GraphExecution):
+        if self._has_graphs:
             yield from self._capture()
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
         self._launches.finish_warmup()
+
+    # ---- what is left ---------------------------------------------------------------------
+
+    @property
+    def _has_graphs(self) -> bool:
+        return isinstance(self._launches.execution, GraphExecution)
+
+    def _work_left(self) -> Iterator[Work]:
+        """Every launch from here to the end of the warm-up, if nothing more is given up."""
+        batches, slices = set(self._batches), self._long_slices()
+        yield from self._work_of("compile", slices, batches)
+        done = self._compiled.union(slices)
+        if self._compiles_first:
+            for phase in Phase:
+                pending = [b for b in self._pending(phase) if b not in done]
+                yield from self._work_of("compile", pending[::-1], batches)
+            batches.clear()
+        done = set(slices)
+        for phase in Phase:
+            pending = [b for b in self._pending(phase) if b not in done]
+            for bucket in reversed(pending):
+                yield from self._work_of(self._stage_of(bucket), [bucket], batches)
+        if self._has_graphs:
+            yield from self._graphs_left(self._catalog.prefill)
+            yield from self._graphs_left(self._catalog.decode)
+
+    def _work_of(
+        self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
+    ) -> Iterator[Work]:
+        """The launches of buckets, in this order; adds to the batch sizes that have sampled."""
+        for bucket in buckets:
+            for shape in self._shapes(bucket):
+                yield self._work(stage, shape, samples=shape.num_rows not in batches)
+                batches.add(shape.num_rows)
+
+    def _graphs_left(self, buckets: Sequence[Bucket]) -> Iterator[Work]:
+        for bucket in buckets:
+            if bucket not in self._captured:
+                yield from self._capture_work(bucket)
+
+    def _capture_work(self, bucket: Bucket) -> list[Work]:
+        return [self._work("capture", shape, samples=False) for shape in self._shapes(bucket)]
+
+    def _work(self, stage: Stage, shape: PaddedShape, *, samples: bool) -> Work:
+        return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
+
+    def _stage_of(self, bucket: Bucket) -> Stage:
+        """Whether the launch of a bucket compiles it."""
+        will_be = self._compiles_first and not self._is_long_slice(bucket)
+        return "run" if will_be or bucket in self._compiled else "compile"
+
+    def _log_plan(self) -> None:
+        estimate = self._estimate
+        num_shapes = estimate.num_left("run") or estimate.num_left("compile")
+        logger.info(
+            "Warm-up of %d buckets in %d launch shapes: %d to compile, %d to launch, %d graphs",
+            len(self._catalog),
+            num_shapes,
+            estimate.num_left("compile"),
+            num_shapes,
+            estimate.num_left("capture"),
+        )
 
     # ---- phase 1 --------------------------------------------------------------------------
 
@@ -143,7 +227,9 @@ class WarmUp:
                 bucket, total = pending[-1], done + len(pending)
                 step = _step(f"warm-up: {phase!s} buckets", bucket, done + 1, total)
                 line = self._line(bucket, done + 1, total)
-                given_up = yield from self._run_bucket(bucket, step, line, self._compile_shape)
+                given_up = yield from self._run_bucket(
+                    bucket, step, line, "compile", self._compile_shape
+                )
                 self._compiled.add(bucket)
                 if given_up is not None:
                     self._give_up(bucket)
@@ -151,15 +237,26 @@ class WarmUp:
                 bar.total = total
                 bar.update()
 
+    def _launch_long_slices(self) -> _Steps:
+        """Launch the decodes that read longer slices of the cache than the profiling run has, the
+        smallest first: only so the larger ones can be predicted."""
+        yield from self._launch_each("decode slices", self._long_slices)
+
     def _launch_once(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase, which compiles those that are not yet."""
+        """Launch every bucket of a phase, which compiles those that are not yet, the largest
+        first."""
+        yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
+
+    def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
+        """Launch the first of the pending buckets until there are none."""
         done = 0
-        while pending := self._pending(phase):
-            bucket, total = pending[-1], done + len(pending)
-            step = _step(f"warm-up: {phase!s} launches", bucket, done + 1, total)
+        while pending := pending_buckets():
+            bucket, total = pending[0], done + len(pending)
+            step = _step(f"warm-up: {what}", bucket, done + 1, total)
             is_new = bucket not in self._compiled
             line = self._line(bucket, done + 1, total) if is_new else None
-            given_up = yield from self._run_bucket(bucket, step, line, self._launch_shape)
+            stage = self._stage_of(bucket)
+            given_up = yield from self._run_bucket(bucket, step, line, stage, self._launch_shape)
             if given_up is None:
                 self._catalog.mark_warmed([bucket])
                 self._launches.report.mark_warmed(
@@ -169,6 +266,18 @@ class WarmUp:
                 self._give_up(bucket)
             done += 1
 
+    def _long_slices(self) -> list[Bucket]:
+        """Pending decodes with long slices, ascending."""
+        pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
+        return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
+
+    def _is_long_slice(self, bucket: Bucket) -> bool:
+        """Whether a decode reads more blocks than those of the profiling run. The same on all
+        ranks, as it depends on the config alone."""
+        most = self._forecast.most_blocks
+        is_long = most is not None and bucket.blocks > most
+        return is_long and self._limits.contiguous_pa and bucket.phase is Phase.DECODE
+
     def _line(self, bucket: Bucket, index: int, total: int) -> str:
         return warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
 
@@ -177,11 +286,15 @@ class WarmUp:
         bucket: Bucket,
         step: WarmUpStep,
         line: str | None,
+        stage: Stage,
         run: Callable[[PaddedShape], str | None],
     ) -> Generator[WarmUpStep, str | None, str | None]:
         """Run all launches of a bucket; why they are given up, or None."""
         for shape in self._shapes(bucket):
             self._needed_bytes = 0
+            samples = shape.num_rows not in self._batches
+            self._eta_s = self._estimate.begin([self._work(stage, shape, samples=samples)])
+            step = msgspec.structs.replace(step, given_up=self._predict(shape))
             self._launch = partial(_logged, line, partial(run, shape))
             given_up = yield step
             self._book_workspace(0 if given_up else self._needed_bytes)
@@ -207,7 +320,21 @@ class WarmUp:
         if attempted.refused_bytes is not None or self._needed_bytes > self._launch_bytes():
             return self._refusal(attempted)
         self._passing_bytes = passing
+        self._forecast.add(shape, attempted)
         return None
+
+    def _predict(self, shape: PaddedShape) -> str | None:
+        """Why a launch must not even be tried: going by smaller ones, there is no memory for it.
+        None: there may be."""
+        most_bytes = self._launch_bytes()
+        needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
+        if needed_bytes is None:
+            return None
+        needed = format_bytes(needed_bytes + self._held_bytes)
+        return (
+            f"a launch takes at least {needed}, as predicted from smaller ones, there are "
+            f"{format_bytes(most_bytes)} for launches"
+        )
 
     def _attempt(self, shape: PaddedShape) -> Attempt:
         sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
@@ -277,6 +404,7 @@ class WarmUp:
             self._catalog = self._catalog.without(decodes).with_buckets(decodes)
         self._launches.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
         self._launches.use_catalog(self._catalog, self._limits)
+        self._estimate.plan(self._work_left())
 
     # ---- phase 2 --------------------------------------------------------------------------
 
@@ -296,12 +424,19 @@ class WarmUp:
             decode_order=hpu.graph_decode_strategy,
         )
         capture: Capture | None = None
+        last_index = dict.fromkeys(Phase, 0)
         while True:
             try:
                 step = next(plan) if capture is None else plan.send(capture)
             except StopIteration as end:
                 graphs: dict[Phase, PhaseGraphs] = end.value
                 break
+            if step.index <= last_index[step.phase]:
+                # The second pass: what was refused may have memory now.
+                catalog, phase = self._catalog, step.phase
+                buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
+                self._estimate.add(self._graphs_left(buckets))
+            last_index[step.phase] = step.index
             capture = yield from self._capture_one(step)
         for phase, result in graphs.items():
             _log_graphs(phase, result)
@@ -321,6 +456,7 @@ class WarmUp:
     def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
         """Capture the graphs of a bucket, unless they are given up before."""
         self._used_bytes = None
+        self._eta_s = self._estimate.begin(self._capture_work(step.bucket))
         self._launch = partial(self._capture_bucket, step)
         given_up = yield WarmUpStep(
             phase=f"warm-up: {step.phase!s} graphs",
@@ -332,6 +468,8 @@ class WarmUp:
         if given_up is not None:
             for shape in self._shapes(step.bucket):
                 self._launches.release(shape)
+        else:
+            self._captured.add(step.bucket)
         return Capture(self._used_bytes, given_up)
 
     def _capture_bucket(self, step: CaptureStep) -> str | None:
@@ -381,7 +519,15 @@ def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
     """On a terminal only."""
     name = "Prompt" if phase is Phase.PREFILL else "Decode"
     bar: Callable[..., tqdm[Bucket]] = tqdm
-    return bar(desc=f"{name} warm-up", total=0, unit="bucket", disable=None, leave=False)
+    return bar(
+        desc=f"{name} warm-up",
+        total=0,
+        unit="bucket",
+        disable=None,
+        leave=False,
+        # Without the bar's own estimate: there is one figure for the whole start.
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]",
+    )
 
 
 def _log_graphs(phase: Phase, result: PhaseGraphs) -> None:

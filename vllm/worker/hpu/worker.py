@@ -40,6 +40,7 @@ from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launch_peers import LaunchPeers
 from vllm.worker.hpu.launch_profile import profile_launch
 from vllm.worker.hpu.memory import beside_states, divide_memory, make_ledger, most_launch_bytes
+from vllm.worker.hpu.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
@@ -89,6 +90,7 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
         self._idle_warm_up: IdleWarmUp | None = None
+        self._forecast = MemoryForecast()
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
 
@@ -319,7 +321,7 @@ class HPUWorker(WorkerBase):
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
-            found = profile_launches(self.config, self.bridge, self.runner, most)
+            found = profile_launches(self.config, self.bridge, self.runner, most, self._forecast)
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
         if found is None:
@@ -397,7 +399,15 @@ class HPUWorker(WorkerBase):
             # What compiles from here on, requests wait for.
             self.runner.launches.report.finish_warmup()
             return None
-        return WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger)
+        return WarmUp(
+            self.config,
+            self.bridge,
+            self.runner,
+            catalog,
+            plan.limits,
+            self.ledger,
+            self._forecast,
+        )
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,177 @@
+"""What cannot fit is not tried, and what fits is."""
+
+import random
+import re
+from contextlib import contextmanager
+
+import pytest
+from pytest import MonkeyPatch
+
+from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
+from tests.worker.hpu_helpers import run_warm_up
+from tests.worker.test_hpu_warmup import (
+    LARGE_BUCKETS,
+    LAZY,
+    LONG_PROMPTS,
+    MIB,
+    check_memory,
+    make_warm_up,
+)
+from vllm import LLM
+from vllm.bucketing import prove
+from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.errors import ConfigError
+from vllm.platforms.habana.sim_memory import MemoryPool
+from vllm.worker.hpu.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory_profile import Attempt
+from vllm.worker.hpu.planner import PaddedShape
+
+
+def attempt_of(num_bytes: float, *, has_grown: bool = True, refused: int | None = None) -> Attempt:
+    return Attempt(None, int(num_bytes), int(num_bytes), has_grown, refused)
+
+
+def sizes_of(bucket: Bucket) -> list[int]:
+    tokens = bucket.num_tokens
+    return [1000, tokens * 4, tokens * bucket.query_len, bucket.batch * bucket.blocks * 7]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_launch_that_fits_is_never_refused(seed):
+    """The memory of a launch is that of the recipe with the most, each a sum of parts."""
+    rng = random.Random(seed)
+    recipes = [[rng.choice([0, rng.uniform(1, 50)]) for _ in range(4)] for _ in range(3)]
+
+    def needs(bucket):
+        parts = sizes_of(bucket)
+        return max(sum(f * p for f, p in zip(r, parts, strict=True)) for r in recipes)
+
+    grid = [prefill(b, q, c) for b in (1, 2, 4) for q in (16, 64, 256) for c in (0, 4)]
+    forecast, kept = MemoryForecast(), 0.0
+    for bucket in rng.sample(grid, 8):
+        has_grown, kept = needs(bucket) > kept, max(kept, needs(bucket))
+        forecast.add(PaddedShape(bucket), attempt_of(kept, has_grown=has_grown))
+    for bucket in grid:
+        assert forecast.exceeds(PaddedShape(bucket), int(needs(bucket)) + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "asked", "predicted"),
+    [
+        # 100 and 2 for each block.
+        ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(4, 400), 900),
+        # Twice as many tokens: the constant may be all of what does not grow with blocks.
+        ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(8, 400), 900),
+        # Prompts: 1 for each pair of tokens.
+        ([(prefill(1, 64), 4096), (prefill(1, 128), 16384)], prefill(1, 256), 65536),
+        # One launch alone tells nothing of what grows.
+        ([(decode(4, 100), 300)], decode(4, 400), None),
+        # Larger launches tell nothing of a smaller one.
+        ([(decode(4, 50), 200), (decode(4, 100), 300)], decode(2, 400), None),
+        # Nor do prompts of decodes.
+        ([(prefill(1, 64), 4096), (prefill(1, 128), 16384)], decode(1, 400), None),
+    ],
+)
+def test_a_larger_launch_is_predicted_from_two_smaller_ones(seen, asked, predicted):
+    forecast = MemoryForecast()
+    for bucket, num_bytes in seen:
+        forecast.add(PaddedShape(bucket), attempt_of(num_bytes))
+    found = forecast.exceeds(PaddedShape(asked), 100)
+    assert found == (None if predicted is None else pytest.approx(predicted, abs=1))
+    if predicted is not None:
+        assert forecast.exceeds(PaddedShape(asked), predicted) is None
+
+
+def test_a_failed_launch_and_one_within_the_workspace_are_no_measurements():
+    forecast = MemoryForecast()
+    forecast.add(PaddedShape(decode(4, 50)), attempt_of(200))
+    forecast.add(PaddedShape(decode(4, 100)), attempt_of(300, has_grown=False))
+    forecast.add(PaddedShape(decode(4, 100)), attempt_of(300, refused=10))
+    assert forecast.exceeds(PaddedShape(decode(4, 400)), 100) is None
+
+
+# ---- on the simulated card --------------------------------------------------------------------
+
+
+@contextmanager
+def failures_counted(*, is_predicted: bool):
+    """Inside, the allocations of the card that fail are listed.
+
+    Args:
+        is_predicted: else nothing is refused before it is tried.
+    """
+    failed: list[int] = []
+    check = MemoryPool._check
+
+    def checked(pool, wanted_bytes, num_bytes):
+        if wanted_bytes > pool.limit_bytes:
+            failed.append(num_bytes)
+        check(pool, wanted_bytes, num_bytes)
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(MemoryPool, "_check", checked)
+        if not is_predicted:
+            patch.setattr(MemoryForecast, "exceeds", lambda *_: None)
+        yield failed
+
+
+def start(pool_mib: int, *, is_predicted: bool):
+    """Start an engine: the allocations that failed, what it can launch, and the log."""
+    variables = LARGE_BUCKETS | LAZY | {"VLLM_GRAPH_RESERVED_MEM": 0.4}
+    with (
+        simulated_hpu(pool_bytes=pool_mib * MIB, **variables),
+        captured_log() as log,
+        failures_counted(is_predicted=is_predicted) as failed,
+    ):
+        llm = LLM(**LONG_PROMPTS)
+        worker = llm.llm_engine.engine_core.executor._worker
+        check_memory(worker)
+        catalog = worker.runner.launches.planner.catalog
+    return failed, (catalog.prefill, catalog.decode), log
+
+
+@pytest.mark.parametrize(("pool_mib", "num_lost"), [(56, 1), (100, 0)])
+def test_a_start_in_little_memory_fails_no_allocation_and_loses_no_bucket_that_fits(
+    pool_mib, num_lost
+):
+    tried, tried_buckets, _ = start(pool_mib, is_predicted=False)
+    failed, buckets, log = start(pool_mib, is_predicted=True)
+    assert len(tried) == num_lost and not failed
+    assert buckets == tried_buckets
+    lines = [line for line in log if "is not used" in line]
+    assert len(lines) == num_lost
+    assert all("as predicted from smaller ones, there are " in line for line in lines)
+
+
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_a_failure(
+    is_predicted,
+):
+    variables = FEW_BUCKETS | LAZY | {"VLLM_CONTIGUOUS_PA": 1, "VLLM_GRAPH_RESERVED_MEM": 0}
+    variables["VLLM_DECODE_BLOCK_BUCKET_STEP"] = 250
+    settings = {"num_gpu_blocks_override": 2000, "gpu_memory_utilization": 0.98}
+    with (
+        simulated_hpu(pool_bytes=236 * MIB, **variables) as bridge,
+        captured_log() as log,
+        failures_counted(is_predicted=is_predicted) as failed,
+    ):
+        warm_up = make_warm_up(bridge, workspace=12 * MIB, **settings)
+        if not is_predicted:
+            # The card keeps the workspace of the largest launch that it could run, which is more
+            # than there is for launches: the start fails.
+            with pytest.raises(ConfigError, match="no memory for any decode"):
+                run_warm_up(warm_up)
+            assert failed
+            return
+        warm_up._forecast.most_blocks = 32
+        warm_up._forecast.passing_bytes = 5 * MIB  # of prompts
+        run_warm_up(warm_up)
+        planner = warm_up._launches.planner
+    assert not failed
+    lost = [line for line in log if "is not used" in line]
+    assert any("as predicted from smaller ones" in line for line in lost)
+    assert prove(planner.catalog, planner._limits).is_covered
+    assert len(planner.catalog.warmed) == len(planner.catalog)
+    pattern = re.compile(r"\[Warmup\]\[Decode\].* seq_len:(\d+)")
+    order = [int(found[1]) for line in log if (found := pattern.match(line))]
+    assert order[:3] == [64, 128, 250], "the smallest of the long slices comes first"

@@ -1,0 +1,204 @@
+"""Estimates how long a whole warm-up still takes, all of its passes together.
+
+All launches are counted before the first one: compile, run once, capture, each for every launch
+shape of every bucket. The time of a kind of launch is measured as it goes on: a part for each
+launch, and a part in proportion to its padded cost, because large shapes come first and take
+longer. A kind that has not run yet is assumed in proportion to those that have (`_PRIOR_S`).
+
+The estimate may fall at any time. It rises by a third at most from one step to the next, so that
+nobody who waits sees it jump; a warm-up that is slower than expected is caught up with in a few
+steps.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from vllm.bucketing import Phase
+
+Stage = Literal["compile", "run", "capture"]
+
+_PRIOR_S: dict[tuple[Stage, Phase], float] = {
+    ("compile", Phase.PREFILL): 0.5,
+    ("compile", Phase.DECODE): 0.34,
+    ("run", Phase.PREFILL): 0.25,
+    ("run", Phase.DECODE): 0.17,
+    ("capture", Phase.PREFILL): 0.33,
+    ("capture", Phase.DECODE): 0.33,
+}
+"""Only the ratios count. Compiling and capturing: the times of each bucket in published logs of
+Llama-3.1-8B in bf16. Running what is compiled: no log shows it; half of compiling is rather too
+much on a card, as an estimate had better fall than rise."""
+
+_PRIOR_SAMPLING = 2.0
+"""A launch with the first sampling of its batch size against one without; an assumption."""
+
+_PRIOR_WEIGHT = 0.2
+"""How many launches the assumption counts as that half of the time of an average launch is in
+proportion to its padded cost. It decides while all measured launches have about the same size."""
+
+_MIN_STEPS = 2
+"""Steps that must have been measured before there is an estimate."""
+
+_MOST_RISE = 4 / 3
+
+
+class Kind(NamedTuple):
+    """Launches that take about the same time, apart from their size."""
+
+    stage: Stage
+    """`compile` is also a launch that compiles what it runs."""
+    phase: Phase
+    samples: bool
+    """The sampling of its batch size is compiled, run or captured with it."""
+
+    @property
+    def prior_s(self) -> float:
+        """Seconds of an average launch, in proportion to those of other kinds."""
+        return _PRIOR_S[self.stage, self.phase] * (_PRIOR_SAMPLING if self.samples else 1)
+
+
+class Work(NamedTuple):
+    """One launch of the warm-up."""
+
+    kind: Kind
+    cost: float
+    """Padded cost, to be compared within a phase."""
+
+
+@dataclass
+class _Pace:
+    """What is left of a kind of launch, and sums over the steps of it that were measured.
+
+    Sizes are in units of the mean size when the kind was planned first.
+    """
+
+    unit: float
+    num_left: int = 0
+    size_left: float = 0.0
+    num_measured: int = 0
+    # Of the least squares: the number of launches n, their size x and the seconds t of each step.
+    nn: float = 0.0
+    nx: float = 0.0
+    xx: float = 0.0
+    nt: float = 0.0
+    xt: float = 0.0
+
+    def measure(self, num: int, size: float, seconds: float) -> None:
+        """Take in a step of `num` launches."""
+        self.num_measured += num
+        self.nn += num * num
+        self.nx += num * size
+        self.xx += size * size
+        self.nt += num * seconds
+        self.xt += size * seconds
+
+    def fit(self, assumed_s: float | None = None) -> tuple[float, float]:
+        """Seconds for each launch and for each unit of size, going by those that were measured.
+
+        Args:
+            assumed_s: of an average launch, going by other kinds; it counts as one measurement, as
+                the first launch of a kind may be unlike the others. None: unknown.
+        """
+        nn, nx, xx, nt, xt = self.nn, self.nx, self.xx, self.nt, self.xt
+        if assumed_s is not None:
+            nn, nx, xx, nt, xt = nn + 1, nx + 1, xx + 1, nt + assumed_s, xt + assumed_s
+        # The least squares of t = a n + b x, with a penalty on (a - b) squared.
+        n2, x2, nx2 = nn + _PRIOR_WEIGHT, xx + _PRIOR_WEIGHT, nx - _PRIOR_WEIGHT
+        determinant = n2 * x2 - nx2 * nx2
+        per_launch = (nt * x2 - xt * nx2) / determinant
+        per_size = (xt * n2 - nt * nx2) / determinant
+        if per_launch < 0:
+            return 0.0, xt / xx
+        if per_size < 0:
+            return nt / nn, 0.0
+        return per_launch, per_size
+
+
+class WarmUpEstimate:
+    """The time that is left of one warm-up.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paces: dict[Kind, _Pace] = {}
+        self._num_steps = 0
+        self._step: Sequence[Work] = ()
+        self._began = 0.0
+        self._shown: float | None = None
+
+    def plan(self, work: Iterable[Work]) -> None:
+        """Replace what is left by these launches."""
+        for pace in self._paces.values():
+            pace.num_left, pace.size_left = 0, 0.0
+        self.add(work)
+
+    def add(self, work: Iterable[Work]) -> None:
+        """Add launches to what is left."""
+        by_kind: dict[Kind, list[float]] = {}
+        for kind, cost in work:
+            by_kind.setdefault(kind, []).append(cost)
+        for kind, costs in by_kind.items():
+            total = sum(costs)
+            pace = self._paces.setdefault(kind, _Pace(unit=total / len(costs) or 1.0))
+            pace.num_left += len(costs)
+            pace.size_left += total / pace.unit
+
+    def num_left(self, stage: Stage) -> int:
+        """Launches of a stage that are left."""
+        return sum(pace.num_left for kind, pace in self._paces.items() if kind.stage == stage)
+
+    def begin(self, step: Sequence[Work]) -> float | None:
+        """Begin a step of launches of one kind.
+
+        Returns:
+            Seconds until the end of the warm-up, this step included; None: unknown.
+        """
+        if step[0].kind not in self._paces:  # nobody has foreseen it
+            self.add(step)
+        self._step, self._began = step, self._clock()
+        if self._num_steps >= _MIN_STEPS:
+            estimate = self._seconds_left()
+            most = estimate if self._shown is None else _MOST_RISE * self._shown
+            self._shown = min(estimate, most)
+        return self._shown
+
+    def end(self, *, has_run: bool) -> None:
+        """End the step, if there is one. One that was given up before it ran has taken no time."""
+        if not self._step:
+            return
+        kind = self._step[0].kind
+        pace = self._paces[kind]
+        num, size = len(self._step), sum(work.cost for work in self._step) / pace.unit
+        pace.num_left = max(0, pace.num_left - num)
+        pace.size_left = max(0.0, pace.size_left - size)
+        self._step = ()
+        if has_run:
+            self._num_steps += 1
+            pace.measure(num, size, self._clock() - self._began)
+
+    def _seconds_left(self) -> float:
+        left = 0.0
+        for kind, pace in self._paces.items():
+            assumed_s = self._assume(kind)
+            if pace.num_measured:
+                per_launch, per_size = pace.fit(assumed_s)
+            else:
+                assert assumed_s is not None, "a step was measured, so it is of another kind"
+                per_launch = per_size = assumed_s / 2
+            left += per_launch * pace.num_left + per_size * pace.size_left
+        return left
+
+    def _assume(self, kind: Kind) -> float | None:
+        """The seconds of an average launch in proportion to other kinds that were measured: those
+        of the same stage, or of any. None: there are none."""
+        others = [(k, p) for k, p in self._paces.items() if p.num_measured and k != kind]
+        others = [(k, p) for k, p in others if k.stage == kind.stage] or others
+        if not others:
+            return None
+        measured_s = sum(p.num_measured * sum(p.fit()) for _, p in others)
+        return kind.prior_s * measured_s / sum(p.num_measured * k.prior_s for k, p in others)
