@@ -130,7 +130,6 @@ def test_padding_never_costs_more_than_compiling_every_shape(seed):
         cheapest = Launcher().run(*steps)
         wanted |= set(cheapest)
         exact += sum(shape.cost for shape in cheapest)
-        assert launcher.planner is not None
     assert set(launcher.compiled) <= wanted
     most = sum(COMPILE_COST[shape.bucket.phase] for shape in wanted)
     assert padded - exact <= most

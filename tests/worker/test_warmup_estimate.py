@@ -166,4 +166,3 @@ def test_log_probes_and_pages_show_the_figure_of_the_warm_up(monkeypatch):
     assert shown == [round(eta, 1) for eta in etas]
     logged = [line for line in log if line.startswith("start: warm-up") and " left" in line]
     assert [line.rpartition("about ")[2] for line in logged] == [f"{s:.0f} s left" for s in shown]
-    assert any(line.startswith("Warm-up of ") for line in log)

@@ -20,6 +20,9 @@ from vllm.worker.hpu.planner import PaddedShape
 _TOLERANCE = 0.02
 """A prediction counts only beyond this share of the memory there is: sizes are rounded up."""
 
+_MOST_COMPARED = 16
+"""Launches that a prediction looks at: those that have taken the most tell the most."""
+
 _Sizes = npt.NDArray[np.float64]
 
 
@@ -57,12 +60,13 @@ class MemoryForecast:
         """
         sizes = _sizes(shape)
         smaller = [each for each in self._seen.get(_way(shape), ()) if (each[0] <= sizes).all()]
-        exact = [each for each in smaller if each[2]]
+        smaller.sort(key=lambda each: -each[1])
+        exact = [each for each in smaller if each[2]][:_MOST_COMPARED]
         predicted = [
             least
             for large in exact
-            for small in smaller
-            if small[1] < large[1] and (small[0] <= large[0]).all()
+            for small in [each for each in smaller if each[1] < large[1]][:_MOST_COMPARED]
+            if (small[0] <= large[0]).all()
             if (least := _least(small, large, sizes)) is not None
         ]
         if not predicted:

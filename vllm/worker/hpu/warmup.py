@@ -138,8 +138,6 @@ class WarmUp:
         self._launches.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
         self._estimate.plan(self._work_left())
-        if len(self._catalog):
-            self._log_plan()
         yield from self._launch_long_slices()
         if self._compiles_first:
             for phase in Phase:
@@ -204,18 +202,6 @@ class WarmUp:
         """Whether the launch of a bucket compiles it."""
         will_be = self._compiles_first and not self._is_long_slice(bucket)
         return "run" if will_be or bucket in self._compiled else "compile"
-
-    def _log_plan(self) -> None:
-        estimate = self._estimate
-        num_shapes = estimate.num_left("run") or estimate.num_left("compile")
-        logger.info(
-            "Warm-up of %d buckets in %d launch shapes: %d to compile, %d to launch, %d graphs",
-            len(self._catalog),
-            num_shapes,
-            estimate.num_left("compile"),
-            num_shapes,
-            estimate.num_left("capture"),
-        )
 
     # ---- phase 1 --------------------------------------------------------------------------
 

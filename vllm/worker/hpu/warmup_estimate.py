@@ -148,10 +148,6 @@ class WarmUpEstimate:
             pace.num_left += len(costs)
             pace.size_left += total / pace.unit
 
-    def num_left(self, stage: Stage) -> int:
-        """Launches of a stage that are left."""
-        return sum(pace.num_left for kind, pace in self._paces.items() if kind.stage == stage)
-
     def begin(self, step: Sequence[Work]) -> float | None:
         """Begin a step of launches of one kind.
 
