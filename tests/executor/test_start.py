@@ -159,9 +159,9 @@ def test_a_failed_start_reports_its_first_error_and_calls_every_clean_up():
     with captured_log() as log, pytest.raises(ConfigError, match="the first error"):
         BrokenExecutor([]).start()
     assert log == ["another error, while what had started is ended:"]
-    with captured_log(), pytest.raises(KeyboardInterrupt):
-        with on_failure(BrokenExecutor([]).shutdown, lambda: ended.append("second")):
-            raise KeyboardInterrupt
+    clean_ups = BrokenExecutor([]).shutdown, lambda: ended.append("second")
+    with captured_log(), pytest.raises(KeyboardInterrupt), on_failure(*clean_ups):
+        raise KeyboardInterrupt
     assert ended == ["second"]
     with on_failure(lambda: ended.append("not without an error")):
         pass
