@@ -181,7 +181,7 @@ def check_sleep(worker: HPUWorker) -> None:
             30,
             {"num_gpu_blocks_override": None},
             r"the KV cache holds \d+ tokens .*KV cache [0-9.]+ KiB, weights 20.\d+ MiB, forward "
-            r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model or dtype",
+            r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model",
         ),
         (
             60,
@@ -204,7 +204,7 @@ def check_sleep(worker: HPUWorker) -> None:
             600,
             {"num_gpu_blocks_override": None, "max_lora_rank": 256, "max_loras": 16},
             r"a launch, even the smallest.*: LoRA adapters .* MiB \(--max-loras 16, "
-            r"--max-lora-rank 256\), .*\. Lower --max-loras or --max-lora-rank, or lower --max-num-batched-tokens",
+            r"--max-lora-rank 256\), .*\. Lower --max-loras or --max-lora-rank, or lower --max",
         ),
     ],
 )
