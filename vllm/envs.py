@@ -219,7 +219,9 @@ class Envs:
         False, "Lay the prompts of a launch end to end in one row."
     )
     VLLM_SKIP_WARMUP: bool = _warmup(
-        False, "Start without warm-up. Shapes then compile when they first occur."
+        False,
+        "Start without warm-up. Shapes then compile when they first occur. `vllm calibrate` never "
+        "warms up, unless this is set to 0 or it is given --warmup.",
     )
     VLLM_FULL_WARMUP: bool = _warmup(
         False, "Nothing may compile after the warm-up; torch.compile skips its guards then."
@@ -409,6 +411,11 @@ if not typing.TYPE_CHECKING:
         if name not in _declared():
             raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
         return getattr(get(), name)
+
+
+def is_set(name: str) -> bool:
+    """Return whether a variable is set, so that its value is not the default of this module."""
+    return bool(os.environ.get(name, "").strip())
 
 
 def export(name: str, value: str) -> None:

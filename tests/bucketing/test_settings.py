@@ -101,6 +101,18 @@ def test_a_bad_variable_is_named_with_its_value(given, message):
         BucketSettings.resolve(make_limits(), given)
 
 
+def test_the_advice_for_a_range_that_is_upside_down_helps():
+    name = "VLLM_PROMPT_SEQ_BUCKET"
+    given, limits = {f"{name}_MIN": 512, f"{name}_MAX": 256}, make_limits()
+    with pytest.raises(ConfigError, match=r"Lower .* or raise .*\. Or unset one of them") as caught:
+        BucketSettings.resolve(limits, given)
+    assert "VLLM_SKIP_WARMUP" not in str(caught.value)
+    for changes in ({f"{name}_MIN": 256}, {f"{name}_MAX": 512}):
+        BucketSettings.resolve(limits, given | changes)
+    for kept in given:
+        BucketSettings.resolve(limits, {kept: given[kept]})
+
+
 def test_merged_prompts_are_one_long_row():
     settings, lines = merge_prompts(make_settings(prompt_bs=(1, 32, 16)), make_limits())
     assert settings.prompt_bs == BucketRange(1, 1, 1)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hpu import FEW_BUCKETS, needs_simulated_device, simulated_hpu
-from vllm import LLM
+from tests.hpu import FEW_BUCKETS, captured_log, needs_simulated_device, simulated_hpu
+from vllm import LLM, envs
 from vllm.assets import BUNDLED_MODEL
+from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.calibration import run as calibration_run
 from vllm.entrypoints.calibration.perplexity import perplexity
 from vllm.entrypoints.cli.main import main
@@ -153,6 +154,39 @@ def test_a_wrong_call_is_one_line(texts, tmp_path, capsys, flags, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+class Started(Exception):
+    """The engine would start now."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "is_skipped"),
+    [
+        ([], "", True),
+        ([], "true", True),
+        ([], "false", False),
+        (["--warmup"], "", False),
+        (["--warmup"], "true", False),
+        (["--no-warmup"], "false", True),
+    ],
+)
+def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
+    texts, tmp_path, monkeypatch, flags, variable, is_skipped
+):
+    def start(config):
+        assert config.hpu.skip_warmup is is_skipped
+        raise Started
+
+    monkeypatch.setattr(LLMEngine, "from_vllm_config", start)
+    monkeypatch.setenv("VLLM_SKIP_WARMUP", variable)
+    envs.get.cache_clear()
+    try:
+        with pytest.raises(Started):
+            calibrate(texts, tmp_path, "--step", "quantize", *flags)
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+
+
 @pytest.mark.parametrize("card", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.exhaustive)])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
     """Measured and served on the card alone, with FP8 weights and cache; strict, so a compilation
@@ -167,10 +201,11 @@ def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
     buckets = {f"VLLM_PROMPT_SEQ_BUCKET_{name}": 128 for name in ("MIN", "STEP", "MAX")}
     simulated = {"card": card, "has_profiling_run": False, "PT_HPU_LAZY_MODE": 1}
     simulated |= FEW_BUCKETS | buckets
-    with simulated_hpu(**simulated, VLLM_SKIP_WARMUP=True):
+    with simulated_hpu(**simulated), captured_log() as log:
         for step in ("prepare", "measure", "postprocess", "quantize"):
             command = ["calibrate", "-d", str(texts), "-o", str(tmp_path), "--step", step, *sizes]
             assert main(command) == 0
+    assert log.count("Skipping warmup...") == 2
     path = tmp_path / "stdlib-llama-5m" / f"maxabs_quant_g{card[-1]}.json"
     assert json.loads(path.read_text())["device_for_scales"] == card.upper()
     ids = get_tokenizer(str(BUNDLED_MODEL)).encode(Path(csv.__file__).read_text())
@@ -203,7 +238,7 @@ def test_two_simulated_cards_have_files_of_their_own(texts, tmp_path):
     """Measured, quantized and served by both, each a process."""
     card = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": 1}
     buckets = {f"VLLM_PROMPT_SEQ_BUCKET_{name}": 128 for name in ("MIN", "STEP", "MAX")}
-    changes = card | FEW_BUCKETS | buckets | {"VLLM_SKIP_WARMUP": "true"}
+    changes = card | FEW_BUCKETS | buckets
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "calibrate", "--device", "hpu"]
     command += ["-t", "2", "-d", str(texts), "-o", str(tmp_path), *SMALL, *ENGINE]
     command += ["--max-num-batched-tokens", "128", "--device-for-scales", "g2"]

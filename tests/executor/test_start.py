@@ -1,9 +1,18 @@
 """How several workers start: the least memory counts, and one decision holds for all."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 
+from tests.engine.fakes import make_config
 from tests.executor.list_executor import ListExecutor
+from tests.hpu import captured_log
+from vllm.config import ParallelConfig
+from vllm.errors import ConfigError
+from vllm.executor import make_executor
 from vllm.utils import startup_progress
+from vllm.utils.clean_up import on_failure
 from vllm.worker.interface import MemoryReport, WarmUpStep
 
 LAUNCHES = ("large", "middle", "small")
@@ -114,3 +123,51 @@ def test_ranks_that_would_run_other_launches_are_our_mistake(order):
     with pytest.raises(AssertionError, match="ranks differ"):
         ListExecutor(workers).start()
     assert not workers[0].ran and not workers[1].ran
+
+
+BACKENDS = {
+    "uni": {},
+    "mp": {"tensor_parallel_size": 2},
+    "external_launcher": {"distributed_executor_backend": "external_launcher"},
+    "ray": {"distributed_executor_backend": "ray"},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_executor_that_has_not_started_can_be_shut_down(backend, monkeypatch):
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    executor = make_executor(replace(make_config(), parallel=ParallelConfig(**BACKENDS[backend])))
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_an_engine_without_ray_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
+    executor = make_executor(replace(make_config(), parallel=parallel))
+    with pytest.raises(ConfigError, match=r"needs Ray.* pip install 'vllm\[ray\]'"):
+        executor.start()
+
+
+class BrokenExecutor(ListExecutor):
+    def start_workers(self):
+        raise ConfigError("the first error")
+
+    def shutdown(self):
+        raise AttributeError("of what had not started")
+
+
+def test_a_failed_start_reports_its_first_error_and_calls_every_clean_up():
+    ended = []
+    with captured_log() as log, pytest.raises(ConfigError, match="the first error"):
+        BrokenExecutor([]).start()
+    assert log == ["another error, while what had started is ended:"]
+    clean_ups = BrokenExecutor([]).shutdown, lambda: ended.append("second")
+    with captured_log(), pytest.raises(KeyboardInterrupt), on_failure(*clean_ups):
+        raise KeyboardInterrupt
+    assert ended == ["second"]
+    with on_failure(lambda: ended.append("not without an error")):
+        pass
+    assert ended == ["second"]

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.fakes import make_config
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Catalog, MemoryClass
 from vllm.bucketing.bucket_plan import step_limits
 from vllm.bucketing.log_lines import num_blocks_line
+from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana.sim_memory import Lease
@@ -18,6 +20,7 @@ from vllm.worker.hpu.memory import divide_memory, make_ledger
 from vllm.worker.hpu.profile import held_bytes
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
+from vllm.worker.memory_use import CacheBudget, draft_use, states_use, weights_use
 
 GIB, MIB = 2**30, 2**20
 BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens
@@ -177,21 +180,57 @@ def check_sleep(worker: HPUWorker) -> None:
         (
             30,
             {"num_gpu_blocks_override": None},
-            r"the KV cache holds \d+ tokens .*; 8.\d+ MiB are kept for launches, less with a "
-            "lower --max-num-batched-tokens",
+            r"the KV cache holds \d+ tokens .*KV cache [0-9.]+ KiB, weights 20.\d+ MiB, forward "
+            r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model",
         ),
         (
             60,
             {"num_gpu_blocks_override": 3000},
-            r"num_gpu_blocks_override=3000: the blocks take 281.2 MiB, the KV cache can have",
+            r"num_gpu_blocks_override=3000: the blocks take 281.2 MiB, which is more than .* KV "
+            r"cache 24.76 MiB, weights .* Lower it to 264, or use a smaller model",
+        ),
+        (
+            60,
+            {"num_gpu_blocks_override": 2},
+            "It has 192 KiB by --num-gpu-blocks-override. Lower --max-model-len to 16, or raise",
+        ),
+        (
+            90,
+            {"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-6},
+            r"one block takes 96 KiB.*, unused 60.* MiB \(--gpu-memory-utilization 1e-06\), "
+            r"weights .*\. Raise --gpu-memory-utilization$",
+        ),
+        (
+            600,
+            {"num_gpu_blocks_override": None, "max_lora_rank": 256, "max_loras": 16},
+            r"a launch, even the smallest.*: LoRA adapters .* MiB \(--max-loras 16, "
+            r"--max-lora-rank 256\), .*\. Lower --max-loras or --max-lora-rank, or lower --max",
         ),
     ],
 )
 def test_too_little_memory_is_one_line_that_says_for_what(pool_mib, settings, what):
+    settings = SMALL_ENGINE | settings | {"enable_lora": "max_loras" in settings}
     with simulated_hpu(pool_bytes=pool_mib * MIB, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         with pytest.raises(ConfigError, match=what) as caught:
-            LLM(**SMALL_ENGINE | settings)
+            LLM(**settings)
         assert "\n" not in str(caught.value)
+
+
+def test_the_largest_use_of_the_memory_is_what_an_error_wants_changed():
+    """Where no model is needed for it: graphs, states, a draft model, and none at all."""
+    hpu = HPUConfig(graph_reserved_mem=1.0)
+    config = replace(make_config(max_model_len=64), hpu=hpu)
+    given = {"free_bytes": 8 * GIB, "launch_bytes": GIB, "block_bytes": BLOCK_BYTES}
+    graphs = r"KV cache 0 B, HPU graphs 6.3 GiB \(VLLM_GRAPH_RESERVED_MEM=1\), .*\. Lower VLLM_GR"
+    for others, expected in (
+        ([], graphs),
+        ([weights_use(GIB), draft_use(2 * GIB)], graphs),
+        ([draft_use(9 * GIB), weights_use(GIB)], "draft model 9 GiB .*Use a smaller draft model"),
+        ([states_use(config, 9 * GIB)], r"states 9 GiB \(--max-num-seqs 8\), .*Lower --max-num-s"),
+    ):
+        with captured_log(), pytest.raises(ConfigError, match=expected):
+            divide_memory(config, **given, others=others)
+    assert CacheBudget(0).fix == "use a smaller model"
 
 
 # ---- reports of steps -----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from vllm.worker.kv_cache import (
     layers_with_cache,
     states_bytes,
 )
+from vllm.worker.memory_use import weights_use
 
 GIB = 2**30
 
@@ -83,8 +84,13 @@ def test_a_cache_too_small_for_the_longest_request_is_refused_with_what_would_fi
     with pytest.raises(ConfigError, match=r"holds 48 tokens.*max_model_len is 64.*to 48"):
         count_blocks(config, block_bytes=1, free_bytes=GIB)
     config = replace(config, cache=CacheConfig(block_size=16, kv_cache_memory_bytes=10))
-    with pytest.raises(ConfigError, match="one block takes 100 bytes"):
+    with pytest.raises(ConfigError, match="one block takes 100 B"):
         count_blocks(config, block_bytes=100, free_bytes=GIB)
+    config = make_config(gpu_memory_utilization=1e-9)
+    with pytest.raises(ConfigError, match=r"unused 1024 MiB \(--gpu-mem.*\. Raise --gpu-memory-u"):
+        count_blocks(config, block_bytes=100, free_bytes=GIB)
+    with pytest.raises(ConfigError, match=r"weights 2 GiB, unused .*\. Use a smaller model or dt"):
+        count_blocks(config, 100, free_bytes=GIB, others=[weights_use(2 * GIB)])
 
 
 def bind(layers: list[CachedLayer], dtype: torch.dtype, num_blocks: int) -> KVCacheLayout:

@@ -33,8 +33,8 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
     """
     if min > max:
         raise ConfigError(
-            f"Min. batch size cannot be greater than max. batch size ({min} > {max}). If you want "
-            f"to skip warmup, set VLLM_SKIP_WARMUP=true"
+            f"Min. batch size cannot be greater than max. batch size ({min} > {max}). Lower the "
+            f"first or raise the second"
         )
     if min == 0:
         return [0] if max < step else [0, *linear_range(step, step, max)]

@@ -41,7 +41,7 @@ linear bucketing the first twelve."""
 _USUAL_BLOCK_SIZE = 128
 """Block size for which the defaults of the variables were made."""
 
-_SKIP_HINT = "To run without warm-up, set VLLM_SKIP_WARMUP=true."
+_UNSET_HINT = "Or unset one of them, whose default then follows the other."
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> 
     if low is not None and high is not None and low > high:
         raise ConfigError(
             f"{low_name}={low} is greater than {high_name}={high}. Lower the first or raise the "
-            f"second. {_SKIP_HINT}"
+            f"second. {_UNSET_HINT}"
         )
     if high is None:
         high = max(default.max, low or 0)

@@ -39,6 +39,7 @@ from vllm.messages import (
     SchedulerStats,
     TransferStats,
 )
+from vllm.utils.clean_up import on_failure
 from vllm.utils.futures import when_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
@@ -83,22 +84,16 @@ class EngineCore:
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
             self._events.cleared()  # those who followed an engine before this one know its blocks
-        try:
+        with on_failure(self._close_publisher):
             # Likewise its address, or its folder.
             self._connector = _make_connector(config)
-        except BaseException:
-            self._close_publisher()
-            raise
-        try:
+        with on_failure(self._close_connections):
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
             self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
             if self._is_measuring:  # launches of the start had no requests
                 self.executor.collective_rpc("reset_measurements")
             self._has_measured = False
-        except BaseException:
-            self._close_connections()
-            raise
         cache = KVCacheManager(
             num_blocks,
             config.cache.block_size,

@@ -27,6 +27,7 @@ from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.utils.clean_up import on_failure
 from vllm.utils.imports import load_class
 
 if TYPE_CHECKING:
@@ -150,11 +151,8 @@ class LLMEngine(EngineControl):
             load_class(resolve_platform(config.device.device).worker_class)
         tokenizer = loading.result()
         core = EngineCore(config)
-        try:
+        with on_failure(core.shutdown):
             return cls(config, core, tokenizer, generation_defaults)
-        except BaseException:
-            core.shutdown()
-            raise
 
     # ---- requests -------------------------------------------------------------------------
 

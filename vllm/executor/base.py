@@ -14,6 +14,7 @@ import msgspec
 from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.utils import startup_progress
+from vllm.utils.clean_up import on_failure
 from vllm.worker.interface import MemoryReport, StepHandleLike, WarmUpStep
 
 
@@ -41,14 +42,11 @@ class Executor(ABC):
         Raises:
             ConfigError: the model cannot be loaded, or some worker has too little memory.
         """
-        try:
+        with on_failure(self.shutdown):
             self.start_workers()
             num_blocks = self.allocate()
             for _ in self.warm_up():
                 pass
-        except BaseException:
-            self.shutdown()
-            raise
         return num_blocks
 
     def begin(self) -> None:
@@ -164,7 +162,8 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Shut the workers down. Calling it again does nothing."""
+        """Shut down what runs of the workers: also after a start that has failed anywhere, and
+        before any start. Calling it again does nothing."""
 
 
 def _first_reason(reasons: Sequence[str | None]) -> str | None:

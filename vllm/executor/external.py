@@ -27,6 +27,7 @@ from vllm.executor.uniproc import UniProcExecutor
 from vllm.executor.worker_call import make_worker
 from vllm.message_codec import decoder, encode
 from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.utils.clean_up import on_failure
 from vllm.worker.interface import StepHandleLike
 
 _ENGINES = itertools.count()
@@ -121,9 +122,10 @@ class ExternalExecutor(UniProcExecutor):
         try:
             value = call()
         except Exception as error:
-            self._meeting.arrive(name, _FAILURE + encode(failure_of(error)))
-            self._meeting.abort()
-            raise
+            failure = _FAILURE + encode(failure_of(error))
+            # The process that serves the store may have ended for the same reason.
+            with on_failure(lambda: self._meeting.arrive(name, failure), self._meeting.abort):
+                raise
         found = self._meeting.exchange(name, _VALUE + encode(value), f"results of {method}")
         failures = {
             rank: decode_from_rank(data[1:])

@@ -37,6 +37,7 @@ from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.clean_up import on_failure
 
 logger = init_logger(__name__)
 
@@ -289,13 +290,9 @@ class RankGroup:
     # ---- the thread -----------------------------------------------------------------------
 
     def _start(self, *, are_copies: bool) -> None:
-        try:
+        with on_failure(lambda: self._end_processes(0), self._ranks.clear):
             for rank in range(1, self._meeting.layout.world_size):
                 self._ranks.append(ChildRank(rank, self._meeting, is_copy=are_copies))
-        except BaseException:
-            self._end_processes(0)
-            self._ranks.clear()
-            raise
 
     def _watch(self, started: "Future[None]") -> None:
         try:

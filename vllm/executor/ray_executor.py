@@ -267,6 +267,8 @@ class RayExecutor(Executor):
         """End the actors and give their resources back; leave the cluster if this engine has joined
         it."""
         ray, placement = self._ray, self._placement
+        if ray is None:  # it is not installed, or nothing has started
+            return
         if self._watch is not None:
             self._watch.close()
             self._watch = None

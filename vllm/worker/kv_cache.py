@@ -12,6 +12,7 @@ from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheLayout, plan_layout
 from vllm.logger import init_logger
 from vllm.platforms import Platform
+from vllm.worker.memory_use import CacheBudget, MemoryUse, states_use, unused_share
 
 logger = init_logger(__name__)
 
@@ -71,6 +72,7 @@ def count_blocks(
     free_bytes: int,
     num_groups: int = 1,
     state_bytes: int = 0,
+    others: Sequence[MemoryUse] = (),
 ) -> int:
     """KV blocks, the null block included.
 
@@ -80,21 +82,26 @@ def count_blocks(
         free_bytes: device memory that is free now that the model is loaded.
         num_groups: of layers with block tables of their own.
         state_bytes: of the states of all rows, which the memory of the cache has to hold besides.
+        others: what uses the memory that is not free, for an error.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens, or the states.
     """
     cache, scheduler = config.cache, config.scheduler
     budget, source = int(free_bytes * cache.gpu_memory_utilization), "--gpu-memory-utilization"
+    unused = unused_share(config, free_bytes - budget)
+    setting = None
     if cache.kv_cache_memory_bytes is not None:
         budget, source = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+        setting = f"{source} or VLLM_CPU_KVCACHE_SPACE"
     check_states(config, state_bytes, budget, source)
     budget -= state_bytes
     if not block_bytes:
         # Nothing is cached: blocks only count the tokens of a full batch of the longest requests.
         return scheduler.max_num_seqs * (config.max_blocks_per_request + 1) + 1
     if cache.num_gpu_blocks_override is not None:
-        num_blocks, source = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
+        num_blocks, setting = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
+        budget = num_blocks * block_bytes
     elif cache.kv_cache_memory_bytes is not None:
         num_blocks = budget // block_bytes
     else:
@@ -103,7 +110,9 @@ def count_blocks(
         useful = scheduler.max_num_seqs * config.max_blocks_per_request * num_groups
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks = min(budget // block_bytes, useful)
-    check_capacity(config, num_blocks, block_bytes, free_bytes, source, num_groups)
+    others = (*others, states_use(config, state_bytes), unused)
+    memory = CacheBudget(budget, setting, others)
+    check_capacity(config, num_blocks, block_bytes, memory, num_groups)
     return num_blocks
 
 
@@ -164,8 +173,7 @@ def check_capacity(
     config: VllmConfig,
     num_blocks: int,
     block_bytes: int,
-    free_bytes: int,
-    source: str = "--gpu-memory-utilization",
+    memory: CacheBudget,
     num_groups: int = 1,
 ) -> None:
     """Refuse a cache that cannot hold one request of max_model_len tokens.
@@ -174,24 +182,23 @@ def check_capacity(
         config: limits.
         num_blocks: the null block included.
         block_bytes: of one block.
-        free_bytes: device memory that was free.
-        source: what has decided the number of blocks.
+        memory: of the cache, and why it is not more.
         num_groups: of layers with block tables of their own.
 
     Raises:
         ConfigError: the cache is too small.
     """
-    scheduler, free_gib = config.scheduler, free_bytes / _GIB
+    scheduler = config.scheduler
     capacity = _num_tokens(num_blocks, config.cache.block_size, num_groups)
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
-        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) and "
-        f"max_model_len is {scheduler.max_model_len}: a request that long would not fit. "
-        f"Lower --max-model-len to {capacity}, or {_MORE}"
+        f"the KV cache holds {capacity} tokens and max_model_len is {scheduler.max_model_len}: a "
+        f"request that long would not fit. {memory.reason}. Lower --max-model-len to {capacity}, "
+        f"or {memory.fix}"
         if capacity
-        else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
-        f"{free_gib:.2f} GiB free). Use a smaller model, or {_MORE}"
+        else f"not enough memory for the KV cache: one block takes {format_bytes(block_bytes)}, "
+        f"and the first one is reserved. {memory.reason}. {memory.fix[0].upper()}{memory.fix[1:]}"
     )
 
 

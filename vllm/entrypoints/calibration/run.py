@@ -12,10 +12,11 @@ evaluate     perplexity of held-out samples, before and after
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.config.families import family_of
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.calibration.dataset import (
@@ -53,6 +54,9 @@ class CalibrationSettings:
     unify_experts: bool = False
     """Each rank has measured other experts."""
     expand_ranks: int | None = None
+    warms_up: bool | None = None
+    """Whether the engines warm up all buckets. None: only if VLLM_SKIP_WARMUP is set to 0. Each of
+    them runs a few shapes once, which costs less than a warm-up."""
 
     @property
     def other_ranks(self) -> int | None:
@@ -235,15 +239,23 @@ class Calibration:
     @contextmanager
     def _engine(self, **changes: Any) -> "Iterator[LLM]":
         from vllm import LLM
+        from vllm.engine.llm_engine import LLMEngine
 
         arguments = {**vars(self.engine), "max_model_len": self._max_model_len(), **changes}
-        llm = LLM(**arguments)
+        config = EngineArgs(**arguments).create_engine_config()
+        config = replace(config, hpu=replace(config.hpu, skip_warmup=not self._warms_up()))
+        llm = LLM.from_engine(LLMEngine.from_vllm_config(config))
         try:
             yield llm
         finally:
             llm.llm_engine.shutdown()
             del llm
             gc.collect()
+
+    def _warms_up(self) -> bool:
+        if self.settings.warms_up is not None:
+            return self.settings.warms_up
+        return envs.is_set("VLLM_SKIP_WARMUP") and not envs.get().VLLM_SKIP_WARMUP
 
     def _max_model_len(self) -> int:
         return self.settings.sample_tokens + max(1, self.settings.output_tokens)

@@ -104,6 +104,12 @@ def add_parser(
         metavar="N",
         help="make the scales for N devices, more than ran, which share the experts",
     )
+    group.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        help="on a card, warm up all buckets each time that an engine starts (default: no, unless "
+        "VLLM_SKIP_WARMUP=false is set; the flag overrides the variable)",
+    )
     EngineArgs.add_cli_args(parser)
     # Short names of the scripts for Gaudi, for flags of the engine.
     for name, flag, options in (
@@ -143,6 +149,7 @@ def run(args: argparse.Namespace) -> None:
         unify_ranks=args.unify_ranks,
         unify_experts=args.unify_experts,
         expand_ranks=args.expand_ranks,
+        warms_up=args.warmup,
     )
 
     def say(line: str) -> None:

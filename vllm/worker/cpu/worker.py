@@ -49,6 +49,7 @@ from vllm.worker.kv_cache import (
     log_cache,
     states_bytes,
 )
+from vllm.worker.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
@@ -237,8 +238,21 @@ class CPUWorker(WorkerBase):
                 free_bytes,
                 len(layout.groups),
                 states_bytes(self.config, layout),
+                self._uses(num_ranks),
             ),
         )
+
+    def _uses(self, num_ranks: int) -> list[MemoryUse]:
+        """What this process has taken of the memory."""
+        drafts = 0
+        if self._drafter is not None:
+            drafts = sum(len(part) for part in model_storages(self._draft_model))
+        uses = [weights_use(self._weight_bytes - drafts), draft_use(drafts)]
+        if (transfer := self.config.connector.kv_transfer) is not None:
+            name = "kv_buffer_size of --kv-transfer-config"
+            num_bytes = int(transfer.kv_buffer_size) // num_ranks
+            uses.append(MemoryUse("kept KV blocks", num_bytes, f"lower {name}", name))
+        return uses
 
     @property
     def _layout(self) -> KVCacheLayout:

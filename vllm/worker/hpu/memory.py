@@ -3,6 +3,7 @@
 Arithmetic over what was measured; asks no card.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.bucketing import MemoryLedger, format_bytes
@@ -13,6 +14,13 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.worker.interface import MemoryReport
 from vllm.worker.kv_cache import check_capacity, check_states, count_blocks
+from vllm.worker.memory_use import (
+    CacheBudget,
+    MemoryUse,
+    graphs_use,
+    launches_use,
+    unused_share,
+)
 
 logger = init_logger(__name__)
 
@@ -54,7 +62,12 @@ def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tupl
 
 
 def divide_memory(
-    config: VllmConfig, *, free_bytes: int, launch_bytes: int, block_bytes: int
+    config: VllmConfig,
+    *,
+    free_bytes: int,
+    launch_bytes: int,
+    block_bytes: int,
+    others: Sequence[MemoryUse] = (),
 ) -> MemoryReport:
     """Divide what weights have left over, and count the KV blocks there is memory for.
 
@@ -63,6 +76,7 @@ def divide_memory(
         free_bytes: device memory that weights do not use.
         launch_bytes: of it, what launches need while they run.
         block_bytes: of one KV block in all layers.
+        others: what uses the memory that is not free, for an error.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens, or is larger than
@@ -75,16 +89,17 @@ def divide_memory(
         logger.info("kv_cache_memory_bytes decides about the KV cache, not the share")
     utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
     logger.info(memory_split_line(split, utilization, reserved))
-    num_blocks = _count_blocks(config, split, block_bytes)
-    source = "--kv-cache-memory-bytes" if has_bytes else "--gpu-memory-utilization"
-    check_capacity(
-        config,
-        num_blocks,
-        block_bytes,
-        split.free_bytes,
-        f"{source}; {format_bytes(launch_bytes)} are kept for launches, less with "
-        f"a lower --max-num-batched-tokens",
+    uses = (
+        *others,
+        launches_use(config, launch_bytes),
+        graphs_use(config, split.graph_bytes),
+        unused_share(config, split.margin_bytes),
     )
+    memory = CacheBudget(split.kv_bytes, "--kv-cache-memory-bytes" if has_bytes else None, uses)
+    num_blocks = _count_blocks(config, memory, block_bytes)
+    if config.cache.num_gpu_blocks_override is not None:
+        memory = CacheBudget(num_blocks * block_bytes, "--num-gpu-blocks-override")
+    check_capacity(config, num_blocks, block_bytes, memory)
     return MemoryReport(
         free_bytes=free_bytes,
         launch_bytes=launch_bytes,
@@ -139,20 +154,21 @@ def _graph_share(config: VllmConfig) -> float:
     return 0.0 if config.model.enforce_eager else config.hpu.graph_reserved_mem
 
 
-def _count_blocks(config: VllmConfig, split: MemorySplit, block_bytes: int) -> int:
+def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> int:
     cache = config.cache
     if not block_bytes:
-        return count_blocks(config, 0, split.kv_bytes)
+        return count_blocks(config, 0, memory.num_bytes)
     override = cache.num_gpu_blocks_override
     if override is not None:
-        if override * block_bytes > split.kv_bytes:
+        if override * block_bytes > memory.num_bytes:
             raise ConfigError(
                 f"num_gpu_blocks_override={override}: the blocks take "
-                f"{format_bytes(override * block_bytes)}, the KV cache can have "
-                f"{format_bytes(split.kv_bytes)}"
+                f"{format_bytes(override * block_bytes)}, which is more than there is for the KV "
+                f"cache. {memory.reason}. Lower it to {memory.num_bytes // block_bytes}, or "
+                f"{memory.fix}"
             )
         return override
-    num_blocks = split.num_blocks(block_bytes)
+    num_blocks = max(0, memory.num_bytes // block_bytes)
     if cache.kv_cache_memory_bytes is not None:
         return num_blocks
     # More than all requests together can hold serves only the prefixes of finished ones.

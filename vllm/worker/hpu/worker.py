@@ -1,7 +1,7 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.model_memory import model_tensors
+from vllm.model_executor.model_memory import model_storages, model_tensors
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
@@ -34,6 +34,7 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
+from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
@@ -52,6 +53,14 @@ from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.widened import log_widened
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
+from vllm.worker.memory_use import (
+    MemoryUse,
+    adapters_use,
+    division,
+    draft_use,
+    states_use,
+    weights_use,
+)
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -173,10 +182,10 @@ class HPUWorker(WorkerBase):
         self._preparation.begin()
         with self._within_memory("the KV cache"):
             # Before the first launch: its workspace stays in use, and is part of what it needs.
-            free_bytes = self.bridge.memory_info().free_bytes
+            memory = self.bridge.memory_info()
             layout = self.runner.cache_layout
             config, free_bytes = beside_states(
-                self.config, free_bytes, layout.state_bytes * self._num_rows
+                self.config, memory.free_bytes, layout.state_bytes * self._num_rows
             )
             self._memory_config = config
             self._report = divide_memory(
@@ -184,8 +193,30 @@ class HPUWorker(WorkerBase):
                 free_bytes=free_bytes,
                 launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
+                others=self._uses(memory.total_bytes, free_bytes),
             )
         return self._report
+
+    def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
+        """What has taken the memory of the card by the time that launches are measured.
+
+        Args:
+            total_bytes: of the card.
+            free_bytes: what the model and its states leave.
+        """
+        config, runner = self.config, self.runner
+        states = runner.cache_layout.state_bytes * self._num_rows
+        adapters, drafts = 0, 0
+        if isinstance(runner, HPUModelRunner) and isinstance(runner.adapters, DeviceRows):
+            adapters = runner.adapters.slots.num_bytes
+        if self._drafter is not None:
+            drafts = sum(storage.numel() for storage in model_storages(self._drafter.model))
+        return [
+            weights_use(total_bytes - free_bytes - states - adapters - drafts),
+            draft_use(drafts),
+            adapters_use(config, adapters),
+            states_use(config, states),
+        ]
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
@@ -325,7 +356,8 @@ class HPUWorker(WorkerBase):
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
         if found is None:
-            raise self._out_of_memory("a launch, even the smallest")
+            uses = self._uses(self.bridge.memory_info().total_bytes, free_bytes)
+            raise self._out_of_memory("a launch, even the smallest", uses)
         profile, launch_bytes = found
         logger.info("Model profiling run took %s", profile)
         return launch_bytes
@@ -368,15 +400,31 @@ class HPUWorker(WorkerBase):
                 raise
             raise self._out_of_memory(what) from error
 
-    def _out_of_memory(self, what: str) -> ConfigError:
+    def _out_of_memory(self, what: str, uses: Sequence[MemoryUse] = ()) -> ConfigError:
+        """The error of a card that has no memory for something.
+
+        Args:
+            what: there is no memory for.
+            uses: what has taken the memory; empty: not known.
+        """
         total = format_bytes(self.bridge.memory_info().total_bytes)
-        scheduler = self.config.scheduler
+        scheduler, more = self.config.scheduler, ""
+        if self._draft_config is not None:
+            more += "use a smaller draft model (--speculative-config), "
+        if self.config.lora.enable_lora:
+            more += "lower --max-loras or --max-lora-rank, "
+        settings = (
+            f"lower --max-num-batched-tokens ({scheduler.max_num_batched_tokens}), --max-num-seqs "
+            f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
+        )
+        if uses:
+            text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
+            return ConfigError(text)
         return ConfigError(
             f"no memory for {what}: the card has {total}, of which weights in "
             f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
-            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), or lower "
-            f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}), --max-num-seqs "
-            f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
+            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
+            f"{settings}"
         )
 
     # ---- launches -------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""What is undone when a start fails, without hiding why it has failed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+@contextmanager
+def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
+    """Call each of `clean_ups` if the block raises, then raise the error of the block.
+
+    What was started half may not be ready to be closed. An error of a clean-up is logged and not
+    raised: the first error says what went wrong, and the user must see that one.
+    """
+    try:
+        yield
+    except BaseException:
+        for clean_up in clean_ups:
+            try:
+                clean_up()
+            except Exception:  # logged, as the first error is on its way
+                logger.warning("another error, while what had started is ended:", exc_info=True)
+        raise
