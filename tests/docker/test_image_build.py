@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.dockerfile import DockerfileError, parse
+from tests.docker.dockerfile import DockerfileError, parse, read_stages, used_stages
 from tests.docker.image_build import (
     Builder,
     Image,
@@ -74,10 +74,10 @@ def pip_settings(package_folder) -> dict[str, str]:
 
 
 def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
-    """What `Builder` carries out of a file; one folder stands for the image of every FROM."""
-    instructions = parse((ROOT / dockerfile).read_text())
-    begin = next(i for i, step in enumerate(instructions) if step.name == "FROM")
-    return tuple((step.name, step.text) for step in instructions[begin:] if step.name != "USER")
+    """What `Builder` carries out of a file; one folder stands for the image that it begins with."""
+    stages = used_stages(read_stages(parse((ROOT / dockerfile).read_text()), {}))
+    steps = [step for stage in stages for step in stage.steps]
+    return tuple((step.name, step.text) for step in steps if step.name != "USER")
 
 
 DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Dockerfile.hpu")}
@@ -85,9 +85,13 @@ DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Doc
 
 
 @pytest.fixture(scope="module", params=DIFFERENT_BUILDS.values())
-def image(request, tmp_path_factory, base, pip_settings) -> Image:
-    builder = Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings)
-    return builder.build(ROOT / request.param)
+def dockerfile(request) -> Path:
+    return ROOT / request.param
+
+
+@pytest.fixture(scope="module")
+def image(dockerfile, tmp_path_factory, base, pip_settings) -> Image:
+    return Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings).build(dockerfile)
 
 
 def installed_version(image: Image, package: str) -> str:
