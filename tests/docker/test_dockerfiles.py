@@ -19,6 +19,7 @@ from tests.docker.dockerfile import (
     substitute,
     used_stages,
 )
+from vllm.entrypoints.cli import hpu_check
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.envs import Envs
 
@@ -54,6 +55,10 @@ def test_one_argument_chooses_the_image_of_a_release(index, instructions, releas
 def test_an_image_of_ones_own_takes_the_place_of_the_vendors(instructions):
     args = {"BASE_IMAGE": "my.registry/gaudi:7"}
     assert base_image(instructions, args) == "my.registry/gaudi:7"
+
+
+def test_the_self_test_of_a_card_names_the_image_that_is_the_default():
+    assert base_image(UBUNTU, {}) == hpu_check._IMAGE
 
 
 @BOTH

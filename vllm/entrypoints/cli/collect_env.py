@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from vllm import envs
+from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
@@ -67,7 +68,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         yield package, _version(package)
     yield from _engine_facts()
-    yield from envs.reportable().items()
+    yield from (envs.reportable() | _bridge_settings()).items()
 
 
 def _cpu_facts() -> Iterator[tuple[str, str]]:
@@ -109,6 +110,10 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
     except ConfigError as error:
         yield "Platform", f"none: {error}"
     yield "CPU kernels", _describe_kernels()
+
+
+def _bridge_settings() -> dict[str, str]:
+    return envs.described_bridge_settings() if has_vendor_library() else {}
 
 
 def _describe_kernels() -> str:
