@@ -67,9 +67,10 @@ def _compat_variables() -> Iterator[str]:
         value = f"`{setting.value}`"
         yield _row(f"`{setting.name}`", value, setting.modes, setting.why, setting.source)
     yield ""
-    yield "Every process that opens a card sets them before the bridge is imported, or once the bridge"
-    yield "says in which mode it is. A value of your own stays. The log and `vllm collect-env` show"
-    yield "the values, and whose choice each is. What they bring was not measured on a card."
+    yield "Every process that opens a card sets them before the bridge is imported, or once the"
+    yield "bridge says in which mode it is. A value of your own stays. The log and the command"
+    yield "`collect-env` show values, and whose choice each is. What they bring was not measured"
+    yield "on a card."
     yield from _table("Read by others", "reader", "variables", "note")
     for reader in OTHER_READERS:
         yield _row(reader.reader, _one_of(reader.names), reader.note)
