@@ -48,7 +48,7 @@ test-exhaustive: $(VENV)/.installed-dev ## what `test` leaves out: all graphs, m
 
 # Not part of `test`: it downloads 3 GB and takes 7 GB of disk for each version.
 test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0, 2.7.1, 2.9.0, 2.10.0 or 2.11.0
-	OMP_NUM_THREADS=1 $(VENDOR_VENV)/bin/python -m pytest -q -rs -n 2 --dist worksteal -m "not e2e"
+	OMP_NUM_THREADS=1 $(VENDOR_VENV)/bin/python -m pytest -q -rs -n 2 --dist worksteal -m "not e2e and not exhaustive"
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .
