@@ -25,7 +25,7 @@ class BridgeSetting:
 
     @property
     def modes(self) -> str:
-        """Where it is made, for people."""
+        """The modes for which it is made, for people."""
         return "every mode" if self.is_for_lazy else "eager, torch.compile"
 
 
@@ -40,8 +40,8 @@ BRIDGE_SETTINGS = (
     BridgeSetting(
         "PT_HPU_WEIGHT_SHARING",
         "0",
-        "otherwise lazy mode keeps the first weight that a layer had on the card for ever, also "
-        "one that was quantized, reloaded or put to sleep since",
+        "otherwise lazy mode never frees the first weight of a layer, also when it was quantized, "
+        "reloaded or put to sleep since",
         "plugin of the vendor, August 2026; source of the bridge, 1.19",
     ),
     BridgeSetting(
@@ -54,7 +54,8 @@ BRIDGE_SETTINGS = (
     BridgeSetting(
         "PT_HPU_ENABLE_EAGER_CACHE",
         "true",
-        "operators that run one by one are compiled once for each shape",
+        "a cache of the bridge for operators that run one by one; the vendor sets it without a "
+        "reason",
         "start script of the vendor's plugin, August 2026",
         is_for_lazy=False,
     ),
@@ -79,7 +80,7 @@ BRIDGE_SETTINGS = (
 
 
 def bridge_settings(is_lazy: bool | None) -> Iterator[BridgeSetting]:
-    """The settings of a mode.
+    """Yield the settings of a mode.
 
     Args:
         is_lazy: whether it is lazy; None: the bridge will decide, so that only those are made which
@@ -91,5 +92,5 @@ def bridge_settings(is_lazy: bool | None) -> Iterator[BridgeSetting]:
 
 
 def has_vendor_library() -> bool:
-    """Whether habana_frameworks, the bridge, can be imported; does not."""
+    """Return whether habana_frameworks, the bridge, can be imported; does not import it."""
     return find_spec("habana_frameworks") is not None

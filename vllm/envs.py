@@ -391,7 +391,7 @@ processes inherit them, and could not tell them from those of the user."""
 
 
 def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
-    """Set the variables of `BRIDGE_SETTINGS` that are not set yet.
+    """Set the variables of `BRIDGE_SETTINGS` that are not set yet, or empty.
 
     Args:
         is_lazy: the mode that the bridge reports; None: it was not asked yet, so what
@@ -402,7 +402,7 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
     """
     if is_lazy is None:
         is_lazy = _said_mode()
-    made = [setting for setting in bridge_settings(is_lazy) if setting.name not in os.environ]
+    made = [setting for setting in bridge_settings(is_lazy) if not os.environ.get(setting.name)]
     for setting in made:
         os.environ[setting.name] = setting.value
     if made:
@@ -412,8 +412,8 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
 
 
 def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
-    """Name -> value of each variable of `BRIDGE_SETTINGS` that is set or that an engine will set,
-    with whose choice it is; for the log and reports.
+    """Describe each variable of `BRIDGE_SETTINGS` that is set, or that an engine will set: its
+    value, and whose choice that is. For the log and reports.
 
     Args:
         is_lazy: see `export_bridge_settings`.
@@ -424,7 +424,7 @@ def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
     wanted = list(bridge_settings(is_lazy))
     described = {}
     for setting in BRIDGE_SETTINGS:
-        if setting.name in os.environ:
+        if os.environ.get(setting.name):
             chooser = "engine" if setting.name in by_engine else "user"
             described[setting.name] = f"{os.environ[setting.name]} ({chooser})"
         elif setting in wanted:
@@ -435,7 +435,7 @@ def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
 
 
 def _said_mode() -> bool | None:
-    """Whether PT_HPU_LAZY_MODE asks for lazy mode; None: it is not set, or to no known word."""
+    """Return whether PT_HPU_LAZY_MODE asks for lazy mode; None: it says nothing that is known."""
     return WORDS.get(os.environ.get("PT_HPU_LAZY_MODE", "").strip().lower())
 
 

@@ -141,7 +141,7 @@ def read_run(text: str) -> Run:
 
 
 def read_stages(instructions: Iterable[Instruction], args: Mapping[str, str]) -> list[Stage]:
-    """The stages of a file that is built with `--build-arg` for each of `args`.
+    """Return the stages of a file that is built with `--build-arg` for each of `args`.
 
     Raises:
         DockerfileError: there is none, something but ARG comes first, or `args` has a name that the
@@ -168,7 +168,7 @@ def read_stages(instructions: Iterable[Instruction], args: Mapping[str, str]) ->
 
 
 def used_stages(stages: Iterable[Stage]) -> list[Stage]:
-    """Those that the last one needs, and itself; a build leaves the others out."""
+    """Return those that the last one needs, and itself; a build leaves the others out."""
     names: set[str] = set()
     used = []
     for stage in reversed(list(stages)):
@@ -181,7 +181,7 @@ def used_stages(stages: Iterable[Stage]) -> list[Stage]:
 
 
 def base_image(instructions: Iterable[Instruction], args: Mapping[str, str]) -> str:
-    """The only image that is pulled for a build with `--build-arg` for each of `args`.
+    """Return the only image that is pulled for a build with `--build-arg` for each of `args`.
 
     Raises:
         DockerfileError: there is none, or more than one.

@@ -39,7 +39,7 @@ def made() -> dict[str, str]:
 
 
 def open_card(environment, monkeypatch, **variables: str) -> dict[str, str]:
-    """What is set while the bridge is imported, with these variables of the user."""
+    """Return what is set when the bridge is imported, with these variables of the user."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment(**variables)
@@ -84,6 +84,13 @@ def test_a_value_of_the_user_stays(environment, card, vendor, monkeypatch, name)
         **{other: f"{value} (engine)" for other, value in WITHOUT_LAZY.items()},
         name: "7 (user)",
     }
+
+
+def test_an_empty_value_is_none(environment, card, vendor, monkeypatch):
+    SimBridge("gaudi2")
+    open_card(environment, monkeypatch, PT_HPU_WEIGHT_SHARING="")
+    assert made() == WITHOUT_LAZY
+    assert envs.described_bridge_settings()["PT_HPU_WEIGHT_SHARING"] == "0 (engine)"
 
 
 def test_a_child_process_tells_settings_of_its_engine_from_those_of_the_user(monkeypatch):
