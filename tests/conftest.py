@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from vllm.env_bridge import BRIDGE_SETTINGS
+from vllm.envs import BRIDGE_SETTINGS_MARK
 from vllm.utils.process_memory import keep_for_good
 
 # The tests start some hundred processes. Each would compile all of the package again if nobody may
@@ -93,6 +95,19 @@ def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
         if not HAS_SIMULATED_DEVICE:
             patch.setattr(sim, "install", lambda *_, **__: pytest.skip(NO_SIMULATED_DEVICE))
         yield
+
+
+_BRIDGE_VARIABLES = (BRIDGE_SETTINGS_MARK, *(setting.name for setting in BRIDGE_SETTINGS))
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_bridge_end_with_the_test() -> Iterator[None]:
+    """A process of an engine keeps them; here the next test would take them for the user's."""
+    before = {name: os.environ[name] for name in _BRIDGE_VARIABLES if name in os.environ}
+    yield
+    for name in _BRIDGE_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

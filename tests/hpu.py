@@ -59,9 +59,9 @@ SMALL_ENGINE = {
 """Arguments of `LLM` to go with them."""
 
 HAS_SIMULATED_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-"""False for the torch of today's Gaudi images (`make test-vendor`)."""
+"""False before torch 2.10, which older Gaudi images have (`make test-vendor`)."""
 
-NO_SIMULATED_DEVICE = f"the simulated card needs a newer torch than {torch.__version__}"
+NO_SIMULATED_DEVICE = f"the simulated card needs torch 2.10 or newer, not {torch.__version__}"
 
 needs_simulated_device = pytest.mark.skipif(not HAS_SIMULATED_DEVICE, reason=NO_SIMULATED_DEVICE)
 """For tests that start a simulated card in another process. In the process of a test, whatever

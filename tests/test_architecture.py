@@ -14,6 +14,7 @@ PACKAGE = ROOT / "vllm"
 LEAVES = {
     "assets",
     "config",
+    "env_bridge",
     "env_compat",
     "env_fields",
     "env_others",

@@ -293,7 +293,7 @@ _MAMBA = {
 _MAMBA2 = _MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 4, "num_hidden_layers": 2}
 _HYBRID = _DECODER | _MIXERS | {"num_hidden_layers": 4}
 _GRANITE_HYBRID = _HYBRID | {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],  # as published
     "shared_intermediate_size": 80,
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,

@@ -23,6 +23,7 @@ from vllm.config.fields import ConfigField, config_fields, config_sections  # no
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
 from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
+from vllm.env_bridge import BRIDGE_SETTINGS  # noqa: E402
 from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env_others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
@@ -61,6 +62,15 @@ def _compat_variables() -> Iterator[str]:
     yield "Variables of the vLLM 0.9 Gaudi fork, of its plugin, and of the vLLM they build on. One"
     yield "that is set is a warning at the start, unless it is a switch that asks for what happens"
     yield "anyway."
+    yield from _table("Set for the Habana bridge", "variable", "value", "modes", "why", "source")
+    for setting in BRIDGE_SETTINGS:
+        value = f"`{setting.value}`"
+        yield _row(f"`{setting.name}`", value, setting.modes, setting.why, setting.source)
+    yield ""
+    yield "Every process that opens a card sets them before the bridge is imported, or once the"
+    yield "bridge says in which mode it is. A value of your own stays. The log and the command"
+    yield "`collect-env` show values, and whose choice each is. What they bring was not measured"
+    yield "on a card."
     yield from _table("Read by others", "reader", "variables", "note")
     for reader in OTHER_READERS:
         yield _row(reader.reader, _one_of(reader.names), reader.note)

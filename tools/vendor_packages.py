@@ -3,10 +3,11 @@
     python tools/vendor_packages.py write FILE    what is installed now, as pip constraints
     python tools/vendor_packages.py check FILE    fail if one of them is no longer what FILE says
 
-The torch of the image belongs to its driver and is on no package index: pip, asked for another
-version, replaces it for good and the card is no longer found. With `pip install -c FILE` (or
-PIP_CONSTRAINT=FILE) pip refuses. A triton that the image has stays too; where it has none, FILE
-says which ones fit its torch. Standard library only, so that it runs before any install.
+The torch of an image is the one that its HPU bridge was made for: a build of the vendor, which is
+on no package index, or one of PyTorch. pip, asked for another version, replaces it, and the card is
+no longer found. With `pip install -c FILE` (or PIP_CONSTRAINT=FILE) pip refuses. A triton that the
+image has stays too; where it has none, FILE says which ones fit its torch. Standard library only,
+so that it runs before any install.
 """
 
 import argparse

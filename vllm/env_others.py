@@ -1,10 +1,12 @@
-"""Environment variables that other software reads: this package leaves them alone.
+"""Environment variables that other software reads: this package leaves alone what is set of them.
 
 They do have an effect, so no warning speaks of them. The documentation lists them, with what this
 package relies on.
 """
 
 from dataclasses import dataclass
+
+from vllm.env_bridge import BRIDGE_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,19 @@ def _read_by(
 
 OTHER_READERS = (
     _read_by(
+        "the Habana bridge and the graph compiler, with a value of this engine",
+        " ".join(setting.name for setting in BRIDGE_SETTINGS),
+        "set where they are not, see above",
+        is_for_workers=True,
+    ),
+    _read_by(
         "the Habana bridge and the graph compiler",
         """
         PT_COMPILE_ONLY_MODE PT_HPU_GPU_MIGRATION PT_HPU_USE_EAGER_FALLBACK
-        PT_HPU_ENABLE_EAGER_CACHE PT_HPU_MAX_COMPOUND_OP_SIZE PT_HPU_ENABLE_RESTORE_KV_LAYOUT
-        PT_HPU_SDPA_QKV_SLICE_MODE_FWD PT_HPU_SDPA_BC_FACTOR PT_HPU_WEIGHT_SHARING
-        EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE RUNTIME_SCALE_PATCHING
+        PT_HPU_MAX_COMPOUND_OP_SIZE PT_HPU_ENABLE_RESTORE_KV_LAYOUT
+        PT_HPU_SDPA_QKV_SLICE_MODE_FWD PT_HPU_SDPA_BC_FACTOR
+        EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE
         ENABLE_EXPERIMENTAL_FLAGS ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES
-        FUSER_ENABLE_MULTI_THREADED_INVOCATIONS
         """,
         "passed on as they are",
         is_for_workers=True,

@@ -5,7 +5,8 @@ per deployment are config fields; a variable is for what must be known before a 
 (logging, device selection) or is part of the compatibility surface.
 Values arrive where they are used inside a config dataclass. This module does not log: the logger,
 which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
-and why are in `env_compat`. What a field declares is in `env_fields`.
+and why are in `env_compat`. What a field declares is in `env_fields`. What this package sets for
+the Habana bridge is in `env_bridge`.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
 
+from vllm.env_bridge import BRIDGE_SETTINGS, BridgeSetting, bridge_settings
 from vllm.env_compat import COMPAT_VARIABLES, CompatVariable
 from vllm.env_fields import WORDS, env, parse
 from vllm.env_others import OTHER_READERS
@@ -428,6 +430,60 @@ def export_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+BRIDGE_SETTINGS_MARK = "_VLLM_BRIDGE_SETTINGS"
+"""Names of the settings of the bridge that this package has made, with commas between them: child
+processes inherit them, and could not tell them from those of the user."""
+
+
+def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
+    """Set the variables of `BRIDGE_SETTINGS` that are not set yet, or empty.
+
+    Args:
+        is_lazy: the mode that the bridge reports; None: it was not asked yet, so what
+            PT_HPU_LAZY_MODE says, if it is set.
+
+    Returns:
+        Those that were set now.
+    """
+    if is_lazy is None:
+        is_lazy = _said_mode()
+    made = [setting for setting in bridge_settings(is_lazy) if not os.environ.get(setting.name)]
+    for setting in made:
+        os.environ[setting.name] = setting.value
+    if made:
+        names = [name for name in os.environ.get(BRIDGE_SETTINGS_MARK, "").split(",") if name]
+        os.environ[BRIDGE_SETTINGS_MARK] = ",".join(names + [setting.name for setting in made])
+    return made
+
+
+def described_bridge_settings(is_lazy: bool | None = None) -> dict[str, str]:
+    """Describe each variable of `BRIDGE_SETTINGS` that is set, or that an engine will set: its
+    value, and whose choice that is. For the log and reports.
+
+    Args:
+        is_lazy: see `export_bridge_settings`.
+    """
+    if is_lazy is None:
+        is_lazy = _said_mode()
+    by_engine = os.environ.get(BRIDGE_SETTINGS_MARK, "").split(",")
+    wanted = list(bridge_settings(is_lazy))
+    described = {}
+    for setting in BRIDGE_SETTINGS:
+        if os.environ.get(setting.name):
+            chooser = "engine" if setting.name in by_engine else "user"
+            described[setting.name] = f"{os.environ[setting.name]} ({chooser})"
+        elif setting in wanted:
+            described[setting.name] = f"{setting.value} (engine)"
+        elif is_lazy is None:
+            described[setting.name] = f"{setting.value} (engine, unless the bridge is in lazy mode)"
+    return described
+
+
+def _said_mode() -> bool | None:
+    """Return whether PT_HPU_LAZY_MODE asks for lazy mode; None: it says nothing that is known."""
+    return WORDS.get(os.environ.get("PT_HPU_LAZY_MODE", "").strip().lower())
+
+
 def of_launcher(name: str) -> str | None:
     """A variable that a launcher such as torchrun or Ray sets for each process; None: it is not
     set."""
@@ -454,7 +510,7 @@ def is_child() -> bool:
 
 _PASSED_PREFIXES = (_PREFIX, "HCCL_", "GLOO_", "HF_", "OMP_", "KMP_", "PT_", "HABANA_", "HLS_")
 _PASSED_NAMES = frozenset(
-    ("QUANT_CONFIG", "LD_LIBRARY_PATH", "NCCL_SOCKET_IFNAME"),
+    ("QUANT_CONFIG", "LD_LIBRARY_PATH", "NCCL_SOCKET_IFNAME", BRIDGE_SETTINGS_MARK),
 ).union(*(reader.names for reader in OTHER_READERS if reader.is_for_workers))
 _OF_ONE_MACHINE = (
     *("VLLM_HOST_IP", "HLS_MODULE_ID"),

@@ -48,6 +48,17 @@ class Run:
     """For the shell."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A FROM instruction, and what follows until the next one."""
+
+    image: str
+    """What it begins with: an image, or the name of an earlier stage."""
+    name: str
+    """Empty: it has none."""
+    steps: list[Instruction]
+
+
 def parse(text: str) -> list[Instruction]:
     """The instructions of a Dockerfile.
 
@@ -129,17 +140,57 @@ def read_run(text: str) -> Run:
     return Run(tuple(mounts), text.strip())
 
 
-def base_image(instructions: Iterable[Instruction], args: Mapping[str, str]) -> str:
-    """The image of the first stage, built with `--build-arg` for each of `args`."""
+def read_stages(instructions: Iterable[Instruction], args: Mapping[str, str]) -> list[Stage]:
+    """Return the stages of a file that is built with `--build-arg` for each of `args`.
+
+    Raises:
+        DockerfileError: there is none, something but ARG comes first, or `args` has a name that the
+            file does not declare before its first stage.
+    """
     variables: dict[str, str] = {}
+    stages: list[Stage] = []
     for instruction in instructions:
         if instruction.name == "FROM":
-            return substitute(instruction.text.split()[0], variables)
-        if instruction.name != "ARG":
+            image, *alias = substitute(instruction.text, variables).split()
+            stages.append(Stage(image, alias[1] if alias else "", []))
+        elif stages:
+            stages[-1].steps.append(instruction)
+        elif instruction.name == "ARG":
+            name, _, default = instruction.text.partition("=")
+            variables[name] = args.get(name, substitute(default, variables))
+        else:
             raise DockerfileError(f"line {instruction.line}: {instruction.name} before FROM")
-        name, _, default = instruction.text.partition("=")
-        variables[name] = args.get(name, substitute(default, variables))
-    raise DockerfileError("no FROM")
+    if not stages:
+        raise DockerfileError("no FROM")
+    if unknown := args.keys() - variables.keys():
+        raise DockerfileError(f"no ARG before FROM: {', '.join(sorted(unknown))}")
+    return stages
+
+
+def used_stages(stages: Iterable[Stage]) -> list[Stage]:
+    """Return those that the last one needs, and itself; a build leaves the others out."""
+    names: set[str] = set()
+    used = []
+    for stage in reversed(list(stages)):
+        if not used or stage.name in names:
+            used.append(stage)
+            runs = [read_run(step.text) for step in stage.steps if step.name == "RUN"]
+            names |= {mount["from"] for run in runs for mount in run.mounts if "from" in mount}
+            names.add(stage.image)
+    return used[::-1]
+
+
+def base_image(instructions: Iterable[Instruction], args: Mapping[str, str]) -> str:
+    """Return the only image that is pulled for a build with `--build-arg` for each of `args`.
+
+    Raises:
+        DockerfileError: there is none, or more than one.
+    """
+    used = used_stages(read_stages(instructions, args))
+    images = {stage.image for stage in used} - {stage.name for stage in used}
+    if len(images) != 1:
+        raise DockerfileError(f"{len(images)} images are pulled: {', '.join(sorted(images))}")
+    return images.pop()
 
 
 class IgnoreFile:

@@ -23,10 +23,13 @@ from tests.docker.dockerfile import (
     IgnoreFile,
     Instruction,
     Run,
+    Stage,
     parse,
     read_pairs,
     read_run,
+    read_stages,
     substitute,
+    used_stages,
 )
 
 _PLACES = re.compile(r"(?<![\w.}/])/(?:home|opt|root|src|wheels)(?=[/\s]|$)")
@@ -82,7 +85,7 @@ class Builder:
 
     Args:
         context: the checkout.
-        base: a folder that stands for the image of every FROM; it is copied.
+        base: a folder that stands for the image that is pulled; it is copied.
         folder: gets a folder per stage.
         env: for every RUN, above what the Dockerfile says: where pip finds packages.
     """
@@ -102,18 +105,18 @@ class Builder:
         Raises:
             DockerfileError: a step cannot be understood, or fails; has what it said.
         """
-        for instruction in parse(dockerfile.read_text()):
-            try:
-                self._carry_out(instruction)
-            except DockerfileError as error:
-                raise DockerfileError(f"{dockerfile.name}:{instruction.line}: {error}") from None
+        for stage in used_stages(read_stages(parse(dockerfile.read_text()), {})):
+            self._start_stage(stage)
+            for step in stage.steps:
+                try:
+                    self._carry_out(step)
+                except DockerfileError as error:
+                    raise DockerfileError(f"{dockerfile.name}:{step.line}: {error}") from None
         return self._image
 
     def _carry_out(self, instruction: Instruction) -> None:
         image, text = self._image, instruction.text
         match instruction.name:
-            case "FROM":
-                self._start_stage(text)
             case "ARG":
                 name, _, default = text.partition("=")
                 image.args[name] = substitute(default, image.args)
@@ -137,12 +140,12 @@ class Builder:
             case "CMD":
                 image.command = json.loads(text)
 
-    def _start_stage(self, text: str) -> None:
-        _, *alias = text.split()
-        name = alias[1] if alias else "last"
+    def _start_stage(self, stage: Stage) -> None:
+        before = self._stages.get(stage.image)
+        name = stage.name or "last"
         root = self._folder / name
-        shutil.copytree(self._base, root, symlinks=True)
-        self._image = self._stages[name] = Image(root)
+        shutil.copytree(before.root if before else self._base, root, symlinks=True)
+        self._image = self._stages[name] = Image(root, dict(before.env) if before else {})
 
     def _copy(self, *paths: str) -> None:
         *sources, target = paths

@@ -15,8 +15,11 @@ from tests.docker.dockerfile import (
     parse,
     read_pairs,
     read_run,
+    read_stages,
     substitute,
+    used_stages,
 )
+from vllm.entrypoints.cli import hpu_check
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.envs import Envs
 
@@ -26,30 +29,55 @@ RED_HAT = parse((ROOT / "Dockerfile.hpu.ubi").read_text())
 BOTH = pytest.mark.parametrize("instructions", [UBUNTU, RED_HAT], ids=["ubuntu", "red hat"])
 
 VAULT = "vault.habana.ai/gaudi-docker"
-NEWER = {"GAUDI_VERSION": "1.22.0", "PYTORCH_VERSION": "2.7.1", "BASE_OS": "ubuntu24.04"}
+
+# Release -> system of each file, and what the image is called.
+RELEASES = {
+    "1.21.3": ("ubuntu22.04", "rhel9.4", "pytorch-installer-2.6.0"),
+    "1.22.0": ("ubuntu22.04", "rhel9.4", "pytorch-installer-2.7.1"),
+    "1.23.0": ("ubuntu24.04", "rhel9.4", "pytorch-installer-2.9.0"),
+    "1.24.0": ("ubuntu24.04", "rhel9.6", "pytorch-installer-2.10.0"),
+    "1.24.1": ("ubuntu24.04", "rhel9.6", "pytorch-upstream-installer-2.11.0"),
+}
 
 
-@pytest.mark.parametrize(
-    "instructions, args, image",
-    [
-        (UBUNTU, {}, f"{VAULT}/1.21.3/ubuntu22.04/habanalabs/pytorch-installer-2.6.0:latest"),
-        (RED_HAT, {}, f"{VAULT}/1.21.3/rhel9.4/habanalabs/pytorch-installer-2.6.0:latest"),
-        (UBUNTU, NEWER, f"{VAULT}/1.22.0/ubuntu24.04/habanalabs/pytorch-installer-2.7.1:latest"),
-        (RED_HAT, {"BASE_IMAGE": "my.registry/gaudi:7"}, "my.registry/gaudi:7"),
-    ],
-)
-def test_arguments_choose_the_image_of_the_vendor(instructions, args, image):
-    assert base_image(instructions, args) == image
+@pytest.mark.parametrize("index, instructions", [(0, UBUNTU), (1, RED_HAT)], ids=["ubuntu", "ubi"])
+@pytest.mark.parametrize("release", [*RELEASES, None])
+def test_one_argument_chooses_the_image_of_a_release(index, instructions, release):
+    args = {} if release is None else {"GAUDI_VERSION": release}
+    release = release or "1.24.1"
+    *systems, name = RELEASES[release]
+    image = f"{VAULT}/{release}/{systems[index]}/habanalabs/{name}"
+    assert base_image(instructions, args) == f"{image}:latest"
+    assert base_image(instructions, args | {"REVISION": "7"}) == f"{image}:7"
 
 
-def test_both_files_take_the_same_steps_except_for_the_system_and_the_user():
-    def steps(instructions):
-        return [(i.name, i.text) for i in instructions]
+@BOTH
+def test_an_image_of_ones_own_takes_the_place_of_the_vendors(instructions):
+    args = {"BASE_IMAGE": "my.registry/gaudi:7"}
+    assert base_image(instructions, args) == "my.registry/gaudi:7"
 
-    missing = [step for step in steps(UBUNTU) if step not in steps(RED_HAT)]
-    added = [step for step in steps(RED_HAT) if step not in steps(UBUNTU)]
-    assert missing == [("ARG", "BASE_OS=ubuntu22.04")]
-    assert added == [("ARG", "BASE_OS=rhel9.4"), ("USER", "1001:0")]
+
+def test_the_self_test_of_a_card_names_the_image_that_is_the_default():
+    assert base_image(UBUNTU, {}) == hpu_check._IMAGE
+
+
+@BOTH
+def test_a_release_has_pins_for_the_tests_of_its_torch(instructions):
+    """`make test-vendor` runs them on that torch, without the image."""
+    images = [stage.image for stage in read_stages(instructions, {})][:-2]
+    assert len(images) == len(RELEASES)
+    for image in images:
+        torch_version = re.search(r"installer-([\d.]+):", image)[1]
+        assert (ROOT / "tests" / "vendor" / f"torch-{torch_version}.txt").is_file()
+
+
+def test_both_files_take_the_same_steps_except_for_the_user():
+    ubuntu, red_hat = (
+        [[(step.name, step.text) for step in stage.steps] for stage in read_stages(file, {})]
+        for file in (UBUNTU, RED_HAT)
+    )
+    red_hat[-1].remove(("USER", "1001:0"))
+    assert ubuntu == red_hat
 
 
 @BOTH
@@ -171,6 +199,37 @@ def test_an_undeclared_variable_is_an_error():
     assert substitute("a${B}c$D", {"B": "1", "D": "2"}) == "a1c2"
     with pytest.raises(DockerfileError, match=r"^B is not declared in 'a\$B'$"):
         substitute("a$B", {})
+
+
+def test_a_build_needs_the_stages_that_the_last_one_names():
+    text = "ARG A=x\nFROM i/${A} AS x\nFROM i/y AS y\nFROM ${A} AS z\nRUN true\nFROM ${A}\n"
+    mount = "RUN --mount=type=bind,from=z,source=/a,target=/b true\n"
+
+    def used(text, **args):
+        return [(s.image, s.name) for s in used_stages(read_stages(parse(text), args))]
+
+    assert used(text) == [("i/x", "x"), ("x", "")]
+    assert used(text, A="y") == [("i/y", "y"), ("y", "")]
+    assert used(text + mount) == [("i/x", "x"), ("x", "z"), ("x", "")]
+    assert base_image(parse(text), {"A": "y"}) == "i/y"
+
+
+@pytest.mark.parametrize(
+    "text, args, message",
+    [
+        ("ARG A=1\n", {}, "no FROM"),
+        ("RUN true\nFROM x\n", {}, "line 1: RUN before FROM"),
+        ("ARG A=1\nFROM x\nARG B=1\n", {"B": "2"}, "no ARG before FROM: B"),
+        (
+            "FROM x AS a\nFROM y\nRUN --mount=type=bind,from=a,source=/a,target=/b true\n",
+            {},
+            "2 images are pulled: x, y",
+        ),
+    ],
+)
+def test_a_file_without_one_base_image_is_an_error(text, args, message):
+    with pytest.raises(DockerfileError, match=f"^{re.escape(message)}$"):
+        base_image(parse(text), args)
 
 
 def test_mounts_are_told_from_the_command():

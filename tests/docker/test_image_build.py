@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.dockerfile import DockerfileError, parse
+from tests.docker.dockerfile import DockerfileError, parse, read_stages, used_stages
 from tests.docker.image_build import (
     Builder,
     Image,
@@ -23,13 +23,14 @@ from tests.docker.requirements import read_file, with_dependencies
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TORCH = "2.6.0+hpu.1.21.3.57.gitabc"
+TRITON = {"2.6.0+hpu.1.21.3.57.gitabc": "3.2.0", "2.11.0+cpu": "3.6.0"}
+"""The torch of two images, a build of the vendor and one of PyTorch, and the triton that fits."""
 # A machine that builds images has no card, and torch of the vendor may look for one.
 FAILS = "raise ImportError('torch was imported while the image is built')\n"
 WANTS_TORCH = """Metadata-Version: 2.1
 Name: wants_torch
 Version: 1
-Requires-Dist: torch>=2.7
+Requires-Dist: torch>=2.13
 """
 
 
@@ -43,20 +44,25 @@ def package_folder(tmp_path_factory) -> Path:
     write_full_wheel(distribution("setuptools"), folder)
     write_wheel("torch", "2.13.0", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", folder)
     write_wheel("wants_torch", "1", WANTS_TORCH, folder)
-    for version in ("3.1.0", "3.2.0", "3.8.0"):
+    for version in ("3.1.0", "3.2.0", "3.6.0", "3.8.0"):
         text = f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n"
         write_wheel("triton", version, text, folder)
     return folder
 
 
+@pytest.fixture(scope="module", params=TRITON)
+def torch_version(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory, torch_version) -> Path:
     """The image of the vendor."""
     root = tmp_path_factory.mktemp("base")
     venv.create(root / "usr", with_pip=True, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = root / "usr" / "lib" / version / "site-packages"
-    write_vendor_package("torch", TORCH, packages, FAILS)
+    write_vendor_package("torch", torch_version, packages, FAILS)
     write_vendor_package("habana_torch_plugin", "1.21.3.57", packages)
     return root
 
@@ -74,10 +80,10 @@ def pip_settings(package_folder) -> dict[str, str]:
 
 
 def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
-    """What `Builder` carries out of a file; one folder stands for the image of every FROM."""
-    instructions = parse((ROOT / dockerfile).read_text())
-    begin = next(i for i, step in enumerate(instructions) if step.name == "FROM")
-    return tuple((step.name, step.text) for step in instructions[begin:] if step.name != "USER")
+    """What `Builder` carries out of a file; one folder stands for the image that it begins with."""
+    stages = used_stages(read_stages(parse((ROOT / dockerfile).read_text()), {}))
+    steps = [step for stage in stages for step in stage.steps]
+    return tuple((step.name, step.text) for step in steps if step.name != "USER")
 
 
 DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Dockerfile.hpu")}
@@ -85,9 +91,13 @@ DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Doc
 
 
 @pytest.fixture(scope="module", params=DIFFERENT_BUILDS.values())
-def image(request, tmp_path_factory, base, pip_settings) -> Image:
-    builder = Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings)
-    return builder.build(ROOT / request.param)
+def dockerfile(request) -> Path:
+    return ROOT / request.param
+
+
+@pytest.fixture(scope="module")
+def image(dockerfile, tmp_path_factory, base, pip_settings) -> Image:
+    return Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings).build(dockerfile)
 
 
 def installed_version(image: Image, package: str) -> str:
@@ -95,13 +105,17 @@ def installed_version(image: Image, package: str) -> str:
     return image.run(f'python3 -c "{code}"').stdout.strip()
 
 
-def test_the_torch_of_the_vendor_is_still_there(image):
-    assert installed_version(image, "torch") == TORCH
+def test_the_torch_of_the_image_is_still_there(image, torch_version):
+    assert installed_version(image, "torch") == torch_version
 
 
-def test_the_triton_that_comes_with_a_package_fits_that_torch(image):
+def test_the_triton_that_comes_with_a_package_fits_that_torch(image, torch_version):
     """xgrammar takes any, and pip would take the newest."""
-    assert installed_version(image, "triton") == "3.2.0"
+    assert installed_version(image, "triton") == TRITON[torch_version]
+
+
+def test_ray_is_there_for_several_machines(image):
+    assert installed_version(image, "ray")
 
 
 def test_the_requirements_are_not_installed_without_the_constraints(base, pip_settings, tmp_path):
@@ -147,14 +161,16 @@ def test_any_user_of_group_0_can_write_to_its_home(image):
     assert image.moved(image.workdir) == str(home)
 
 
-def test_pip_refuses_to_replace_torch_in_the_finished_image(image, pip_settings):
+def test_pip_refuses_to_replace_torch_in_the_finished_image(image, torch_version, pip_settings):
     done = image.run("python3 -m pip install wants_torch", **pip_settings)
     assert done.returncode != 0
     assert "The user requested (constraint) torch==" in done.stdout
-    assert installed_version(image, "torch") == TORCH
+    assert installed_version(image, "torch") == torch_version
 
 
-def test_a_step_that_replaces_torch_all_the_same_is_found(image, pip_settings, tmp_path):
+def test_a_step_that_replaces_torch_all_the_same_is_found(
+    image, torch_version, pip_settings, tmp_path
+):
     changed = Image(tmp_path / "image", dict(image.env), dict(image.args))
     shutil.copytree(image.root, changed.root, symlinks=True)
     changed.env["PIP_CONSTRAINT"] = ""
@@ -164,7 +180,7 @@ def test_a_step_that_replaces_torch_all_the_same_is_found(image, pip_settings, t
     done = changed.run(check)
     assert done.returncode == 1
     # A build for the CPU alone, +cpu, may be among the packages too.
-    before = f"changed since the image: torch=={TORCH} is now 2.13.0"
+    before = f"changed since the image: torch=={torch_version} is now 2.13.0"
     assert done.stderr in (f"{before}\n", f"{before}+cpu\n")
     assert image.run(check).returncode == 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.dockerfile import parse
+from tests.docker.dockerfile import parse, read_stages
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.envs import Envs
 
@@ -75,3 +75,20 @@ def test_the_table_of_build_arguments_is_that_of_the_dockerfile():
     )
     arguments.pop("BASE_IMAGE")  # made of the others
     assert arguments.items() <= table.items()
+
+
+def test_the_table_of_versions_is_that_of_the_dockerfiles_and_the_pins():
+    systems = {}
+    for name in ("Dockerfile.hpu", "Dockerfile.hpu.ubi"):
+        for stage in read_stages(parse((ROOT / name).read_text()), {})[:-2]:
+            _, _, release, system, _, image = stage.image.removesuffix(":latest").split("/")
+            systems.setdefault((release, image), []).append(re.sub("ubuntu|rhel", "", system))
+    rows = []
+    for (release, image), (ubuntu, red_hat) in systems.items():
+        torch = image.rpartition("-")[2]
+        pins = (ROOT / "tests" / "vendor" / f"torch-{torch}.txt").read_text()
+        (python,) = re.findall(rf"^# Gaudi software {release} on Python (.*):", pins)
+        rows.append([release, torch, f"{ubuntu}, {python}", f"`{image}`", red_hat])
+    section = TEXT.partition("\n### Versions\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| (\d.*) \|$", section, re.MULTILINE)
+    assert [row.split(" | ")[:5] for row in table] == rows

@@ -24,7 +24,7 @@ installed torch alone that is within the bound; constraints keep triton to one t
 def test_nothing_that_is_installed_on_gaudi_brings_torch_or_a_build_for_another_device():
     others = [r for r in read_file(HPU) if r.name not in WANTS_TORCH]
     names = set(with_dependencies(others))
-    assert {"transformers", "huggingface-hub", "numpy"} <= names
+    assert {"transformers", "huggingface-hub", "numpy", "ray"} <= names
     assert not [name for name in names if DEVICE_PACKAGE.match(name)]
 
 
@@ -33,9 +33,16 @@ def test_a_package_that_wants_torch_takes_the_one_that_is_there(name):
     wanted = [Requirement(text) for text in distribution(name).requires or ()]
     found = {r.name: r.specifier for r in wanted if DEVICE_PACKAGE.match(r.name)}
     assert found.keys() == WANTS_TORCH[name]
-    for version in ("2.6.0+hpu.1.21.0.555", "2.7.1a0+git2.hpu", "2.9.0"):
+    for version in ("2.6.0+hpu.1.21.0.555", "2.7.1a0+git2.hpu", "2.9.0", "2.11.0a0", "2.11.0+cpu"):
         assert found["torch"].contains(version, prereleases=True)
     assert not str(found["triton"]), "any version: pip has no reason to change torch for it"
+
+
+def test_images_install_the_ray_of_the_extra():
+    project = (ROOT / "pyproject.toml").read_text()
+    (extra,) = map(Requirement, re.findall(r'^ray = \["(.*)"\]$', project, re.MULTILINE))
+    (installed,) = (requirement for requirement in read_file(HPU) if requirement.name == "ray")
+    assert installed.specifier == extra.specifier
 
 
 def test_the_check_finds_torch_where_there_is_one():

@@ -39,6 +39,26 @@ def test_the_vendors_packages_are_pinned_and_the_major_version_of_numpy_is_kept(
 
 
 @pytest.mark.parametrize(
+    "torch, triton",
+    [
+        ("2.7.1a0+git1234567", ">=3.1,<3.4"),
+        ("2.9.0a0+git1234567", ">=3.5,<3.6"),
+        ("2.10.0a0", ">=3.6,<3.7"),
+        ("2.11.0", ">=3.6,<3.7"),
+        ("2.11.0+cpu", ">=3.6,<3.7"),
+    ],
+)
+def test_whatever_torch_is_there_is_pinned_with_its_triton(tool, torch, triton):
+    """A build of the vendor, or, on an upstream image, one of PyTorch."""
+    packages = {**IMAGE, "torch": torch}
+    found = tool.constraints(packages)
+    assert f"torch=={torch}" in found and f"triton{triton}" in found
+    assert tool.changes(found, packages) == []
+    replaced = {**packages, "torch": "2.13.0"}
+    assert tool.changes(found, replaced) == [f"torch=={torch} is now 2.13.0"]
+
+
+@pytest.mark.parametrize(
     "packages, lines",
     [
         ({"triton": "3.1.0"}, ["triton==3.1.0"]),

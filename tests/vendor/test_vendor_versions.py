@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,11 +50,34 @@ def test_the_makefile_runs_a_version_that_has_pins():
     assert not [version for version in versions if version not in page]
 
 
+@pytest.mark.parametrize("file", PINS, ids=lambda file: file.stem)
+def test_the_makefile_takes_the_python_that_the_pins_name(file, tmp_path):
+    """From PATH, unless it does not start."""
+    (python,) = re.findall(r"^# Gaudi software [\d.]+ on Python (3\.\d+): ", file.read_text())
+    version = read_pins(file)["torch"]
+    for is_there, wanted in ((True, f"python{python}"), (False, "python3")):
+        program = tmp_path / f"python{python}"
+        program.write_text(f"#!/bin/sh\nexit {0 if is_there else 127}\n")
+        program.chmod(0o755)
+        command = ["make", "-n", "test-vendor", f"VENDOR_TORCH={version}", "VENDOR_VENV=none"]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.startswith(f"test -d none || {wanted} -m venv none\n")
+
+
 @pytest.mark.parametrize(
     "torch_version, wanted",
     [
         ("2.6.0+hpu.1.21.3", ">=3.1,<3.3"),
         ("2.7.1a0+git1", ">=3.1,<3.4"),
+        ("2.9.0a0+git1", ">=3.5,<3.6"),
+        ("2.10.0", ">=3.6,<3.7"),
+        ("2.11.0+cpu", ">=3.6,<3.7"),
         ("2.99", None),
         ("", None),
     ],

@@ -1,14 +1,15 @@
 """Intel Gaudi: static shapes, real or simulated behind one bridge."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from vllm import env_ranks, envs
 from vllm.config.cache import CacheDType
+from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -174,7 +175,11 @@ class HPUPlatform(Platform):
 def create_hpu_platform() -> HPUPlatform:
     """The platform of the simulated card if one is asked for, else of the real one."""
     model = simulated_card()
-    return HPUPlatform(_open_card if model is None else lambda: _open_simulation(model))
+    if model is not None:
+        return HPUPlatform(lambda: _open_simulation(model))
+    # Here and not where the card is opened, as processes that this one starts need them earlier.
+    _make_bridge_settings()
+    return HPUPlatform(_open_card)
 
 
 def simulated_card() -> str | None:
@@ -186,11 +191,6 @@ def simulated_card() -> str | None:
 def has_card() -> bool:
     """Whether the vendor library and a device node are there; opens neither."""
     return has_vendor_library() and num_cards() > 0
-
-
-def has_vendor_library() -> bool:
-    """Whether habana_frameworks can be imported; does not."""
-    return find_spec("habana_frameworks") is not None
 
 
 def num_cards() -> int:
@@ -233,6 +233,18 @@ def _check_card() -> None:
         )
 
 
+def _make_bridge_settings() -> None:
+    """Set what the bridge may read while it is imported and the user has not set (`env_bridge`)."""
+    is_imported = "habana_frameworks.torch" in sys.modules
+    made = envs.export_bridge_settings()
+    if is_imported and made:
+        logger.warning(
+            "the bridge was imported before this engine, perhaps by torch, and may have missed "
+            "%s. Set PT_HPU_AUTOLOAD=0 before Python starts",
+            ", ".join(f"{setting.name}={setting.value}" for setting in made),
+        )
+
+
 def _open_card() -> "HabanaBridge":
     _check_card()
     settings = envs.get()
@@ -249,7 +261,11 @@ def _open_card() -> "HabanaBridge":
             )
     from vllm.platforms.habana.real import RealBridge
 
-    return RealBridge(has_peers=settings.WORLD_SIZE > 1)
+    bridge = RealBridge(has_peers=settings.WORLD_SIZE > 1)
+    envs.export_bridge_settings(bridge.is_lazy)
+    described = envs.described_bridge_settings(bridge.is_lazy).items()
+    logger.info("Settings of the bridge: %s", ", ".join(f"{n}={value}" for n, value in described))
+    return bridge
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:

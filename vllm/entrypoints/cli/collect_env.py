@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm import envs
+from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
@@ -72,7 +73,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         yield package, _version(package)
     yield from _engine_facts()
-    yield from envs.reportable().items()
+    yield from (envs.reportable() | _bridge_settings()).items()
 
 
 def _cpu_facts() -> Iterator[tuple[str, str]]:
@@ -142,6 +143,10 @@ def _describe_card(card: "CardReading") -> str:
     if card.utilization is not None:
         facts.append(f"{card.utilization:.0%} busy")
     return ", ".join(facts)
+
+
+def _bridge_settings() -> dict[str, str]:
+    return envs.described_bridge_settings() if has_vendor_library() else {}
 
 
 def _describe_kernels() -> str:

@@ -8,19 +8,18 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.platforms.hpu import (
-    create_hpu_platform,
-    has_card,
-    has_vendor_library,
-    num_cards,
-    simulated_card,
-)
+from vllm.env_bridge import has_vendor_library
+from vllm.platforms.hpu import create_hpu_platform, has_card, num_cards, simulated_card
 from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.hpu_check import CheckResult
 
 _DOCS = "https://docs.habana.ai/en/latest"
+_IMAGE = (
+    "vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/"
+    "pytorch-upstream-installer-2.11.0:latest"
+)
 _HOW_TO_INSTALL = f"""\
 Driver and firmware, on the host:
   {_DOCS}/Installation_Guide/Driver_Installation.html
@@ -28,7 +27,7 @@ The vendor's image has the library; the versions are those of
 {_DOCS}/Support_Matrix/Support_Matrix.html, for example:
   docker run -it --runtime=habana -e HABANA_VISIBLE_DEVICES=all \\
     -e OMPI_MCA_btl_vader_single_copy_mechanism=none --cap-add=sys_nice --net=host --ipc=host \\
-    vault.habana.ai/gaudi-docker/1.21.3/ubuntu22.04/habanalabs/pytorch-installer-2.6.0:latest
+    {_IMAGE}
 Without a card, on a simulated one:
   VLLM_HPU_SIM=gaudi2 vllm hpu-check
 """

@@ -21,7 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.entrypoints.cli.flag_names import with_flags
+from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
@@ -74,6 +76,8 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
             flag. Called when there is an error.
     """
     _open_standard_streams()
+    if has_vendor_library():
+        envs.export_bridge_settings()  # before a command imports torch, which imports the bridge
     try:
         code = run()
     except (ConfigError, RequestError) as error:

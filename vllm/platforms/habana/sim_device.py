@@ -128,7 +128,7 @@ def install(
         if setup is None:
             raise ConfigError(
                 f"torch {torch.__version__} cannot register a device from Python, which the "
-                f"simulated Gaudi needs; install a newer torch or unset VLLM_HPU_SIM"
+                f"simulated Gaudi needs; install torch 2.10 or newer, or unset VLLM_HPU_SIM"
             )
         from torch._dynamo import register_backend
 
