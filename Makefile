@@ -24,11 +24,12 @@ demo: $(VENV)/.installed ## set up, then generate text with the bundled model
 
 test: lint unit ## set up, then run everything that has to pass
 
-lint: $(VENV)/.installed-dev ## format, lint, types, architecture
+lint: $(VENV)/.installed-dev ## format, lint, types, architecture, English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
 
 # One thread per process: two test processes already use two cores, and OpenMP threads that find
 # no core to run on wait for each other.
