@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PYTHON_FOLDERS = ("vllm", "benchmarks", "tools", "examples", "tests")
@@ -60,7 +61,7 @@ class Text:
     text: str
     starts: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def prose(self) -> str:
         """The text with its code spans masked; offsets are the same."""
         return _CODE.sub(lambda code: f"`{'x' * (len(code[0]) - 2)}`", self.text)
