@@ -286,8 +286,8 @@ def glossary() -> Iterator[str]:
     yield _NOTE
     yield "# Glossary"
     yield ""
-    yield "Messages, pages, docstrings and comments use the words of the field. `make lint` finds the"
-    yield "others with `tools/check_prose.py` ([CONTRIBUTING](../CONTRIBUTING.md))."
+    yield "Messages, pages, docstrings and comments use the words of the field. `make lint` finds"
+    yield "the others with `tools/check_prose.py` ([CONTRIBUTING](../CONTRIBUTING.md))."
     yield from _table("Words", "write", "instead of", "meaning", "counts in")
     for term in Glossary.load(ROOT / GLOSSARY).terms:
         kinds = ", ".join(f"{kind}s" for kind in term["in"])
