@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # torch comes first and alone: on its own, a dependency would pull a build for another device.
 TORCH ?= torch==2.13.0
+# The releases that are installed; empty: the newest of today that the requirement files accept.
+CONSTRAINTS ?= constraints-dev.txt
+PIP_INSTALL = $(BIN)/python -m pip install -q $(CONSTRAINTS:%=-c %)
 BIN := $(VENV)/bin
 
 # The software of a Gaudi image, without a card: tests/vendor/torch-$(VENDOR_TORCH).txt has the pins.
@@ -17,7 +20,7 @@ PYTHON_OF_IMAGE := $(shell sed -n 's/.* on Python \([0-9.]*\):.*/python\1/p' $(V
 PYTHON_VENDOR ?= $(shell $(PYTHON_OF_IMAGE) -c '' 2>/dev/null && echo $(PYTHON_OF_IMAGE) || echo $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-graphs test-exhaustive test-vendor lint unit format docs bench clean
+.PHONY: help demo test test-quick test-newest lock test-graphs test-exhaustive test-vendor lint unit format docs bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,16 +30,35 @@ demo: $(VENV)/.installed ## set up, then generate text with the bundled model
 
 test: lint unit ## set up, then run everything that has to pass
 
-lint: $(VENV)/.installed-dev ## format, lint, types, architecture
+lint: $(VENV)/.installed-dev ## format, lint, types, architecture, English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
+	$(BIN)/python tools/structure.py
 
 # One thread per process: two test processes already use two cores, and OpenMP threads that find
 # no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# For the hand, while you work: no engine is started. It proves less than `make test`.
+QUICK_TESTS := tests/core tests/bucketing tests/config tests/reasoning tests/tools tests/vendor \
+	tests/test_architecture.py tests/test_docs.py tests/test_envs.py tests/test_env_compat.py \
+	tests/test_sampling_params.py
+
+test-quick: $(VENV)/.installed-dev ## the tests without an engine, in two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK_TESTS)
+
+# In a virtual environment of its own, made anew: it finds what a new release of a package breaks.
+test-newest: ## the tests on the newest releases of today
+	rm -rf .venv-newest
+	$(MAKE) VENV=.venv-newest CONSTRAINTS= unit
+
+lock: $(VENV)/.installed-dev ## renew constraints-dev.txt with the releases of today
+	$(BIN)/python -m pip install -q "uv>=0.5,<1"
+	$(BIN)/python tools/lock_requirements.py --torch "$(TORCH)"
 
 # Every architecture as a card compiles it; a run of the tests captures a few of them.
 test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
@@ -54,7 +76,7 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.installed ## rewrite the generated pages of docs/
+docs: $(VENV)/.installed-dev ## rewrite the generated pages of docs/
 	$(BIN)/python tools/generate_docs.py
 
 bench: $(VENV)/.installed ## the figures of docs/performance.md
@@ -68,14 +90,14 @@ clean: ## remove everything that was built
 
 SOURCES := setup.py pyproject.toml requirements-common.txt requirements-cpu.txt $(wildcard csrc/*/*)
 
-$(VENV)/.installed: $(SOURCES)
+$(VENV)/.installed: $(SOURCES) $(CONSTRAINTS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e .
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-test.txt
-	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	$(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 
 $(VENDOR_VENV)/.installed: $(SOURCES) requirements-test.txt $(VENDOR_PINS)

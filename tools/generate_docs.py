@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from tests.tested_families import architectures_with  # noqa: E402
+from tools.check_prose import GLOSSARY, Glossary  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
@@ -292,10 +293,24 @@ def supported_models() -> Iterator[str]:
                 yield _row(f"`{name}`", text, f"{lines}", *marks)
 
 
+def glossary() -> Iterator[str]:
+    """Write the page about the words of this project."""
+    yield _NOTE
+    yield "# Glossary"
+    yield ""
+    yield "Messages, pages, docstrings and comments use the words of the field. `make lint` finds"
+    yield "the others with `tools/check_prose.py` ([CONTRIBUTING](../CONTRIBUTING.md))."
+    yield from _table("Words", "write", "instead of", "meaning", "counts in")
+    for term in Glossary.load(ROOT / GLOSSARY).terms:
+        kinds = ", ".join(f"{kind}s" for kind in term["in"])
+        yield _row(term["use"], term["private"], term.get("means", ""), kinds)
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "compatibility.md": compatibility,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
+    "glossary.md": glossary,
     "server_arguments.md": server_arguments,
     "supported_models.md": supported_models,
 }

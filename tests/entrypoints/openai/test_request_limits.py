@@ -383,7 +383,7 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"prompt": "\xff"}', "not utf-8"),
-        (b"null", "must be a JSON object; it is null"),
+        (b"null", "must be a JSON object, got null"),
     ],
 )
 def test_what_is_no_json_object_is_refused(body, message):

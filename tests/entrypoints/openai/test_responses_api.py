@@ -262,7 +262,7 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"temperature": "nan"}, 400, "temperature"),
         ({"top_p": 0}, 400, "top_p"),
         ({"top_logprobs": 21}, 400, "top_logprobs"),
-        ({"seed": 2**63}, 400, "less_than_equal"),
+        ({"seed": 2**63}, 400, "must be at most"),
         ({"metadata": {"a": 1}}, 400, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
         ({"truncation": "maybe"}, 400, "truncation"),

@@ -1,7 +1,7 @@
 """Turns pydantic's validation errors of a request into one message for the user.
 
-A message names fields as the user wrote them, never pydantic's names for types. It ends with the
-kind of the error, such as greater_than_equal.
+A message names fields as the user wrote them and says what they must be: `top_k must be an integer,
+got "a"`. It has no words of pydantic: neither its names for types nor its codes of errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,50 @@ _KEY = "[key]"
 _TOO_DEEP = "recursion_depth_exceeded"
 _OBJECT_KINDS = ("dict_type", "model_type", "model_attributes_type")
 _BODY_KINDS = ("missing", *_OBJECT_KINDS)
-_WORDS = {
+_INTEGER_KINDS = ("int_type", "int_parsing", "int_parsing_size", "int_from_float")
+_STRING_KINDS = ("string_type", "string_unicode")
+_LIST_KINDS = ("list_type", "tuple_type", "set_type", "frozen_set_type", "iterable_type")
+_RULES = {
     **dict.fromkeys(_OBJECT_KINDS, "must be an object"),
+    **dict.fromkeys(_LIST_KINDS, "must be a list"),
+    **dict.fromkeys(_STRING_KINDS, "must be a string"),
+    **dict.fromkeys(_INTEGER_KINDS, "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("literal_error", "enum"), "must be {expected}"),
+    "union_tag_invalid": "must be of a type among {expected_tags}",
+    "none_required": "must be null",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
     "too_short": "has too few entries; it must have {min_length} or more",
     "too_long": "has too many entries; it must have {max_length} or fewer",
+    "missing": "is required",
+    "extra_forbidden": "is not a known field",
     _TOO_DEEP: "is nested too deeply",
 }
-"""Kind -> our message, where pydantic's own names classes of this program."""
-_WITHOUT_VALUE = ("missing", "too_short", "too_long", _TOO_DEEP)
-"""Kinds of errors whose message does not show the value."""
-_SENTENCES = ("must ", "is ", "has ")
+"""Code of an error of pydantic -> the rule that a value has broken."""
+_NO_RULE = "is not a valid value"
+"""For all other codes. No field of the server's requests can have one (tested)."""
+_WITHOUT_VALUE = ("missing", "extra_forbidden", "too_short", "too_long", _TOO_DEEP)
+"""Codes of errors whose message does not show the value."""
+_RAISED = ("value_error", "assertion_error")
+"""Codes of exceptions that a validator has raised; their text is the message."""
+_SENTENCES = ("must ", "is ", "has ", "needs ", "contains ")
 """Beginnings of messages that continue a sentence whose subject is the field."""
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """What pydantic complains about, as one message, and the first field at fault.
+    """Return what is wrong with a request as one message, and the first field at fault.
 
-    >>> describe_validation(
-    ...     [{"loc": ("body", "n"), "msg": "Input should be less", "type": "less", "input": 9}]
-    ... )
-    ('n: Input should be less; it is 9 (less)', 'n')
+    >>> describe_validation([{"loc": ("body", "n"), "type": "int_parsing", "input": "a"}])
+    ('n must be an integer, got "a"', 'n')
     """
     for error in errors:
         if error["type"] == "json_invalid":  # its location is a position, not a field
@@ -57,28 +81,40 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 def _describe_body(error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
-        return f"{NO_BODY} (missing)"
-    return f"the body must be a JSON object; it is {show_value(error['input'])} ({error['type']})"
+        return NO_BODY
+    return f"the body must be a JSON object, got {show_value(error['input'])}"
 
 
 def _describe(error: Mapping[str, Any]) -> str:
-    kind, fields, context = error["type"], _fields(error["loc"]), error.get("ctx", {})
-    text = error["msg"]
-    is_own = "problem" in context or "accepted" in context  # of `field_error` and `accepts`
-    if not is_own:
-        text = _WORDS[kind].format(**context) if kind in _WORDS else text
-        if "input" in error and kind not in _WITHOUT_VALUE:
-            text += f"; it is {show_value(error['input'])}"
-    if kind == _TOO_DEEP:
+    fields, text = _fields(error["loc"]), _problem(error)
+    if error["type"] == _TOO_DEEP:
         fields = fields[:1]  # deeper places have names of pydantic's
     is_key = bool(fields) and fields[-1] == _KEY
     if is_key:
         fields = fields[:-2]
+    field_name = error.get("ctx", {}).get("field")  # of `field_error`
+    if field_name is not None:
+        fields = [*fields, field_name]
     name = ".".join(part[:_MAX_PART_CHARS] for part in fields[:_MAX_PARTS_NAMED])
-    if name:
-        name = f"a key of {name}" if is_key else name
-        name += " " if text.startswith(_SENTENCES) else ": "
-    return f"{name}{text} ({kind})"
+    if not name:
+        return text
+    name = f"a key of {name}" if is_key else name
+    return f"{name} {text}" if text.startswith(_SENTENCES) else f"{name}: {text}"
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    """Return what is wrong with the value, as the rest of a sentence that begins with its field."""
+    code, context = error["type"], error.get("ctx", {})
+    if "problem" in context:  # of `field_error`
+        return str(context["problem"])
+    if "accepted" in context:  # of `accepts`
+        return str(error["msg"])
+    if code in _RAISED and "error" in context:
+        return str(context["error"])
+    text = _RULES.get(code, _NO_RULE).format(**context)
+    if code in _WITHOUT_VALUE or "input" not in error:
+        return text
+    return f"{text}, got {show_value(error['input'])}"
 
 
 def _param(error: Mapping[str, Any]) -> str | None:

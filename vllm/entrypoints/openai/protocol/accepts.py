@@ -23,8 +23,7 @@ def accepts(text: str) -> WrapValidator:
     """Annotates a union with what it accepts.
 
     The error says what is accepted and which part of the value is wrong, seen from the type that
-    accepts most of the value. Its kind is pydantic's kind for this part, such as
-    greater_than_equal.
+    accepts most of the value.
     """
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -34,7 +33,7 @@ def accepts(text: str) -> WrapValidator:
             path, best = _most_telling(error.errors(include_url=False))
             raise PydanticCustomError(
                 best["type"],
-                "must be {accepted}; {detail}",
+                "must be {accepted}{detail}",
                 {"accepted": text, "detail": _describe(path, best)},
             ) from None
 
@@ -81,13 +80,15 @@ def _is_of_name(error: Any) -> bool:
 
 
 def _describe(path: Sequence[int | str], error: Any) -> str:
-    """Describe a part of the value: "entry 3 is -1", "the name of its function is 7"."""
-    place = "it"
+    """Describe the wrong part of a value, as the end of a sentence: ", got 3" for all of it,
+    "; entry 3 is -1" and "; the name of its function is 7" for a part."""
+    place = ""
     for part in path:
         if isinstance(part, int):
-            place = f"entry {part}" if place == "it" else f"entry {part} of {place}"
+            place = f"entry {part} of {place}" if place else f"entry {part}"
         else:
-            place = f"its {part}" if place == "it" else f"the {part} of {place}"
+            place = f"the {part} of {place}" if place else f"its {part}"
     if error["type"] == "missing":
-        return f"{place} is missing"
-    return f"{place} is {show_value(error['input'])}"
+        return f"; {place} is missing"
+    shown = show_value(error["input"])
+    return f"; {place} is {shown}" if place else f", got {shown}"
