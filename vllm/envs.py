@@ -278,7 +278,9 @@ class Envs:
         True, "Fused attention for prompts; 0 runs plain matrix products."
     )
     VLLM_PROMPT_USE_FLEX_ATTENTION: bool = _execution(
-        False, "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0."
+        False,
+        "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not on a simulated "
+        "card, and never tried on a real one.",
     )
     VLLM_SOFTMAX_CONST_NORM: bool = _execution(
         False,

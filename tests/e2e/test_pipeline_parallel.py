@@ -322,7 +322,9 @@ def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
     engine.step()
     (pid,) = ranks_of(two)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by signal 9"):
+    with pytest.raises(
+        EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: killed by signal 9"
+    ):
         while engine.has_unfinished_requests():
             engine.step()
 
@@ -361,7 +363,7 @@ def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
 @pytest.mark.parametrize(
     ("rank", "signum", "message"),
     [
-        (1, signal.SIGKILL, "was ended by signal 9"),
+        (1, signal.SIGKILL, "has ended: killed by signal 9"),
         (3, signal.SIGSTOP, r"is stopped \(SIGSTOP\): .*rank [0-2] failed: .*rank 3"),
     ],
 )

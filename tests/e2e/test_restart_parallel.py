@@ -27,9 +27,9 @@ def kill_a_rank(server: Server) -> tuple[list[tuple[int, str]], list[psutil.Proc
 def is_lost(answer: tuple[int, str]) -> bool:
     """A stream says so in its last event."""
     status, text = answer
-    assert (status in (200, 500)) and ("was ended by signal 9" in text) >= (status == 500)
+    assert (status in (200, 500)) and ("has ended: killed by signal 9" in text) >= (status == 500)
     assert "RankError" not in text  # a sentence, not the name of a class
-    return "was ended by signal 9" in text
+    return "has ended: killed by signal 9" in text
 
 
 @pytest.mark.parametrize(

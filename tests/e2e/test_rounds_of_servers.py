@@ -30,7 +30,7 @@ FLAGS = ("-tp", "2", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
 BODY = {**LONG, "max_tokens": 400}
 LOAD = [{**BODY, "stream": index % 2 == 1} for index in range(6)]
 CAUSES = {
-    "kill_a_rank": "was ended by signal 9",
+    "kill_a_rank": "has ended: killed by signal 9",
     "kill_the_engine": "signal 9",
     "stop_a_rank": "is stopped (SIGSTOP)",
     "stop_the_engine": "was stopped by a signal (SIGSTOP)",

@@ -57,7 +57,7 @@ def start_and_lose_a_rank(config: VllmConfig) -> None:
     assert executor._ranks is not None
     (pid,) = executor._ranks.pids
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RankError, match="was ended by signal 9"):
+    with pytest.raises(RankError, match="has ended: killed by signal 9"):
         executor.collective_rpc("sleeping_tags")
     executor.shutdown()
 

@@ -103,7 +103,9 @@ def test_a_rank_that_is_killed_ends_all_requests_at_once(two):
     engine.step()
     (pid,) = ranks_of(two)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by signal 9"):
+    with pytest.raises(
+        EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: killed by signal 9"
+    ):
         while engine.has_unfinished_requests():
             engine.step()
 

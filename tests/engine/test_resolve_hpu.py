@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.hpu import simulated_hpu
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -110,6 +111,16 @@ def test_the_older_switch_of_the_strategy_wins(
 def test_a_prompt_has_one_kind_of_attention(resolve):
     with pytest.raises(ConfigError, match="needs VLLM_PROMPT_USE_FUSEDSDPA=0"):
         resolve(VLLM_PROMPT_USE_FLEX_ATTENTION="1")
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_flex_attention_is_refused_on_a_simulated_card(is_lazy):
+    switches = {"VLLM_PROMPT_USE_FUSEDSDPA": 0, "VLLM_PROMPT_USE_FLEX_ATTENTION": 1}
+    message = r"cannot run on a simulated card.* Unset it\. VLLM_PROMPT_USE_FUSEDSDPA=0 alone"
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **switches):
+        with pytest.raises(ConfigError, match=message):
+            EngineArgs(device="hpu").create_engine_config()
+        assert EngineArgs(device="cpu").create_engine_config().hpu.prompt_attention == "flex"
 
 
 def test_a_feature_that_would_change_the_weights_is_refused(resolve):

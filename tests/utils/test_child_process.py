@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from vllm.utils import child_process
-from vllm.utils.child_process import ChildProcess
+from vllm.utils.child_process import ChildProcess, describe_exit
 
 WAIT_S = 60
 
@@ -46,13 +46,35 @@ def test_the_cause_of_an_end_is_told_also_to_who_asks_later(child):
     assert first.wait() == Ends(child).wait() == "exit code 0"
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exit code 0"),
+        (-signal.SIGKILL, "killed by signal 9, probably out of memory: "),
+        (-signal.SIGTERM, "ended by signal 15, SIGTERM"),
+        (-signal.SIGSEGV, "ended by signal 11, SIGSEGV, a crash of native code"),
+        (-signal.SIGBUS, f"ended by signal {signal.SIGBUS:d}, SIGBUS, probably /dev/shm"),
+        (-signal.SIGILL, "ended by signal 4, SIGILL, probably a library was built for another"),
+        (-(signal.SIGRTMIN + 1), f"ended by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_how_a_process_has_ended_is_told_in_words(code, words):
+    program = "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+    command = [sys.executable, "-c", f"{program}os.kill(os.getpid(), {-code})"]
+    if code == 0:
+        command = ["true"]
+    process = subprocess.run(command)
+    assert process.returncode == code
+    assert describe_exit(process.returncode).startswith(words)
+
+
 def test_a_child_that_goes_on_is_left_alone_and_its_stop_is_no_end(child):
     child.stop_limit_s = WAIT_S
     ends = Ends(child)
     child.process.send_signal(signal.SIGSTOP)
     child.process.send_signal(signal.SIGCONT)
     child.process.kill()
-    assert ends.wait() == "signal 9"
+    assert ends.wait() == describe_exit(-9)
 
 
 def test_a_child_that_is_stopped_for_too_long_is_killed(child, monkeypatch):

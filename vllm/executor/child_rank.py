@@ -11,7 +11,7 @@ from vllm.executor import rank_process
 from vllm.executor.rank_wire import FrameReader, RankFailed
 from vllm.logger import configure_again, current_format
 from vllm.utils.blocking_sockets import blocking_pair, limit_waits
-from vllm.utils.child_process import is_stopped
+from vllm.utils.child_process import describe_exit, is_stopped
 from vllm.utils.forked_process import ForkedProcess
 
 END_TIMEOUT_S = 5.0
@@ -80,7 +80,7 @@ class ChildRank:
             code = self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "has closed its connection"
-        return f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+        return f"has ended: {describe_exit(code)}"
 
     @property
     def is_stopped(self) -> bool:

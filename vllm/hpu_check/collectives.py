@@ -12,6 +12,7 @@ import torch
 from vllm.distributed import CardLink, Link, RankLayout, TorchCollectives, TPGroup
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.hpu import create_hpu_platform
+from vllm.utils.child_process import describe_exit
 
 _TIMEOUT_S = 120.0
 """The first collective connects the cards, which takes seconds."""
@@ -36,7 +37,7 @@ def check_collectives(num_cards: int) -> Outcome:
         for rank, code in enumerate(codes):
             if code:
                 lines = _errors(folder, rank).read_text().strip().splitlines()
-                reason = lines[-1] if lines else f"exit code {code}"
+                reason = lines[-1] if lines else describe_exit(code)
                 return Outcome("fail", f"rank {rank} of {num_cards}: {reason}")
     if None in codes:
         return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")

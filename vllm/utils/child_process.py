@@ -14,6 +14,38 @@ from concurrent.futures import Future
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 _LOOK_S = 0.5
 
+_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "probably out of memory: the log of the system, dmesg, or of the container "
+    "says so. Give it more memory, or let it use less",
+    signal.SIGSEGV: "a crash of native code: please report it with the log",
+    signal.SIGBUS: "probably /dev/shm or the disk is full, or a file of the model was changed or "
+    "cannot be read any more",
+    signal.SIGILL: "probably a library was built for another processor than this one",
+    signal.SIGABRT: "native code has given up: the last lines of the log say why",
+    signal.SIGFPE: "a crash of native code: please report it with the log",
+}
+"""What usually is behind a signal that ends a process."""
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, in words.
+
+    Args:
+        code: as `subprocess.Popen.returncode`: of the process, or -N for the signal N.
+
+    >>> describe_exit(2), describe_exit(-15)
+    ('exit code 2', 'ended by signal 15, SIGTERM')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    number = -code
+    if number == signal.SIGKILL:
+        return f"killed by signal {number}, {_SIGNALS[number]}"
+    text = f"ended by signal {number}"
+    with contextlib.suppress(ValueError):  # signals of real time have no names
+        text += f", {signal.Signals(number).name}"
+    return f"{text}, {_SIGNALS[number]}" if number in _SIGNALS else text
+
 
 def leave_signals_to_parent() -> None:
     """Ignore the signals that a terminal or a service manager sends to all processes: the parent
@@ -100,7 +132,7 @@ class ChildProcess:
             while cause is None and _next_stop(process.pid):
                 cause = self._watch_stopped(process)
         code = process.wait()
-        self._end.set_result(cause or (f"signal {-code}" if code < 0 else f"exit code {code}"))
+        self._end.set_result(cause or describe_exit(code))
 
     def _watch_stopped(self, process: "subprocess.Popen[bytes]") -> str | None:
         """Wait until a stopped process goes on, or kill it after the limit. Returns why."""

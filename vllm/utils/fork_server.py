@@ -34,6 +34,7 @@ import msgspec
 
 from vllm.errors import VllmError
 from vllm.utils.blocking_sockets import blocking_pair
+from vllm.utils.child_process import describe_exit
 from vllm.utils.imports import without_collections
 
 Handler = Callable[[bytes], bytes]
@@ -48,6 +49,8 @@ _COMMAND = struct.Struct("<cQ")
 """Fork, or reap with the id of a process."""
 _FORK, _REAP = b"F", b"R"
 _FORK_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 1.0
+"""From the end of a connection to the end of the process that has closed it."""
 _TOO_LONG = "the call took too long"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -204,9 +207,13 @@ class ForkServer:
             status, length = HEADER.unpack(receive(control, HEADER.size, deadline))
             answer = receive(control, length, deadline)
         except BaseException as error:
+            is_end = isinstance(error, (OSError, WorkerDied)) and not isinstance(
+                error, TimeoutError
+            )
+            how = _how_ended(process) if is_end else ""
             self._kill()
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                raise WorkerDied("the fork server has ended while it started") from error
+            if is_end:
+                raise WorkerDied(f"the fork server has ended while it started{how}") from error
             raise
         if status == FAILED:
             self._kill()
@@ -218,6 +225,14 @@ class ForkServer:
             self._release()
         self._process = self._control = self._release = None
         self._dead.clear()
+
+
+def _how_ended(process: "subprocess.Popen[bytes]") -> str:
+    """Return how a process that has closed its connection has ended, in parentheses."""
+    try:
+        return f" ({describe_exit(process.wait(_END_TIMEOUT_S))})"
+    except subprocess.TimeoutExpired:
+        return ""
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:

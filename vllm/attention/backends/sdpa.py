@@ -199,5 +199,6 @@ def require_flex(device: torch.device) -> None:
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"flex_attention of torch {torch.__version__} does not run on device "
-            f"{device.type!r}; unset VLLM_PROMPT_USE_FLEX_ATTENTION"
+            f"{device.type!r}; unset VLLM_PROMPT_USE_FLEX_ATTENTION. Without it, "
+            f"VLLM_PROMPT_USE_FUSEDSDPA=1 runs the fused kernel and 0 plain matrix products"
         ) from error

@@ -31,7 +31,12 @@ from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
 from vllm.config.quant_method import quant_method
-from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
+from vllm.engine.resolve.hpu import (
+    check_simulation,
+    fit_token_budget,
+    refuse_variables,
+    resolve_hpu_config,
+)
 from vllm.engine.resolve.model_options import (
     check_connector,
     for_states,
@@ -153,6 +158,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         observability=observability,
     )
     if platform.name == "hpu":
+        check_simulation(hpu)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
     # Last, so that no weights are downloaded for settings that are wrong.

@@ -16,6 +16,7 @@ from vllm.config.hpu import (
 )
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.platforms.hpu import simulated_card
 
 logger = init_logger(__name__)
 
@@ -62,6 +63,20 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
             settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS, settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL
         ),
     )
+
+
+def check_simulation(hpu: HPUConfig) -> None:
+    """Refuse what only a real card could do, on a simulated one.
+
+    Raises:
+        ConfigError: prompts are to use flex_attention.
+    """
+    if hpu.prompt_attention == "flex" and simulated_card() is not None:
+        raise ConfigError(
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card: flex_attention of "
+            "torch does not know its tensors. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 alone runs "
+            "plain matrix products, and without both the fused kernel runs"
+        )
 
 
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
