@@ -57,15 +57,29 @@ def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> 
 
 @torch.inference_mode()
 def generate(
-    folder: Path, prompts: Sequence[list[int] | torch.Tensor], max_tokens: int
+    folder: Path,
+    prompts: Sequence[list[int] | torch.Tensor],
+    max_tokens: int,
+    use_cache: bool = True,
 ) -> list[Reference]:
-    """Greedy continuations in float32, of token ids or embeddings [T, size]; end tokens do not
-    end them."""
+    """Return greedy continuations in float32, of token ids or embeddings [T, size]; end tokens do
+    not end them.
+
+    Args:
+        folder: of the model.
+        prompts: one result each.
+        max_tokens: of each continuation.
+        use_cache: of transformers; False where it is wrong.
+    """
     model = load_reference(folder)
-    return [_one(model, prompt, max_tokens) for prompt in prompts]
+    if is_version_4():  # some of its caches hold one kind of layer only
+        use_cache = False
+    return [_one(model, prompt, max_tokens, use_cache) for prompt in prompts]
 
 
-def _one(model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: int) -> Reference:
+def _one(
+    model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: int, use_cache: bool
+) -> Reference:
     cache = None
     if isinstance(prompt, torch.Tensor):
         inputs = {"inputs_embeds": prompt[None]}
@@ -76,18 +90,18 @@ def _one(model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: i
     rows: list[torch.Tensor] = []
     name = cache_name(model)
     for _ in range(max_tokens):
-        output = model(**inputs, **{name: cache}, use_cache=not is_version_4())
+        output = model(**inputs, **{name: cache}, use_cache=use_cache)
         logits = output.logits[0].float()
-        if rows and is_version_4():
+        if rows and not use_cache:
             logits = logits[-1:]
         rows.append(logits.log_softmax(-1))
         best = logits[-1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
         token_ids.append(int(best.indices[0]))
-        if is_version_4():  # some of its caches hold one kind of layer only
-            inputs = _with_token(inputs, model, token_ids[-1])
-        else:
+        if use_cache:
             cache, inputs = output[name], {"input_ids": torch.tensor([token_ids[-1:]])}
+        else:
+            inputs = _with_token(inputs, model, token_ids[-1])
     return Reference(prompt, token_ids, torch.cat(rows), margins)
 
 

@@ -6,10 +6,11 @@ import torch
 
 from tests.e2e.reference import assert_same_tokens, generate
 from tests.reference_model import load_reference
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES
 from vllm import LLM, SamplingParams
 from vllm.engine.input.prompt_embeds import cache_keys
 from vllm.errors import ConfigError, RequestError
+from vllm.transformers_utils.transformers_version import is_version_4
 
 MAX_TOKENS = 20
 LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
@@ -17,6 +18,10 @@ LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
 TINY_CACHE = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, **CHUNKS}
 """For one group of layers; a model with two needs twice the blocks."""
+MORE = tuple(name for name in ALL_FAMILIES if name not in (*FAMILIES, "phi3_long"))
+"""phi3_long: see `MORE_FAMILIES`."""
+SCALED_IN_VERSION_4 = ("gemma", "gemma2")
+"""Families whose embeddings transformers 4 scales also where they are given."""
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
 
 
@@ -78,6 +83,37 @@ def test_tokens_and_logprobs_equal_transformers(family, models):
         scheduler = llm.llm_engine.engine_core.scheduler
         if not scheduler.cache.has_windows:  # with windows: see test_windows.py
             assert (scheduler.num_preemptions > 0) == (settings is tiny_cache)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_every_family_does_with_them_what_transformers_does(family, models):
+    """Scales, norms and positions of embeddings apply to those that are given, or do not."""
+    if is_version_4() and family in SCALED_IN_VERSION_4:
+        pytest.skip("this transformers scales them")
+    table = table_of(models(family))
+    embeds = [make_embeds(table, length) for length in (5, 17, 33)]
+    # The cache of transformers is wrong for states.
+    want = generate(models(family), embeds, 5, use_cache=family not in STATE_FAMILIES)
+    params = SamplingParams(**{**GREEDY, "max_tokens": 5})
+    llm = make_llm(models(family), **CHUNKS)
+    found = llm.generate([as_prompt(each) for each in embeds], params, use_tqdm=False)
+    for output, reference in zip(found, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_the_modules_of_transformers_do_the_same(family, models):
+    """Where the embedding of transformers scales the rows of its table."""
+    if is_version_4() and family in SCALED_IN_VERSION_4:
+        pytest.skip("this transformers scales them")
+    table = table_of(models(family))
+    embeds = [make_embeds(table, length) for length in (5, 33)]
+    want = generate(models(family), embeds, 5)
+    params = SamplingParams(**{**GREEDY, "max_tokens": 5})
+    llm = make_llm(models(family), model_impl="transformers")
+    found = llm.generate([as_prompt(each) for each in embeds], params, use_tqdm=False)
+    for output, reference in zip(found, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
 
 
 def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):

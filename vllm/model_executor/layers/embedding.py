@@ -48,12 +48,13 @@ class DenseTable(EmbeddingMethod):
 class VocabParallelEmbedding(MethodLayer, ReadsContext):
     """A table of rows, split over ranks; padded with zero rows to a multiple of their number.
 
-    A launch may bring embeddings that take the place of those of some tokens.
+    A launch may bring embeddings that take the place of those of some tokens, behind the scale.
 
     Args:
         num_embeddings: rows of the checkpoint.
         embedding_dim: size of a row.
         tp: the ranks that share the table.
+        scale: multiplies the rows of tokens, and no embeddings that a launch brings.
 
     Shape: ids [T] int64 -> [T, embedding_dim]
     """
@@ -65,12 +66,15 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
     adapted: AdaptedLayer | None = None
     """What adapters may add to its rows; None: nothing."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, tp: TPGroup) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, tp: TPGroup, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.launch = ContextHolder()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.tp = tp
+        self.scale = scale
         self.local_size = -(-num_embeddings // tp.size)
         self.first_id = tp.rank * self.local_size
         # As the linear layer that a product with the table is.
@@ -79,15 +83,19 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         self.use_method(DenseTable())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        rows = self._look_up(input_ids)
+        rows = self.look_up(input_ids)
         context = self.launch.context
-        if context is None:
-            return rows
-        if self.adapted is not None and context.adapters is not None:
+        if context is not None and context.adapters is not None and self.adapted is not None:
             rows = context.adapters.adapt_embeddings(self.adapted, input_ids, rows)
-        return rows if context.replaced is None else context.replaced.put_into(rows)
+        if self.scale != 1.0:
+            rows = rows * self.scale
+        if context is None or context.replaced is None:
+            return rows
+        return context.replaced.put_into(rows)
 
-    def _look_up(self, input_ids: Tensor) -> Tensor:
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        """Return the rows of the table as the checkpoint has them, [T] int64 ->
+        [T, embedding_dim]."""
         if self.tp.size == 1:
             return self.method.embed(self, input_ids)
         rows = get_ops().rows_of_part(

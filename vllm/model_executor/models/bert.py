@@ -191,8 +191,9 @@ class EncoderModel(PoolingModel):
         heads = [module for module in self.children() if module is not self.model]
         return [self.model.embeddings], heads
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.embeddings.word_embeddings(input_ids)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.model.embeddings.word_embeddings
 
     def run_layers(
         self,

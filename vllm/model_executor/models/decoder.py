@@ -85,7 +85,10 @@ class DecoderOptions:
     needs_positions: bool = True
     """False: states tell the order of tokens, so that attention, if any, may have no positions."""
     has_embedding_norm: bool = False
+    table_scale: float = 1.0
+    """Multiplies the embeddings of tokens, and none that are given in their place."""
     embedding_scale: float = 1.0
+    """Multiplies all embeddings, also those that are given in place of tokens."""
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -352,7 +355,9 @@ class Decoder(nn.Module):
         super().__init__()
         size = arch.hidden_size
         self.embedding_scale = options.embedding_scale
-        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, size, tp)
+        self.embed_tokens = VocabParallelEmbedding(
+            arch.vocab_size, size, tp, scale=options.table_scale
+        )
         self.embed_positions = (
             LearnedPositionalEmbedding(options.num_learned_positions, size)
             if options.num_learned_positions
@@ -427,8 +432,9 @@ class DecoderForCausalLM(CausalLM):
             [module for module in last if module is not None],
         )
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(input_ids)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.model.embed_tokens
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         return self.model.run_layers(hidden_states, positions, first, end)

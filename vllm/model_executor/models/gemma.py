@@ -36,7 +36,7 @@ class GemmaForCausalLM(_Gemma):
     """Gemma (arXiv 2403.08295)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        options = replace(llama_options(arch), embedding_scale=arch.hidden_size**0.5)
+        options = replace(llama_options(arch), table_scale=arch.hidden_size**0.5)
         super().__init__(arch, tp, DecoderLayer, options)
 
 
@@ -64,7 +64,7 @@ def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:
         head_norm=rms_norm if has_head_norm else None,
         attention_scale=None if scalar is None else float(scalar) ** -0.5,
         attention_soft_cap=config.get("attn_logit_softcapping"),
-        embedding_scale=arch.hidden_size**0.5,
+        table_scale=arch.hidden_size**0.5,
         logit_soft_cap=config.get("final_logit_softcapping"),
     )
 

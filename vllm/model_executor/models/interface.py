@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import Stage, TPGroup
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import Source
 
 
@@ -96,10 +97,17 @@ class LayeredModel(LoadableModel, ABC):
         """Layers of the whole model."""
         return self.arch.num_layers
 
+    @property
     @abstractmethod
+    def embedding(self) -> VocabParallelEmbedding:
+        """The table of the embeddings of tokens."""
+
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
-        is added by `run_layers`."""
+        """Token ids [T] int64 -> their embeddings [T, embedding_size], where a launch may bring its
+        own: what `transformers` takes as `inputs_embeds`. `run_layers` adds or multiplies what
+        applies to those as well, such as learned positions."""
+        embedded: Tensor = self.embedding(input_ids)
+        return embedded
 
 
 class CausalLM(LayeredModel):

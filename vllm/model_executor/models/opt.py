@@ -150,8 +150,9 @@ class OPTForCausalLM(CausalLM):
             [module for module in last if module is not None],
         )
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.decoder.embed_tokens(input_ids)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.model.decoder.embed_tokens
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         return self.model.decoder.run_layers(hidden_states, positions, first, end)

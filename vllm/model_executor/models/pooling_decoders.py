@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.bert import num_labels
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
@@ -60,8 +61,9 @@ class DecoderPooling(PoolingModel):
         first, last = self.decoder.modules_beside_layers()
         return first, last + [module for module in self.children() if module is not self.decoder]
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.decoder.embed(input_ids)
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        return self.decoder.embedding
 
     def run_layers(
         self,

@@ -77,8 +77,10 @@ class TransformersForCausalLM(CausalLM):
         experts = tuple(path for path, m in named if isinstance(m, ExpertsOfTransformers))
         self.names = CheckpointNames(self.inner, experts)
         embedding = self.inner.get_input_embeddings()
-        self.embedding_scale = self._scale_of(embedding)
-        table = VocabParallelEmbedding(embedding.num_embeddings, embedding.embedding_dim, tp)
+        scale = self._scale_of(embedding)
+        table = VocabParallelEmbedding(
+            embedding.num_embeddings, embedding.embedding_dim, tp, scale=scale
+        )
         self.inner.set_input_embeddings(table)
         head = self.inner.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -120,9 +122,10 @@ class TransformersForCausalLM(CausalLM):
         before, after = self.ranges.modules_beside()
         return before, [*after, self.lm_head]
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        rows = self.inner.get_input_embeddings()(input_ids)
-        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        table: VocabParallelEmbedding = self.inner.get_input_embeddings()
+        return table
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         if (first, end) == (0, self.num_layers):

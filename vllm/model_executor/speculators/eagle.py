@@ -74,7 +74,7 @@ class Eagle(Speculator):
     }
 
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        x = self.fc(torch.cat((self.target.embed(input_ids), states), dim=-1))
+        x = self.fc(torch.cat((self.target.embedding.look_up(input_ids), states), dim=-1))
         hidden_states, residual = self.layer(positions, x, None)
         return hidden_states + residual
 
@@ -163,7 +163,7 @@ class Eagle3(Speculator):
         return self.fc(torch.cat([found[layer] for layer in self._read_layers], dim=-1))
 
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        return self.midlayer.guess(positions, self.target.embed(input_ids), states)
+        return self.midlayer.guess(positions, self.target.embedding.look_up(input_ids), states)
 
     def compute_logits(self, place: int, states: Tensor) -> Tensor:
         logits = self.lm_head(self.norm(states))

@@ -63,7 +63,7 @@ class MTP(Speculator):
         return ((f"layer.{own}", source),)
 
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        return self.layer.guess(positions, self.target.embed(input_ids), states)
+        return self.layer.guess(positions, self.target.embedding.look_up(input_ids), states)
 
     def compute_logits(self, place: int, states: Tensor) -> Tensor:
         return self.target.compute_logits(states)
