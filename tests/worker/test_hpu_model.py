@@ -9,7 +9,7 @@ from vllm.attention.backends.sdpa import naive_sdpa
 from vllm.config import RopeConfig
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.ops.native import NativeOps
-from vllm.worker.hpu.model import LaunchModel
+from vllm.worker.hpu.model import LaunchModel, PreparedLaunch
 
 
 class Layer(nn.Module):
@@ -54,7 +54,8 @@ def test_angles_are_looked_up_once_for_each_table_and_rotate_as_ever(monkeypatch
     assert len(looked_up) == len(model.layers)
     looked_up.clear()
     launch = LaunchModel(model, 16, naive_sdpa)
-    assert torch.equal(launch._run(None, token_ids, positions), want)
+    prepared = PreparedLaunch(None, token_ids, positions, slots=torch.zeros_like(positions))
+    assert torch.equal(launch._run(prepared, token_ids), want)
     tables = [layer.rotary_emb.cos_sin_cache for layer in model.layers[:2]]
     assert [id(x) for x in looked_up] == [id(x) for x in tables]
     # Another launch without them, as on the CPU: each layer looks them up.

@@ -25,7 +25,7 @@ from vllm.worker.draft_maker import DraftMaker
 from vllm.worker.draft_progress import DraftSpans
 from vllm.worker.hpu.input import BoolArray, HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
-from vllm.worker.hpu.model import HPUModel, Prepared
+from vllm.worker.hpu.model import HPUModel
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.hpu.resident import ResidentDrafts
@@ -41,11 +41,10 @@ class HPUDraftModel(HPUModel):
 
     vocab_size: int
 
-    def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
-        attention, token_ids, *more = super().prepare(packed, shape)
+    def _token_ids(self, token_ids: Tensor) -> Tensor:
         if self.model.arch.vocab_size < self.vocab_size:
-            token_ids = token_ids.clamp(max=self.model.arch.vocab_size - 1)
-        return attention, token_ids, *more  # type: ignore[return-value]
+            return token_ids.clamp(max=self.model.arch.vocab_size - 1)
+        return token_ids
 
     def _head(self, rows: Tensor) -> Tensor:
         logits = super()._head(rows)

@@ -5,6 +5,7 @@ shapes that depend on the bucket alone. So this is what a graph captures and wha
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from vllm.attention import (
     Attention,
     AttentionMetadata,
-    LaunchAdapters,
     LaunchContext,
     PaddedStates,
     StateLayer,
@@ -40,6 +40,43 @@ def softmax_normaliser(config: HPUConfig) -> Normaliser | float | None:
     if config.softmax_const_norm is not None:
         return config.softmax_const_norm
     return parse_normaliser(config.pa_softmax_impl) if config.pa_softmax_impl else None
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """A launch of T tokens, unpacked, with what its layers share."""
+
+    attention: AttentionMetadata
+    """How its tokens attend."""
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T]"""
+    slots: Tensor
+    """[T] of the KV cache."""
+    last_tokens: Tensor | None = None
+    """[L] which tokens the head gets; None: all."""
+    adapters: SlottedAdapters | None = None
+    """Of its tokens; None: no model has any."""
+    states: PaddedStates | None = None
+    """Of its rows; None: no layer has states."""
+
+    def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
+        """Return the launch as the layers see it."""
+        return LaunchContext(
+            self.attention,
+            self.positions,
+            rotary_angles=rotary_angles,
+            adapters=self.adapters,
+            states=self.states,
+        )
+
+    def context_of_head(self) -> LaunchContext:
+        """Return the same for the output head, which gets `last_tokens` alone."""
+        adapters = self.adapters
+        if adapters is not None and self.last_tokens is not None:
+            adapters = adapters.select(self.last_tokens)
+        return LaunchContext(self.attention, self.positions, adapters=adapters)
 
 
 class LaunchModel(nn.Module):
@@ -87,21 +124,11 @@ class LaunchModel(nn.Module):
         for module in regions_of(self.model):
             module.compile(**options)
 
-    def _run(
-        self,
-        attention: AttentionMetadata,
-        inputs: Tensor,
-        positions: Tensor,
-        *more: Any,
-        adapters: LaunchAdapters | None = None,
-        states: PaddedStates | None = None,
-    ) -> Any:
+    def _run(self, launch: PreparedLaunch, inputs: Tensor, *more: Any) -> Any:
         # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
-        angles = [table.angles(positions, self._dtype) for table in self._rotary_tables]
-        self.launch_holder.context = LaunchContext(
-            attention, positions, rotary_angles=angles, adapters=adapters, states=states
-        )
-        result = self._forward(inputs, positions, *more)
+        angles = [table.angles(launch.positions, self._dtype) for table in self._rotary_tables]
+        self.launch_holder.context = launch.context(angles)
+        result = self._forward(inputs, launch.positions, *more)
         self.launch_holder.context = None
         return result
 
@@ -127,20 +154,6 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
         return found
 
     return layers + beside(model)
-
-
-Prepared = tuple[
-    AttentionMetadata,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    SlottedAdapters | None,
-    PaddedStates | None,
-    Tensor,
-]
-"""How a launch attends, its token ids [T] and positions [T], the rows of its hidden states that the
-head gets (None: all), the adapters of its tokens, the states of its rows, and the slots [T] of its
-tokens."""
 
 
 class StateKeeper(Protocol):
@@ -197,27 +210,28 @@ class HPUModel(LaunchModel):
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        attention, token_ids, positions, last, adapters, states, slots = self.prepare(packed, shape)
+        launch = self.prepare(packed, shape)
         inner: list[Tensor] = []
-        inputs = token_ids
+        inputs = launch.token_ids
         if before is not None:
             inputs, inner = self.inner_layers.split(before)
-        result = self._run(attention, inputs, positions, adapters=adapters, states=states)
+        result = self._run(launch, inputs)
         hidden_states = result
         if self.inner_layers.own:
             hidden_states, own = result
             inner = inner + own
         if self.keeper is not None:
-            self.keeper.keep(slots, hidden_states, inner)
+            self.keeper.keep(launch.slots, hidden_states, inner)
         if not self._has_head:
             if inner:
                 hidden_states = torch.cat((hidden_states, *inner), dim=1)
             return hidden_states, hidden_states
-        rows = hidden_states if last is None else hidden_states.index_select(0, last)
-        if adapters is None:
+        rows = hidden_states
+        if launch.last_tokens is not None:
+            rows = hidden_states.index_select(0, launch.last_tokens)
+        if launch.adapters is None:
             return self._head(rows), hidden_states
-        chosen = adapters if last is None else adapters.select(last)
-        self.launch_holder.context = LaunchContext(attention, positions, adapters=chosen)
+        self.launch_holder.context = launch.context_of_head()
         logits = self._head(rows)
         self.launch_holder.context = None
         return logits, hidden_states
@@ -237,7 +251,7 @@ class HPUModel(LaunchModel):
         super().compile_regions(**options)
         self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
 
-    def prepare(self, packed: Tensor, shape: PaddedShape) -> Prepared:
+    def prepare(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         """Unpack a launch, and derive what its layers share."""
         if shape.bucket.phase is Phase.DECODE:
             return self._prepare_decode(packed, shape)
@@ -252,7 +266,11 @@ class HPUModel(LaunchModel):
         assert isinstance(self.model, CausalLM)
         return self.model.compute_logits(rows)
 
-    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> Prepared:
+    def _token_ids(self, token_ids: Tensor) -> Tensor:
+        """The tokens [T] of a launch as the model takes them."""
+        return token_ids
+
+    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_decode(packed, shape)
         if self.resident is not None:
             given = self.resident.follow(given, shape)
@@ -271,10 +289,16 @@ class HPUModel(LaunchModel):
         states = None
         if self._has_states:  # and no drafts, so that each row has one token
             states = PaddedStates(given.rows.long(), given.positions == 0)
-        slots = given.metadata.slot_mapping
-        return attention, given.token_ids, given.positions, None, adapters, states, slots
+        return PreparedLaunch(
+            attention,
+            self._token_ids(given.token_ids),
+            given.positions,
+            given.metadata.slot_mapping,
+            adapters=adapters,
+            states=states,
+        )
 
-    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> Prepared:
+    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
@@ -284,19 +308,30 @@ class HPUModel(LaunchModel):
         if self._has_states:
             is_new = given.metadata.context_lens == 0
             states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
-        last, slots = given.last_tokens, given.metadata.slot_mapping.flatten()
-        return attention, given.token_ids, given.positions, last, adapters, states, slots
+        return PreparedLaunch(
+            attention,
+            self._token_ids(given.token_ids),
+            given.positions,
+            given.metadata.slot_mapping.flatten(),
+            given.last_tokens,
+            adapters,
+            states,
+        )
 
-    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> Prepared:
+    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(
             metadata, self._kinds, self._block_size, self._kernel
         )
-        adapters = self._adapters_of(given.adapter_slots)
-        last = metadata.last_token_indices
-        slots = metadata.slot_mapping
-        return attention, given.token_ids, metadata.positions, last, adapters, None, slots
+        return PreparedLaunch(
+            attention,
+            self._token_ids(given.token_ids),
+            metadata.positions,
+            metadata.slot_mapping,
+            metadata.last_token_indices,
+            self._adapters_of(given.adapter_slots),
+        )
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
         """Of the tokens of rows with these slots."""

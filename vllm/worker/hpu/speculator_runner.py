@@ -95,11 +95,12 @@ class HPUSpeculatorModel(HPUModel):
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `HPUModel`; the hidden states are the next states of the speculator."""
-        attention, token_ids, positions, last, _, _, slots = self.prepare(packed, shape)
-        states = self._states(packed, shape, slots)
-        result: Tensor = self._run(attention, token_ids, positions, states)
+        launch = self.prepare(packed, shape)
+        states = self._states(packed, shape, launch.slots)
+        result: Tensor = self._run(launch, launch.token_ids, states)
         if shape.bucket.phase is Phase.DECODE:
             self._leave(packed, shape, result)
+        last = launch.last_tokens
         rows = result if last is None else result.index_select(0, last)
         logits: Tensor = self.model.compute_logits(self.place, rows)
         return logits, result

@@ -16,7 +16,7 @@ from vllm.config import PoolerConfig
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.worker.hpu.input import HPUInputBuilder, PrefillInput, padded_sizes, unpack_prefill
-from vllm.worker.hpu.model import LaunchModel
+from vllm.worker.hpu.model import LaunchModel, PreparedLaunch
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.pooling.runner import TokenTypes
@@ -94,9 +94,13 @@ class WholePromptModel(LaunchModel):
             types = (typed.token_types,)
         else:
             given = unpack_prefill(packed, shape)
-        attention = self._attention(given, shape)
-        inputs = given.token_ids if before is None else before
-        hidden_states = self._run(attention, inputs, given.positions, *types)
+        launch = PreparedLaunch(
+            self._attention(given, shape),
+            given.token_ids,
+            given.positions,
+            given.metadata.slot_mapping.flatten(),
+        )
+        hidden_states = self._run(launch, given.token_ids if before is None else before, *types)
         assert isinstance(self.model, PoolingModel)
         if not self._has_head:
             return hidden_states, hidden_states
