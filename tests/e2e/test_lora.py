@@ -21,6 +21,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.lora.reader import AdapterReader
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
+from vllm.worker.adapters import RaggedRows
 
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
@@ -342,7 +343,7 @@ def test_no_step_reads_an_adapter(adapters, monkeypatch):
     runner = llm.llm_engine.engine_core.executor._worker.runner
     for number in llm.llm_engine.list_loras():
         assert llm.llm_engine.remove_lora(number)
-    assert runner.adapters._host.adapters == [None, None], "an adapter is kept"
+    assert runner.parts.find(RaggedRows)._host.adapters == [None, None], "an adapter is kept"
 
 
 def test_an_adapter_of_another_model_is_warned_of(llm, tmp_path, caplog):

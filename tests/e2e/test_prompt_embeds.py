@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from tests.e2e.reference import assert_same_tokens, generate
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, env_ranks
 from vllm.engine.input.prompt_embeds import cache_keys
 from vllm.errors import ConfigError, RequestError
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -131,6 +132,63 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
     for each, token_ids in zip(embeds, tokens, strict=True):
         llm.reset_prefix_cache()  # alone, the last chunk is a step that looks like a decode
         assert run([each]) == run([token_ids])
+
+
+ON_A_CARD = [
+    *(("llama", mode, {}) for mode in MODES),
+    ("gemma3", "HPU graphs", {}),
+    ("opt_post_norm", "HPU graphs", {}),
+    ("llama", "HPU graphs", {"VLLM_MERGED_PREFILL": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "mode", "variables"), ON_A_CARD)
+def test_a_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(family, mode, variables, models):
+    """Strict mode. 33 and 65 leave a prompt of one token, which must not run as a decode."""
+    table = table_of(models(family))
+    first = [make_embeds(table, length) for length in (1, 5, 33, 65, 97)]
+    tokens = [list(range(20, 20 + length)) for length in (1, 20, 40)]
+    prompts = [as_prompt(each) for each in (*first, *tokens)]
+    mixed = [prompts, prompts[5:], [prompts[i] for i in (6, 2, 0, 7, 4)]]
+    params = SamplingParams(**{**GREEDY, "max_tokens": 6})
+    settings = SMALL_ENGINE | {"enable_chunked_prefill": True, "max_num_seqs": 4}
+
+    def run(llm):
+        return [
+            [out.outputs[0].token_ids for out in llm.generate(each, params, use_tqdm=False)]
+            for each in mixed
+        ]
+
+    # On the CPU each kind of windows has blocks of its own.
+    want = run(make_llm(models(family), **settings | {"num_gpu_blocks_override": 200}))
+    lazy, enforce_eager = MODES[mode]
+    env = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": lazy, **variables}
+    with simulated_hpu(has_profiling_run=False, **env) as bridge:
+        llm = make_llm(models(family), device="hpu", enforce_eager=enforce_eager, **settings)
+        compilations = bridge.counters().compilations
+        assert run(llm) == want
+        assert bridge.counters().compilations == compilations
+
+
+def test_stages_on_cards_plan_alike(models, monkeypatch):
+    """The last prompt token of 33 runs as a prefill on the stage that reads no embedding, too."""
+    table = table_of(models("llama"))
+    prompts = [as_prompt(make_embeds(table, length)) for length in (1, 33, 65)]
+    params = SamplingParams(**{**GREEDY, "max_tokens": 4})
+    settings = SMALL_ENGINE | {"enable_chunked_prefill": True}
+
+    def run(llm):
+        found = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in found]
+
+    want = run(make_llm(models("llama"), **settings))
+    for name, value in env_ranks.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    env = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True}
+    with simulated_hpu(**env):
+        llm = make_llm(models("llama"), device="hpu", pipeline_parallel_size=2, **settings)
+        assert run(llm) == want
+        llm.llm_engine.engine_core.executor.shutdown()
 
 
 def test_equal_embeddings_share_cached_blocks_and_others_never_do(models):

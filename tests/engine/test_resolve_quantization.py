@@ -66,10 +66,6 @@ def test_without_the_kernels_there_is_none(monkeypatch):
     [
         ({"quantization": "gptq"}, "on the device 'hpu'; available: fp8, inc, int8, int4"),
         ({"lm_head_quantization": "int8"}, "are not in use here .device 'hpu'"),
-        (
-            {"enable_prompt_embeds": True},
-            "enable_prompt_embeds=True is not available on the device",
-        ),
     ],
 )
 def test_a_card_has_other_ones(monkeypatch, settings, message):

@@ -12,7 +12,7 @@ from tests.worker.test_input_batch import int_array, new_request
 from vllm.attention import LaunchContext, share_context
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.messages import EngineRequest, TokenEmbeddings
+from vllm.messages import NewRequest, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.launch import Launch
@@ -29,8 +29,8 @@ def make_model(*modules) -> nn.Module:
     return model
 
 
-def request_with(*spans: tuple[int, int]) -> EngineRequest:
-    """Embeddings at (start, count); each is 100 plus its position."""
+def request_with(row: int, *spans: tuple[int, int]) -> NewRequest:
+    """Embeddings at (start, count) in a row; each is 100 plus its position."""
     embeddings = []
     for start, count in spans:
         values = np.repeat(np.arange(start, start + count, dtype=np.float32) + 100, SIZE)
@@ -39,20 +39,18 @@ def request_with(*spans: tuple[int, int]) -> EngineRequest:
                 start=start, shape=(count, SIZE), dtype="float32", data=values.tobytes()
             )
         )
-    request = new_request(0, [0] * 12).request
-    return msgspec.structs.replace(request, embeddings=tuple(embeddings))
+    new = new_request(row, [0] * 12)
+    request = msgspec.structs.replace(new.request, embeddings=tuple(embeddings))
+    return msgspec.structs.replace(new, request=request)
 
 
 def run(rows: EmbeddingRows, model: nn.Module, *scheduled: tuple[int, int, int]) -> list[float]:
     """The embeddings of a launch of (row, first position, number of tokens); token 7 everywhere."""
     ids, first, count = (int_array(*column) for column in zip(*scheduled, strict=True))
-    starts = np.cumsum(count) - count
-    replaced = rows.select(Launch(ids, first, count), starts.astype(np.int32))
+    parts = rows.part_of(Launch(ids, first, count))
     input_ids = torch.full((int(count.sum()),), 7)
     (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
-    if replaced is None:
-        return embedding(input_ids)[:, 0].tolist()
-    with share_context(model).running(LaunchContext(None, input_ids, replaced)):
+    with share_context(model).running(LaunchContext(None, input_ids, **parts)):
         found = embedding(input_ids)
     assert (found == found[:, :1]).all()
     return found[:, 0].tolist()
@@ -60,8 +58,8 @@ def run(rows: EmbeddingRows, model: nn.Module, *scheduled: tuple[int, int, int])
 
 def test_tokens_of_any_span_are_replaced_in_every_cut_of_the_prompt():
     model = make_model()
-    rows = EmbeddingRows(model, torch.device("cpu"))
-    rows.add(3, request_with((1, 2), (5, 3)))
+    rows = EmbeddingRows(model, 4, torch.device("cpu"))
+    rows.add(request_with(3, (1, 2), (5, 3)))
     whole = [7, 101, 102, 7, 7, 105, 106, 107, 7, 7]
     for size in range(1, 11):
         parts = [run(rows, model, (3, i, min(size, 10 - i))) for i in range(0, 10, size)]
@@ -72,10 +70,11 @@ def test_tokens_of_any_span_are_replaced_in_every_cut_of_the_prompt():
 
 def test_other_rows_and_later_requests_of_the_row_keep_their_tokens():
     model = make_model()
-    rows = EmbeddingRows(model, torch.device("cpu"))
-    rows.add(0, request_with((0, 4)))
-    rows.add(1, new_request(1, [7] * 4).request)
-    assert rows.select(Launch(int_array(1), int_array(0), int_array(4)), int_array(0)) is None
+    rows = EmbeddingRows(model, 4, torch.device("cpu"))
+    rows.add(request_with(0, (0, 4)))
+    rows.add(new_request(1, [7] * 4))
+    assert rows.part_of(Launch(int_array(1), int_array(0), int_array(4))) == {}
+    assert rows.part_of(Launch(int_array(0), int_array(4), int_array(1))) == {}
     assert run(rows, model, (1, 0, 2), (0, 0, 2)) == [7, 7, 100, 101]
     rows.remove(0)
     rows.remove(1)
@@ -84,10 +83,10 @@ def test_other_rows_and_later_requests_of_the_row_keep_their_tokens():
 
 def test_a_launch_that_fails_leaves_nothing_for_the_next():
     model = make_model()
-    rows = EmbeddingRows(model, torch.device("cpu"))
-    rows.add(0, request_with((0, 4)))
-    replaced = rows.select(Launch(int_array(0), int_array(0), int_array(4)), int_array(0))
-    context = LaunchContext(None, torch.arange(4), replaced)
+    rows = EmbeddingRows(model, 4, torch.device("cpu"))
+    rows.add(request_with(0, (0, 4)))
+    parts = rows.part_of(Launch(int_array(0), int_array(0), int_array(4)))
+    context = LaunchContext(None, torch.arange(4), **parts)
     with pytest.raises(RuntimeError, match="lost"), share_context(model).running(context):
         raise RuntimeError("lost")
     (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
@@ -98,4 +97,4 @@ def test_a_model_without_one_table_of_embeddings_is_refused():
     table = [VocabParallelEmbedding(16, SIZE, TPGroup()) for _ in range(2)]
     for model, count in ((make_model(*table), 2), (nn.Linear(2, 2), 0)):
         with pytest.raises(ConfigError, match=f"one table of token embeddings.* has {count}"):
-            EmbeddingRows(model, torch.device("cpu"))
+            EmbeddingRows(model, 4, torch.device("cpu"))

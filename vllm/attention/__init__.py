@@ -7,8 +7,10 @@ from vllm.attention.context import (
     ContextHolder,
     LaunchAdapters,
     LaunchContext,
+    LaunchParts,
     ReadsContext,
     ReplacedTokens,
+    TableEmbeddings,
     share_context,
     text_positions,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "LatentAttention",
     "LaunchAdapters",
     "LaunchContext",
+    "LaunchParts",
     "PaddedStates",
     "RaggedMetadata",
     "RaggedStates",
@@ -36,6 +39,7 @@ __all__ = [
     "StateLayer",
     "StateMetadata",
     "States",
+    "TableEmbeddings",
     "share_context",
     "text_positions",
 ]

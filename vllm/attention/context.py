@@ -13,8 +13,9 @@ context variable and no thread-local.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from vllm.attention.metadata import AttentionMetadata
@@ -23,6 +24,15 @@ from vllm.ops.prepared import SingleExperts
 
 if TYPE_CHECKING:
     from vllm.attention.state import StateMetadata
+
+
+class GivenEmbeddings(Protocol):
+    """Embeddings that a launch brings in the place of those of tokens."""
+
+    def put_into(self, rows: Tensor) -> Tensor:
+        """Return the embeddings [T, embedding_dim] that were looked up, with these in their
+        places."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,21 @@ class ReplacedTokens:
     def put_into(self, rows: Tensor) -> Tensor:
         """The embeddings [T, embedding_dim] that were looked up, with these in their places."""
         return rows.index_copy(0, self.indices, self.embeddings.to(rows.dtype))
+
+
+@dataclass(frozen=True)
+class TableEmbeddings:
+    """The same where shapes depend on the launch's size alone: given embeddings are in a table."""
+
+    index: Tensor
+    """[T] int32: row of the table for each token; negative: its embedding is looked up."""
+    table: Tensor
+    """[N, embedding_dim]"""
+
+    def put_into(self, rows: Tensor) -> Tensor:
+        """See `GivenEmbeddings`."""
+        given = self.table.index_select(0, self.index.clamp_min(0))
+        return torch.where(self.index[:, None] >= 0, given, rows)
 
 
 class LaunchAdapters(Protocol):
@@ -99,6 +124,13 @@ class LaunchAdapters(Protocol):
         ...
 
 
+class LaunchParts(TypedDict, total=False):
+    """What requests bring to the tokens of a launch: fields of `LaunchContext`."""
+
+    replaced: GivenEmbeddings
+    adapters: LaunchAdapters
+
+
 @dataclass(frozen=True)
 class LaunchContext:
     """One launch of T tokens, as the layers of the model know it."""
@@ -107,7 +139,7 @@ class LaunchContext:
     """How its tokens attend; None: all of them are one prompt, and there is no KV cache."""
     positions: Tensor
     """[T] positions of the tokens, or [P, T] where a token has P of them (P is 1 for text)."""
-    replaced: ReplacedTokens | None = None
+    replaced: GivenEmbeddings | None = None
     """Embeddings that take the place of tokens; None: all embeddings are looked up."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
     """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.

@@ -98,7 +98,7 @@ class ModelConfig:
     """Maximum number of log-probabilities per token that a request may ask for."""
 
     enable_prompt_embeds: bool = False
-    """Accept embeddings as prompts in place of tokens (`prompt_embeds`); on cpu only."""
+    """Accept embeddings as prompts in place of tokens (`prompt_embeds`)."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for

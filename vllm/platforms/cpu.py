@@ -55,11 +55,6 @@ class CPUPlatform(Platform):
     def can_run_speculators(self) -> bool:
         return True
 
-    @property
-    def can_replace_embeddings(self) -> bool:
-        """Launches may have any shape."""
-        return True
-
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""
         available = int(psutil.virtual_memory().available)

@@ -102,11 +102,6 @@ class Platform(ABC):
         return ()
 
     @property
-    def can_replace_embeddings(self) -> bool:
-        """Its runner can replace the embeddings of tokens by embeddings of requests."""
-        return False
-
-    @property
     def can_run_draft_models(self) -> bool:
         """Its worker can run a second model, which makes drafts."""
         return False

@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.attention import LaunchParts
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.lora.launches import AdapterStore, HostSlots, RaggedAdapters
+from vllm.lora.launches import AdapterStore, HostSlots
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.memory import AdapterMemory
 from vllm.lora.reader import AdapterReader
 from vllm.lora.slots import AdapterSlots
-from vllm.messages import AdapterRef, EngineRequest, IntArray
+from vllm.messages import AdapterRef, EngineRequest, IntArray, NewRequest
 from vllm.model_executor.models.interface import CausalLM
 from vllm.utils.pace import Pace
 from vllm.worker.background import StepClock, run_in_background
+from vllm.worker.launch import Launch
+from vllm.worker.row_parts import RowPart
 
 
-class Adapters:
+class Adapters(RowPart):
     """The rows that use adapters, and the slots of those adapters. Adapters are held in memory from
     `prepare` of a request to its end, so no step waits for one; an adapter that cannot be read
     fails the requests that name it, and no other one.
@@ -33,7 +36,6 @@ class Adapters:
 
     Attributes:
         memory: has the adapters in host memory.
-        steps: is told of each step: while steps run, adapters are read in short turns.
         slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
             row is padding.
     """
@@ -42,7 +44,8 @@ class Adapters:
         self._reader = reader
         self._store = store
         self._slots = AdapterSlots(config.lora.max_loras)
-        self.steps = StepClock()
+        self._steps = StepClock()
+        """While steps run, adapters are read in short turns."""
         self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory, run_in_background)
         self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
         self._rows: dict[int, tuple[str, str]] = {}
@@ -81,8 +84,11 @@ class Adapters:
             if not self.memory.has(key):
                 self._store.clear(self._slots.forget(key))
 
-    def add(self, row: int, request: EngineRequest) -> None:
-        """Place a request in the row."""
+    def note_step(self) -> None:
+        self._steps.note()
+
+    def add(self, new: NewRequest) -> None:
+        row, request = new.row, new.request
         adapter = request.adapter
         if adapter is None:
             return
@@ -106,13 +112,15 @@ class Adapters:
             self._slots.release(key)
             self.slot_of_row[row] = -1
 
-    def errors_of(self, rows: Iterable[int]) -> dict[int, str]:
-        """row -> why its adapter could not be loaded."""
-        return {row: self._errors[row] for row in rows if row in self._errors}
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        """Return why the adapters of some rows could not be loaded, by row."""
+        if not self._errors:
+            return {}
+        return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
 
     def _read(self, adapter: AdapterRef) -> Any:
         try:
-            rest = Pace(self.steps.is_busy).rest
+            rest = Pace(self._steps.is_busy).rest
             return self._store.prepare(self._reader.load(Path(adapter.path), rest), rest)
         except RequestError:
             raise
@@ -135,25 +143,22 @@ class RaggedRows(Adapters):
         self._host = HostSlots(reader.places, config.lora.max_loras, dtype)
         super().__init__(config, reader, self._host)
 
-    def select(self, rows: IntArray, counts: IntArray | None = None) -> RaggedAdapters | None:
-        """The adapters of the tokens of a launch; None if no token has one.
-
-        Args:
-            rows: of the launch.
-            counts: tokens of each; None: one.
-        """
-        slots = self.slot_of_row[rows]
+    def part_of(self, launch: Launch) -> LaunchParts:
+        slots = self.slot_of_row[launch.rows]
         if slots.max(initial=-1) < 0:
-            return None
-        if counts is not None:
-            slots = np.repeat(slots, counts)
-        return self._host.of_tokens(torch.from_numpy(slots))
+            return {}
+        return self._of_tokens(np.repeat(slots, launch.num_scheduled_tokens))
 
-    def change_head(self, rows: IntArray) -> bool:
-        """Whether the adapter of one of these rows adds to the output head."""
-        slots = set(self.slot_of_row[rows].tolist()) - {-1}
-        found = (self._host.adapters[slot] for slot in slots)
-        return any(each is not None and each.changes_head for each in found)
+    def part_of_head(self, rows: IntArray) -> LaunchParts:
+        """See `RowPart.part_of_head`; empty where no adapter adds to the output head."""
+        slots = self.slot_of_row[rows]
+        found = (self._host.adapters[slot] for slot in set(slots.tolist()) - {-1})
+        if not any(each is not None and each.changes_head for each in found):
+            return {}
+        return self._of_tokens(slots)
+
+    def _of_tokens(self, slots: IntArray) -> LaunchParts:
+        return {"adapters": self._host.of_tokens(torch.from_numpy(slots))}
 
 
 def adapter_reader(

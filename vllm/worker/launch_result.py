@@ -5,11 +5,43 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from vllm.messages import IntArray
+from vllm.messages import IntArray, LogprobRows
+from vllm.sample.logprobs import LogprobTensors
 from vllm.sample.sampler import SamplerOutput
 from vllm.worker.input_batch import ExpectedTokens
-from vllm.worker.prompt_logprobs import PendingLogprobs
 from vllm.worker.verification import count_accepted
+
+
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Log-probabilities of consecutive positions of one row, still on the device."""
+
+    parts: list[LogprobTensors]
+    """Parts of consecutive positions; the last part ends with padding."""
+    num_positions: int
+    num_logprobs: int
+
+    def result(self) -> LogprobRows:
+        """Copy to the host; waits for the device."""
+        found, logprobs, ranks = (
+            np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
+            for column in zip(*self.parts, strict=True)
+        )
+        width = 1 + self.num_logprobs
+        return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
+
+
+def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
+    """Concatenate the positions of one row."""
+    return LogprobRows(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+    )
+
+
+PendingRows = tuple[int, PendingLogprobs]
+"""A row, and what a launch gives of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +54,7 @@ class LaunchResult:
     """[t] indices of the entries that sampled a token, ascending."""
     sampled: SamplerOutput | None
     """The sampled tokens of n rows or more; None when t is 0."""
-    prompt_logprobs: list[tuple[int, PendingLogprobs]]
+    prompt_logprobs: list[PendingRows]
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
     `indices`. None if no row has drafts; m is t then."""

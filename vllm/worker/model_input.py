@@ -6,12 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchAdapters, LaunchContext, RaggedMetadata, RaggedStates
+from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates
 from vllm.messages import IntArray
 from vllm.utils.ragged import positions_within
-from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
+
+NO_PARTS: LaunchParts = {}
+"""Of rows that bring nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ def build_ragged_input(
     launch: Launch,
     block_size: int,
     device: torch.device,
-    embeddings: EmbeddingRows | None = None,
-    adapters: LaunchAdapters | None = None,
+    parts: LaunchParts = NO_PARTS,
     *,
     has_states: bool = False,
 ) -> ModelInput:
@@ -48,8 +49,7 @@ def build_ragged_input(
         launch: which of them run.
         block_size: tokens of a block.
         device: for the tensors.
-        embeddings: of the rows; None if no row has any.
-        adapters: of the tokens; None if no token has one.
+        parts: what the rows bring to the tokens.
         has_states: layers of the model keep states of the rows.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
@@ -97,9 +97,8 @@ def build_ragged_input(
         context=LaunchContext(
             attention=metadata,
             positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-            replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
-            adapters=adapters,
             states=states,
+            **parts,
         ),
         sampled=sampled,
         num_drafts=num_drafts,

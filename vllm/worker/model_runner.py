@@ -3,7 +3,7 @@ has its own class; this module calls them in order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Protocol
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, LaunchAdapters, LaunchContext, share_context
+from vllm.attention import CachedLayer, LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.lora.reader import AdapterReader
@@ -35,10 +35,11 @@ from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
-from vllm.worker.launch_result import LaunchResult, PendingLaunch
+from vllm.worker.launch_result import LaunchResult, PendingLaunch, join_logprobs
 from vllm.worker.model_input import ModelInput, build_ragged_input
-from vllm.worker.prompt_logprobs import PromptLogprobs, join_logprobs
-from vllm.worker.stage_drafts import InnerLayers, StageDrafts
+from vllm.worker.prompt_logprobs import PromptLogprobs
+from vllm.worker.row_parts import RowPart, RowParts, SamplingRows
+from vllm.worker.stage_drafts import InnerLayers, StageDrafts, makes_drafts
 
 
 class StepHandle:
@@ -120,18 +121,8 @@ class ModelRunner:
         self.cache_layout = self._plan_cache(config)
         self.batch = self._make_batch(config)
         self.sampling, self.sampler = self._make_sampler(config)
-        self.grammars = grammars or GrammarMatchers(config)
-        self.prompt_logprobs = PromptLogprobs(model, self.sampler, self._with_adapters)
+        self.parts = RowParts(self._make_parts(config, grammars or GrammarMatchers(config)))
         self.planner: LaunchPlanner = RaggedPlanner()
-        self.embeddings: EmbeddingRows | None = None
-        """Embeddings of requests; None: the engine accepts no embeddings."""
-        if config.model.enable_prompt_embeds and self.stage.is_first:
-            self.embeddings = EmbeddingRows(model, device)
-        self.adapters: Adapters | None = None
-        """LoRA adapters of requests; None: the engine accepts none."""
-        if config.lora.enable_lora:
-            reader = adapter_reader(config, model, has_experts=self.adapts_experts)
-            self.adapters = self._make_adapters(config, reader)
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
@@ -163,6 +154,25 @@ class ModelRunner:
         vocab_size = config.model.resolved_arch.vocab_size
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
+    def _make_parts(self, config: VllmConfig, grammars: GrammarMatchers) -> Iterator[RowPart]:
+        """What requests of this engine may bring, on this stage."""
+        samples = self.stage.is_last
+        if samples or makes_drafts(config, self.stage):
+            yield SamplingRows(self.sampling, grammars, samples)
+        yield self._make_prompt_logprobs()
+        if config.model.enable_prompt_embeds:
+            yield from self._make_embeddings(config)
+        if config.lora.enable_lora:
+            reader = adapter_reader(config, self.model, has_experts=self.adapts_experts)
+            yield self._make_adapters(config, reader)
+
+    def _make_prompt_logprobs(self) -> PromptLogprobs:
+        return PromptLogprobs(self.model, self.batch, self.sampler, self._running_head)
+
+    def _make_embeddings(self, config: VllmConfig) -> Iterator[EmbeddingRows]:
+        if self.stage.is_first:
+            yield EmbeddingRows(self.model, config.scheduler.max_num_seqs, self.device)
+
     def _make_adapters(self, config: VllmConfig, reader: AdapterReader) -> Adapters:
         return RaggedRows(config, reader)
 
@@ -184,8 +194,7 @@ class ModelRunner:
         on the host."""
         if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
-        if self.adapters is not None:
-            self.adapters.steps.note()
+        self.parts.note_step()
         self._update_state(step)
         if self.drafter is not None:
             self.drafter.propose(step)
@@ -293,43 +302,17 @@ class ModelRunner:
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
     def _update_state(self, step: SchedulerOutput) -> None:
-        samples, makes_drafts = self.stage.is_last, self.drafter is not None
-        for row in step.freed_rows:
-            if samples or makes_drafts:
-                self.sampling.remove(row)
-            self.prompt_logprobs.remove(row)
-            if self.embeddings is not None:
-                self.embeddings.remove(row)
-            if self.adapters is not None:
-                self.adapters.remove(row)
+        self.parts.update(step)
         self.batch.update(step)
-        for new in step.new_requests:
-            if samples:
-                matcher = None
-                if new.request.sampling_params.guided_decoding is not None:
-                    matcher = self.grammars.matcher(new.request, new.output_token_ids)
-                self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
-            elif makes_drafts:
-                self.sampling.add_distribution(new.row, new.request)
-            # Also where they are not computed: all stages plan the same launches.
-            self.prompt_logprobs.add(new.row, new.request)
-            if self.embeddings is not None:
-                self.embeddings.add(new.row, new.request)
-            if self.adapters is not None:
-                self.adapters.add(new.row, new.request)
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
-        adapters = None
-        if isinstance(self.adapters, RaggedRows):
-            adapters = self.adapters.select(launch.rows, launch.num_scheduled_tokens)
         model_input = build_ragged_input(
             self.batch,
             launch,
             self.block_size,
             self.device,
-            self.embeddings,
-            adapters,
+            self.parts.of_launch(launch),
             has_states=bool(self.cache_layout.state_layers),
         )
         num_drafts = model_input.num_drafts
@@ -345,7 +328,7 @@ class ModelRunner:
         if self.reader is not None:
             self.reader.read(launch, hidden_states, self._inner)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
-        prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
+        pending = self.parts.read(launch, hidden_states, starts)
         rows = launch.rows[model_input.sampled]
         num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         if num_drafts is not None:
@@ -355,25 +338,19 @@ class ModelRunner:
         if len(rows):
             if model_input.logits_indices is not None:
                 hidden_states = hidden_states[model_input.logits_indices]
-            with self._with_adapters(rows):
+            with self._running_head(rows):
                 logits = self.model.compute_logits(hidden_states)
             sampled = self.sampler(logits, self.sampling.metadata(rows, num_output, drafts=drafts))
         indices = np.arange(len(rows), dtype=np.int32)
-        return LaunchResult(rows, indices, sampled, prompt_logprobs, num_drafts=num_drafts)
+        return LaunchResult(rows, indices, sampled, pending, num_drafts=num_drafts)
 
-    def _with_adapters(self, rows: IntArray) -> AbstractContextManager[None]:
+    def _running_head(self, rows: IntArray) -> AbstractContextManager[None]:
         """In which the output head runs for hidden states of these rows of the batch, [N]."""
-        adapters = self._head_adapters(rows)
-        if adapters is None:
+        parts = self.parts.of_head(rows)
+        if not parts:
             return nullcontext()
-        launch = LaunchContext(None, torch.empty(0, dtype=torch.int64), adapters=adapters)
-        return self._launch_holder.running(launch)
-
-    def _head_adapters(self, rows: IntArray) -> LaunchAdapters | None:
-        """The adapters of hidden states of these rows [N]; None: none adds to the output head."""
-        if isinstance(self.adapters, RaggedRows) and self.adapters.change_head(rows):
-            return self.adapters.select(rows)
-        return None
+        context = LaunchContext(None, torch.empty(0, dtype=torch.int64), **parts)
+        return self._launch_holder.running(context)
 
     def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
         """The drafts of a launch, where the sampling of a row depends on them.
@@ -447,8 +424,7 @@ class ModelRunner:
             has_drafts = has_drafts or counts is not None
             logprobs.update(found)
             errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
-            if self.adapters is not None:
-                errors.update(self.adapters.errors_of(result.rows.tolist()))
+            errors.update(self.parts.errors_of(result.rows))
         return ModelRunnerOutput(
             step_id=step_id,
             rows=_joined(row_parts),

@@ -1,19 +1,19 @@
 """Log-probabilities of prompt tokens, for the few requests that ask for them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.messages import EngineRequest, IntArray, LogprobRows
+from vllm.messages import IntArray, NewRequest
 from vllm.model_executor.models.interface import CausalLM
-from vllm.sample.logprobs import LogprobTensors
 from vllm.sample.sampler import Sampler
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
+from vllm.worker.launch_result import PendingLogprobs, PendingRows
+from vllm.worker.row_parts import BoolArray, RowPart
 
 PART_SIZE = 256
 """Positions whose logits are in memory at one time."""
@@ -22,39 +22,12 @@ PADDING_ROW = -1
 """The last entry of arrays over the rows of the batch and padding."""
 
 
-@dataclass(frozen=True)
-class PendingLogprobs:
-    """Log-probabilities of consecutive positions of one row, still on the device."""
-
-    parts: list[LogprobTensors]
-    """Parts of consecutive positions; the last part ends with padding."""
-    num_positions: int
-    num_logprobs: int
-
-    def result(self) -> LogprobRows:
-        """Copy to the host; waits for the device."""
-        found, logprobs, ranks = (
-            np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
-            for column in zip(*self.parts, strict=True)
-        )
-        width = 1 + self.num_logprobs
-        return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
-
-
-def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
-    """Concatenate the positions of one row."""
-    return LogprobRows(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        ranks=np.concatenate([part.ranks for part in parts]),
-    )
-
-
-class PromptLogprobs:
+class PromptLogprobs(RowPart):
     """Remembers which rows want them, and computes them from a launch's hidden states.
 
     Args:
         model: has `compute_logits`.
+        batch: has the prompts.
         sampler: has the log-probabilities of given tokens, for the device of the model.
         with_adapters: in which the head runs for hidden states of these rows [N]; None: as it is.
         round_width: likeliest tokens to compute when so many are wanted; for a device that
@@ -65,11 +38,13 @@ class PromptLogprobs:
     def __init__(
         self,
         model: CausalLM,
+        batch: InputBatch,
         sampler: Sampler,
         with_adapters: Callable[[IntArray], AbstractContextManager[None]] | None = None,
         round_width: Callable[[int], int] | None = None,
         end_stage: Callable[[], None] | None = None,
     ) -> None:
+        self._batch = batch
         self._compute_logits = model.compute_logits
         self._gather_logprobs = sampler.gather_logprobs
         self._with_adapters = with_adapters or (lambda _: nullcontext())
@@ -77,27 +52,28 @@ class PromptLogprobs:
         self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
 
-    @property
-    def rows(self) -> Collection[int]:
-        """The rows that currently want them; a live view."""
-        return self._wanted.keys()
-
-    def add(self, row: int, request: EngineRequest) -> None:
-        """Place a request in the row."""
-        if request.sampling_params.prompt_logprobs is not None:
-            self._wanted[row] = request.sampling_params.prompt_logprobs
+    def add(self, new: NewRequest) -> None:
+        """See `RowPart.add`. Also where they are not computed: all stages plan the same
+        launches."""
+        wanted = new.request.sampling_params.prompt_logprobs
+        if wanted is not None:
+            self._wanted[new.row] = wanted
 
     def remove(self, row: int) -> None:
         """Clear the row."""
         self._wanted.pop(row, None)
 
-    def compute(
-        self, batch: InputBatch, launch: Launch, hidden_states: Tensor, starts: IntArray
-    ) -> list[tuple[int, PendingLogprobs]]:
+    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+        """Only a prefill gives those of the token behind a token."""
+        if not self._wanted:
+            return None
+        is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]
+        return is_inside & np.isin(rows, list(self._wanted))
+
+    def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
         """Log-probabilities of the tokens that follow this launch's prompt positions.
 
         Args:
-            batch: has the prompts.
             launch: n rows.
             hidden_states: [T, hidden].
             starts: [n] where the tokens of each row begin in them.
@@ -108,7 +84,8 @@ class PromptLogprobs:
         """
         if not self._wanted:
             return []
-        found: list[tuple[int, PendingLogprobs]] = []
+        batch = self._batch
+        found: list[PendingRows] = []
         for index, row in enumerate(launch.rows.tolist()):
             if row not in self._wanted:
                 continue

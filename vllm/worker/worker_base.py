@@ -21,7 +21,6 @@ from vllm.model_executor.loader import load_model, load_speculator
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization import Quantization, inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.utils.futures import when_all
 from vllm.worker.adapters import Adapters
 from vllm.worker.block_store import BlockStore, hash_contents
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -329,14 +328,11 @@ class WorkerBase(ABC):
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load in the background what the steps of a request need; see `Executor.prepare`."""
-        grammar = self.grammars.prepare(request)
-        adapters = getattr(self.runner, "adapters", None)
-        adapter = None if adapters is None else adapters.prepare(request)
-        return when_all([grammar, adapter])
+        return self.runner.parts.prepare(request)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Keep no longer what requests have needed; see `Executor.release`."""
-        self._adapters.release(request_ids)
+        self.runner.parts.release(request_ids)
 
     def load_adapter(self, name: str, path: str, key: str, number: int) -> str | None:
         """Load a LoRA adapter; see `AdapterMemory.load`."""
@@ -360,8 +356,8 @@ class WorkerBase(ABC):
 
     @property
     def _adapters(self) -> Adapters:
-        adapters = getattr(self.runner, "adapters", None)
-        assert isinstance(adapters, Adapters), "the engine has checked that it accepts adapters"
+        adapters = self.runner.parts.find(Adapters)
+        assert adapters is not None, "the engine has checked that it accepts adapters"
         return adapters
 
     def stats(self) -> RunnerStats:

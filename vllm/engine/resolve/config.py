@@ -96,7 +96,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
     model = resolve_quantization(model, platform)
-    _check_prompt_embeds(model, platform)
+    _check_prompt_embeds(model)
     load = resolve_offload(load, model, platform)
     if model.pooler is not None:
         settings = for_pooling(settings, model.pooler)
@@ -197,15 +197,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         _resolve_scheduler(settings, platform, settings["max_model_len"])
 
 
-def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
-    if not model.enable_prompt_embeds:
-        return
-    if not platform.can_replace_embeddings:
-        raise ConfigError(
-            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, which "
-            f"does not accept embeddings as prompts. Leave it out, or use device='cpu'"
-        )
-    if model.pooler is not None:
+def _check_prompt_embeds(model: ModelConfig) -> None:
+    if model.enable_prompt_embeds and model.pooler is not None:
         raise ConfigError(
             f"enable_prompt_embeds=True needs a model that generates; '{model.model}' runs with "
             "pooling. Leave it out"

@@ -34,7 +34,7 @@ class DraftRunner(DraftMaker, CPUModelRunner):
     """
 
     def __init__(self, config: VllmConfig, model: CausalLM, target: CPUModelRunner) -> None:
-        super().__init__(config, model, target.device, target.grammars)
+        super().__init__(config, model, target.device)
         self.config = config
         self.batch, self.sampling, self.sampler = target.batch, target.sampling, target.sampler
         features, _, _ = self.sampling.row_arrays

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import RaggedMetadata
+from vllm.attention import LaunchAdapters, LaunchParts, RaggedMetadata, ReplacedTokens
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.launches import RaggedAdapters
@@ -17,13 +17,14 @@ from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.program import Program
+from vllm.ops.low_rank import AdaptedRows
 from vllm.sample.cpu_sampler import make_sampler
 from vllm.sample.features import DISTRIBUTION, Feature
 from vllm.sample.metadata import FeatureArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.worker.adapters import RaggedRows
+from vllm.worker.launch import Launch
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -58,15 +59,12 @@ class CPUModelRunner(ModelRunner):
         self._fuse()
         if self._decode_step is None or step.new_requests:
             return super()._start(step)
-        rows, counts, adapted, num_drafts = step.rows, step.num_scheduled_tokens, None, 0
+        rows, counts, num_drafts = step.rows, step.num_scheduled_tokens, 0
         if step.draft_token_ids is not None:
             num_drafts = len(step.draft_token_ids)
-        if isinstance(self.adapters, RaggedRows):
-            adapters = self.adapters.select(rows, counts if num_drafts else None)
-            if adapters is not None:
-                if adapters.need_modules or self.adapters.change_head(rows):
-                    return super()._start(step)
-                adapted = adapters.rows
+        parts = self.parts.of_launch(Launch(rows, step.num_computed_tokens, counts))
+        if parts and not self._runs_in_one_call(parts, rows):
+            return super()._start(step)
         given = None
         if not self.stage.is_first:
             num_tokens = int(counts.sum())
@@ -77,7 +75,7 @@ class CPUModelRunner(ModelRunner):
             rows,
             step.num_computed_tokens,
             counts,
-            adapted,
+            _adapted_rows(parts.get("adapters")),
             num_drafts=num_drafts,
             num_decodes=step.num_decodes,
             given=given,
@@ -93,6 +91,11 @@ class CPUModelRunner(ModelRunner):
             self._skip_decodes(step, self._decode_step.num_done)
         output = self._output(step, *found)
         return lambda: output
+
+    def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
+        """Whether a step of decodes in one call takes what these rows bring."""
+        has_others = "replaced" in parts or _need_modules(parts.get("adapters"))
+        return not has_others and not self.parts.of_head(rows)
 
     def _output(
         self, step: SchedulerOutput, token_ids: IntArray, counts: IntArray
@@ -120,15 +123,16 @@ class CPUModelRunner(ModelRunner):
         self._fuse()
         context = model_input.context
         metadata = context.attention
-        if self._fused is None or type(metadata) is not RaggedMetadata:
+        if (
+            self._fused is None
+            or type(metadata) is not RaggedMetadata
+            or _need_modules(context.adapters)
+        ):
             return super()._forward(model_input)
-        adapted = None
-        if isinstance(context.adapters, RaggedAdapters):
-            if context.adapters.need_modules:
-                return super()._forward(model_input)
-            adapted = context.adapters.rows
         replaced = context.replaced
-        embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
+        embeddings = None
+        if isinstance(replaced, ReplacedTokens):
+            embeddings = replaced.indices, replaced.embeddings
         slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables
         if metadata.more_groups:
             more_slots, more_tables = zip(*metadata.more_groups, strict=True)
@@ -143,7 +147,7 @@ class CPUModelRunner(ModelRunner):
             torch.from_numpy(metadata.query_start_loc),
             metadata.num_decodes,
             embeddings,
-            adapted,
+            _adapted_rows(context.adapters),
         )
         self._inner += self._fused.tapped
         return result
@@ -183,3 +187,13 @@ class CPUModelRunner(ModelRunner):
             random_feature=Feature.RANDOM,
             gives_hidden=self.reader is not None,
         )
+
+
+def _need_modules(adapters: LaunchAdapters | None) -> bool:
+    """Whether adapters change what no program changes."""
+    return isinstance(adapters, RaggedAdapters) and adapters.need_modules
+
+
+def _adapted_rows(adapters: LaunchAdapters | None) -> AdaptedRows | None:
+    """Return adapters as a program takes them."""
+    return adapters.rows if isinstance(adapters, RaggedAdapters) else None

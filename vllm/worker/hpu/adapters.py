@@ -1,10 +1,14 @@
 """The LoRA adapters of the requests on a card: in slots of one size, taken once at the start."""
 
+import torch
+
+from vllm.attention import LaunchParts
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.launches import DeviceSlots
 from vllm.lora.reader import AdapterReader
+from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.adapters import Adapters, adapter_dtype
 
@@ -37,3 +41,8 @@ class DeviceRows(Adapters):
             format_bytes(self.slots.num_bytes),
         )
         super().__init__(config, reader, self.slots)
+        self._device = device
+
+    def part_of_head(self, rows: IntArray) -> LaunchParts:
+        slots = torch.from_numpy(self.slot_of_row[rows])
+        return {"adapters": self.slots.of_tokens(slots.to(self._device))}

@@ -84,7 +84,7 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
         max_drafts: int,
     ) -> None:
         self._target = target
-        super().__init__(config, model, target._bridge, kernel, target.grammars)
+        super().__init__(config, model, target._bridge, kernel)
         self.config = config
         self._max_drafts = max_drafts
         self._stages = target._stages  # logits have the same shapes

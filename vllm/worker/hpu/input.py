@@ -30,6 +30,7 @@ from vllm.attention.backends.packed_fields import (
 )
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
+from vllm.worker.hpu.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 
@@ -65,7 +66,7 @@ class PrefillInput(Generic[Array]):
     """A prefill of B padded rows with Q padded tokens each, T = B * Q."""
 
     token_ids: Array = packed("T")
-    """[T]"""
+    """[T]; negative where the embedding is given, see `DeviceEmbeddings.mark`."""
     rows: Array = packed("B")
     """[B] as in a decode."""
     positions: Array = packed("T")
@@ -84,7 +85,7 @@ class MergedInput(Generic[Array]):
     """A prefill of P padded prompts in one row of Q padded tokens."""
 
     token_ids: Array = packed("Q")
-    """[Q]"""
+    """[Q] as in a prefill."""
     metadata: MergedPrefillMetadata[Array] = packed_fields_of(MergedPrefillMetadata)
     adapter_slots: Array = packed("Q")
     """[Q] of each token."""
@@ -144,6 +145,7 @@ class HPUInputBuilder:
         slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
             adapters.
         has_resident_drafts: drafts are made on the card, too.
+        embeddings: that requests bring in place of tokens; None: none may.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -156,7 +158,9 @@ class HPUInputBuilder:
         slot_of_row: IntArray | None = None,
         *,
         has_resident_drafts: bool = False,
+        embeddings: DeviceEmbeddings | None = None,
     ) -> None:
+        self._embeddings = embeddings
         self._batch = batch
         self._has_resident_drafts = has_resident_drafts
         self._block_size = block_size
@@ -281,6 +285,8 @@ class HPUInputBuilder:
         places = start[index] + column + self.tokens_ahead
         token_ids[index, column] = batch.token_ids[rows[index], places]
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
+        if self._embeddings is not None:
+            self._embeddings.mark(launch, launch.starts, token_ids.ravel())
         return PrefillInput(
             token_ids=token_ids.ravel(),
             rows=self._padded(bucket.batch, self.padding_row, rows),
@@ -306,6 +312,8 @@ class HPUInputBuilder:
         index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
         known = batch.token_ids[rows[index], position + self.tokens_ahead]
         token_ids = self._padded(bucket.query_len, 0, known)
+        if self._embeddings is not None:
+            self._embeddings.mark(launch, launch.starts, token_ids)
         slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
         return MergedInput(token_ids, metadata, slots, sample_rows)
 

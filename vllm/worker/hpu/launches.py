@@ -1,6 +1,6 @@
 """Padded launches on a card: what runners that generate and runners that pool have in common."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, Protocol
 
@@ -20,7 +20,13 @@ from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.late_shapes import LateShapes
 from vllm.worker.hpu.launch_peers import LaunchPeers
 from vllm.worker.hpu.model import LaunchModel
-from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
+from vllm.worker.hpu.planner import (
+    HPULaunchPlanner,
+    NeedsPrefill,
+    PaddedLaunch,
+    PaddedShape,
+    launch_shapes,
+)
 from vllm.worker.hpu.step_report import StepReport
 from vllm.worker.hpu.trace import trace_launch
 from vllm.worker.input_batch import InputBatch
@@ -43,7 +49,7 @@ class PaddedLaunches:
         model: runs a packed launch.
         inputs: packs them.
         batch: the rows.
-        logprob_rows: see `HPULaunchPlanner`.
+        needs_prefill: see `HPULaunchPlanner`.
         whole_prompts: every prompt runs in one launch, and there are no decodes.
         single_tokens: each row of a launch has one token, and there are no prompts.
 
@@ -66,7 +72,7 @@ class PaddedLaunches:
         inputs: HPUInputBuilder,
         batch: InputBatch,
         *,
-        logprob_rows: Collection[int] = (),
+        needs_prefill: NeedsPrefill | None = None,
         whole_prompts: bool = False,
         single_tokens: bool = False,
     ) -> None:
@@ -85,7 +91,7 @@ class PaddedLaunches:
         )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
-        self._logprob_rows = logprob_rows
+        self._needs_prefill = needs_prefill
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0
         if config.hpu.merged_prefill and not whole_prompts:
@@ -115,7 +121,7 @@ class PaddedLaunches:
             limits,
             self._batch,
             self._merged_prompts,
-            self._logprob_rows,
+            self._needs_prefill,
             has_states=self._config.model.resolved_arch.has_states,
             late=self._late,
         )

@@ -17,6 +17,7 @@ from vllm.attention import (
     LaunchContext,
     PaddedStates,
     StateLayer,
+    TableEmbeddings,
     share_context,
 )
 from vllm.attention.backends.flat_pa import Normaliser
@@ -29,6 +30,7 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
+from vllm.worker.hpu.embeddings import FIRST_GIVEN
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.resident import ResidentTokens
@@ -60,12 +62,15 @@ class PreparedLaunch:
     """Of its tokens; None: no model has any."""
     states: PaddedStates | None = None
     """Of its rows; None: no layer has states."""
+    replaced: TableEmbeddings | None = None
+    """Embeddings that are given; None: all are looked up."""
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
         """Return the launch as the layers see it."""
         return LaunchContext(
             self.attention,
             self.positions,
+            self.replaced,
             rotary_angles=rotary_angles,
             adapters=self.adapters,
             states=self.states,
@@ -182,6 +187,7 @@ class HPUModel(LaunchModel):
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
         inner_layers: whose inputs a speculator reads.
+        embeddings: table of embeddings that prompts bring; None: they bring none.
 
     Shape: packed input of a launch and, for a stage after the first, what the stage before has
     returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
@@ -201,6 +207,7 @@ class HPUModel(LaunchModel):
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
         self.keeper: StateKeeper | None = None
+        self.embeddings: Tensor | None = None
         self.inner_layers = InnerLayers()
         self.resident = resident
         self._normaliser = normaliser
@@ -270,6 +277,13 @@ class HPUModel(LaunchModel):
         """The tokens [T] of a launch as the model takes them."""
         return token_ids
 
+    def _separate(self, token_ids: Tensor) -> tuple[Tensor, TableEmbeddings | None]:
+        """The tokens [T] of a prefill, and the embeddings that are given in place of some."""
+        if self.embeddings is None:
+            return self._token_ids(token_ids), None
+        replaced = TableEmbeddings(FIRST_GIVEN - token_ids, self.embeddings)
+        return self._token_ids(token_ids.clamp_min(0)), replaced
+
     def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_decode(packed, shape)
         if self.resident is not None:
@@ -300,6 +314,7 @@ class HPUModel(LaunchModel):
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_prefill(packed, shape)
+        token_ids, replaced = self._separate(given.token_ids)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
         )
@@ -310,27 +325,30 @@ class HPUModel(LaunchModel):
             states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
         return PreparedLaunch(
             attention,
-            self._token_ids(given.token_ids),
+            token_ids,
             given.positions,
             given.metadata.slot_mapping.flatten(),
             given.last_tokens,
             adapters,
             states,
+            replaced,
         )
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_merged(packed, shape)
+        token_ids, replaced = self._separate(given.token_ids)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(
             metadata, self._kinds, self._block_size, self._kernel
         )
         return PreparedLaunch(
             attention,
-            self._token_ids(given.token_ids),
+            token_ids,
             metadata.positions,
             metadata.slot_mapping,
             metadata.last_token_indices,
             self._adapters_of(given.adapter_slots),
+            replaced=replaced,
         )
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:

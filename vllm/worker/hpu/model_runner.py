@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchAdapters, StateLayer
+from vllm.attention import StateLayer
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
@@ -33,8 +33,10 @@ from vllm.sample.warmup import (
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
 from vllm.worker.adapters import Adapters
+from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.block_moves import BlockMover
+from vllm.worker.hpu.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, PaddedRunner, Sampling
@@ -44,9 +46,9 @@ from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.input_batch import ExpectedTokens
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
-from vllm.worker.launch_result import LaunchResult
+from vllm.worker.launch_result import LaunchResult, PendingRows
 from vllm.worker.model_runner import Drafter, ModelRunner
-from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
+from vllm.worker.prompt_logprobs import PromptLogprobs
 
 
 class PaddedDrafter(Drafter, PaddedRunner, Protocol):
@@ -86,35 +88,33 @@ class HPUModelRunner(ModelRunner):
         """Stages of the sampler that are compiled, by padded batch."""
         self._warmed = ExitStack()
         """Of the launch that runs; closed where it may compile."""
-        assert self.sampling.shapes is not None
-        self._likeliest = self.sampling.shapes.max_likeliest
-        self.prompt_logprobs = PromptLogprobs(
-            model,
-            self.sampler,
-            self._with_adapters,
-            lambda width: class_of(width, self._likeliest),
-            bridge.mark_step,
-        )
         self.resident = self._make_resident(config)
         self._shifts = False
         """Rows of the step may begin earlier than the host has packed them."""
         normaliser = softmax_normaliser(config.hpu)
         adapters, slot_of_row = None, None
-        if isinstance(self.adapters, DeviceRows):
-            adapters, slot_of_row = self.adapters.slots, self.adapters.slot_of_row
+        self._embeddings = self.parts.find(DeviceEmbeddings)
+        if (of_rows := self.parts.find(DeviceRows)) is not None:
+            adapters, slot_of_row = of_rows.slots, of_rows.slot_of_row
         hpu_model = self._pad_model(
             model, self.block_size, kernel, normaliser, self.resident, adapters, self._dtype
         )
         hpu_model.inner_layers = self._inner_layers
+        if self._embeddings is not None:
+            hpu_model.embeddings = self._embeddings.table
         inputs = self._make_inputs(slot_of_row)
-        logprob_rows = self.prompt_logprobs.rows
         with_blocks = [
             layer for layer in self.attention_layers if not isinstance(layer, StateLayer)
         ]
         self._mover = BlockMover(bridge, with_blocks, self.block_size)
         self._has_moves = config.has_dense_cache
         self.planner = self.launches = PaddedLaunches(
-            config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
+            config,
+            bridge,
+            hpu_model,
+            inputs,
+            self.batch,
+            needs_prefill=self.parts.needs_prefill,
         )
 
     def _pad_model(self, *args: Any) -> HPUModel:
@@ -126,6 +126,7 @@ class HPUModelRunner(ModelRunner):
             self.block_size,
             slot_of_row,
             has_resident_drafts=self.resident.max_drafts > 0,
+            embeddings=self._embeddings,
         )
 
     def _make_resident(self, config: VllmConfig) -> ResidentTokens:
@@ -140,14 +141,26 @@ class HPUModelRunner(ModelRunner):
         serve all layers, and a contiguous launch has each block once."""
         return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
 
+    def _make_prompt_logprobs(self) -> PromptLogprobs:
+        assert self.sampling.shapes is not None
+        self._likeliest = most = self.sampling.shapes.max_likeliest
+        self._prompt_logprobs = PromptLogprobs(
+            self.model,
+            self.batch,
+            self.sampler,
+            self._running_head,
+            lambda width: class_of(width, most),
+            self._bridge.mark_step,
+        )
+        return self._prompt_logprobs
+
+    def _make_embeddings(self, config: VllmConfig) -> Iterator[EmbeddingRows]:
+        """On every stage: all of them plan the same launches."""
+        model = self.model if self.stage.is_first else None
+        yield DeviceEmbeddings(model, config, self._bridge)
+
     def _make_adapters(self, config: VllmConfig, reader: AdapterReader) -> Adapters:
         return DeviceRows(config, reader, self._bridge)
-
-    def _head_adapters(self, rows: IntArray) -> LaunchAdapters | None:
-        if not isinstance(self.adapters, DeviceRows):
-            return None
-        slots = torch.from_numpy(self.adapters.slot_of_row[rows])
-        return self.adapters.slots.of_tokens(slots.to(self.device))
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         state = SamplingState(
@@ -204,6 +217,8 @@ class HPUModelRunner(ModelRunner):
         return self.launches.stats(self._num_steps, self._num_useful_tokens)
 
     def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
+        if launch.bucket.phase is Phase.PREFILL:
+            self.parts.send(launch, launch.starts)
         packed, indices = self.launches.inputs.pack(launch)
         num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
         drafts = None
@@ -217,14 +232,9 @@ class HPUModelRunner(ModelRunner):
         if not self.stage.is_last:
             self.stage.connected.send(self._kept_states(hidden_states))
             return LaunchResult.unsampled(launch.rows[indices], num_drafts)
-        prompt_logprobs: list[tuple[int, PendingLogprobs]] = []
+        pending: list[PendingRows] = []
         if launch.bucket.phase is Phase.PREFILL:
-            starts = np.arange(len(launch.rows), dtype=np.int32) * launch.bucket.query_len
-            if launch.merged_prompts:
-                starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
-            prompt_logprobs = self.prompt_logprobs.compute(
-                self.batch, launch, hidden_states, starts
-            )
+            pending = self.parts.read(launch, hidden_states, launch.starts)
         places, within = self._sampled_places(launch, indices, num_drafts)
         num_logits = len(launch.rows) * launch.tokens_with_logits
         rows = np.full(num_logits, self.sampling.padding_row, np.int32)
@@ -245,7 +255,7 @@ class HPUModelRunner(ModelRunner):
             accepted = self._keep_tokens(device_input, launch.shape, sampled)
             self.launches.inputs.mark_sampled(launch.rows[indices])
         return LaunchResult(
-            rows, places, sampled, prompt_logprobs, num_drafts=num_drafts, accepted=accepted
+            rows, places, sampled, pending, num_drafts=num_drafts, accepted=accepted
         )
 
     def _kept_states(self, hidden_states: Tensor) -> Tensor:
@@ -339,7 +349,7 @@ class HPUModelRunner(ModelRunner):
         elif shape.bucket.phase is Phase.PREFILL:
             widths = (1,) if sampling == "none" else size_classes(self._likeliest)
             for width in widths:
-                self.prompt_logprobs.gather(hidden_states, 0, np.zeros(1, np.int32), width)
+                self._prompt_logprobs.gather(hidden_states, 0, np.zeros(1, np.int32), width)
         launches = self._sampling_launches(shape.num_rows, sampling)
         self._warm_up_sampler(shape, device_input, logits, launches)
         if self.drafter is not None:

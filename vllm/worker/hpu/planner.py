@@ -9,7 +9,7 @@ The catalog is closed (`vllm.bucketing.closure`), so every launch finds a bucket
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,6 +55,14 @@ class PaddedLaunch(Launch):
     def tokens_with_logits(self) -> int:
         """Tokens of each row that have logits: the last one of a prompt, all of a decode."""
         return self.bucket.query_len if self.bucket.phase is Phase.DECODE else 1
+
+    @property
+    def starts(self) -> IntArray:
+        """[n] where the tokens of each row begin among those of a prefill."""
+        if self.merged_prompts:
+            count = self.num_scheduled_tokens
+            return np.cumsum(count, dtype=np.int32) - count
+        return np.arange(len(self.rows), dtype=np.int32) * np.int32(self.bucket.query_len)
 
     @property
     def shape(self) -> "PaddedShape":
@@ -159,6 +167,10 @@ class _Rows(NamedTuple):
         return _Rows(*(column[is_chosen] for column in self))
 
 
+NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
+"""Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
+
+
 class HPULaunchPlanner:
     """Plans steps for one runner.
 
@@ -170,8 +182,7 @@ class HPULaunchPlanner:
             their own.
         has_states: a launch takes the state of a row as the launch before it has left it, so that
             it runs one piece of a prompt only.
-        logprob_rows: those whose requests want log-probabilities of their prompts, asked anew for
-            every step: only a prefill gives them.
+        needs_prefill: which single tokens may not run as decodes; None: all may.
         late: shapes that were compiled at their first use.
     """
 
@@ -181,14 +192,14 @@ class HPULaunchPlanner:
         limits: StepLimits,
         batch: InputBatch,
         merged_prompts: int = 0,
-        logprob_rows: Collection[int] = (),
+        needs_prefill: NeedsPrefill | None = None,
         *,
         has_states: bool = False,
         late: LateShapes | None = None,
     ) -> None:
         self.catalog = catalog
         self._late = LateShapes() if late is None else late
-        self._logprob_rows = logprob_rows
+        self._needs_prefill = needs_prefill
         self._limits = limits
         self._batch = batch
         self._merged_prompts = merged_prompts
@@ -232,12 +243,13 @@ class HPULaunchPlanner:
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
-        unless the log-probabilities of the token behind it are wanted."""
+        unless what its request brings is for prefills alone."""
         num_decodes = int(np.count_nonzero(rows.scheduled - rows.drafts == 1))
-        if not self._logprob_rows:
+        is_prompt = None
+        if self._needs_prefill is not None:
+            is_prompt = self._needs_prefill(rows.ids, rows.computed)
+        if is_prompt is None:
             return rows.part(0, num_decodes), rows.part(num_decodes)
-        is_prompt = rows.computed + 1 < self._batch.num_prompt_tokens[rows.ids]
-        is_prompt &= np.isin(rows.ids, list(self._logprob_rows))
         is_prompt[num_decodes:] = True
         return rows.select(~is_prompt), rows.select(is_prompt)
 

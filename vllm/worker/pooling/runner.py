@@ -10,7 +10,14 @@ from torch import Tensor
 
 from vllm.attention import CachedLayer, EncoderMetadata, LaunchContext, share_context
 from vllm.config import VllmConfig
-from vllm.messages import FloatArray, IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.messages import (
+    FloatArray,
+    IntArray,
+    ModelRunnerOutput,
+    NewRequest,
+    RunnerStats,
+    SchedulerOutput,
+)
 from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
@@ -19,6 +26,7 @@ from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import build_ragged_input
 from vllm.worker.model_runner import StepHandle
+from vllm.worker.row_parts import RowPart, RowParts
 
 _NOT_FINITE = (
     "the model's result has values that are not finite: they have overflowed in {dtype}; "
@@ -52,7 +60,7 @@ class PoolingInput:
     """[T] int64; None: all 0."""
 
 
-class PoolingRequests:
+class PoolingRequests(RowPart):
     """The pooling requests of the batch, and how their results are reported.
 
     Args:
@@ -67,13 +75,12 @@ class PoolingRequests:
         self._batch = batch
         self._params: dict[int, PoolingParams] = {}
 
-    def update(self, step: SchedulerOutput) -> None:
-        """Remove freed rows and add new requests."""
-        for row in step.freed_rows:
-            self._params.pop(row, None)
-        for new in step.new_requests:
-            assert new.request.pooling_params is not None
-            self._params[new.row] = new.request.pooling_params
+    def remove(self, row: int) -> None:
+        self._params.pop(row, None)
+
+    def add(self, new: NewRequest) -> None:
+        assert new.request.pooling_params is not None
+        self._params[new.row] = new.request.pooling_params
 
     def output(self, step_id: int, launches: list[PooledRows]) -> ModelRunnerOutput:
         """The results of a step; waits for the device."""
@@ -101,7 +108,7 @@ class PoolingRequests:
         return finish(numbers, self.pooler, self._params[row], token_ids)
 
 
-class TokenTypes:
+class TokenTypes(RowPart):
     """Types of the prompt tokens of every row.
 
     Attributes:
@@ -111,11 +118,9 @@ class TokenTypes:
     def __init__(self, batch: InputBatch) -> None:
         self.values: IntArray = np.zeros_like(batch.token_ids)
 
-    def update(self, step: SchedulerOutput) -> None:
-        """Store the types of new requests."""
-        for new in step.new_requests:
-            types, num_prompt = new.request.token_type_ids, len(new.request.prompt_token_ids)
-            self.values[new.row, :num_prompt] = 0 if types is None else types
+    def add(self, new: NewRequest) -> None:
+        types, num_prompt = new.request.token_type_ids, len(new.request.prompt_token_ids)
+        self.values[new.row, :num_prompt] = 0 if types is None else types
 
 
 class PoolingRunner:
@@ -154,6 +159,8 @@ class PoolingRunner:
         self.requests = PoolingRequests(config, self.batch)
         self._planner: LaunchPlanner = RaggedPlanner()
         self._types = TokenTypes(self.batch) if model.num_token_types > 1 else None
+        types = [] if self._types is None else [self._types]
+        self.parts = RowParts([self.requests, *types])
         self._in_flight: StepHandle | None = None
         self._num_steps = 0
         self._num_useful_tokens = 0
@@ -174,10 +181,8 @@ class PoolingRunner:
             self._in_flight.result()
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
-        self.requests.update(step)
+        self.parts.update(step)
         self.batch.update(step)
-        if self._types is not None:
-            self._types.update(step)
         launches = [self._run(launch) for launch in self._planner.plan(step)]
         pooled = [launch for launch in launches if launch is not None]
         self._in_flight = StepHandle(lambda: self.requests.output(step.step_id, pooled))
