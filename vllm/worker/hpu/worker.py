@@ -207,8 +207,9 @@ class HPUWorker(WorkerBase):
         config, runner = self.config, self.runner
         states = runner.cache_layout.state_bytes * self._num_rows
         adapters, drafts = 0, 0
-        if isinstance(runner, HPUModelRunner) and isinstance(runner.adapters, DeviceRows):
-            adapters = runner.adapters.slots.num_bytes
+        if isinstance(runner, HPUModelRunner):
+            of_rows = runner.parts.find(DeviceRows)
+            adapters = 0 if of_rows is None else of_rows.slots.num_bytes
         if self._drafter is not None:
             drafts = sum(storage.numel() for storage in model_storages(self._drafter.model))
         return [
