@@ -51,7 +51,7 @@ class ReplacedTokens:
 
 @dataclass(frozen=True)
 class TableEmbeddings:
-    """The same where shapes depend on the launch's size alone: given embeddings are in a table."""
+    """Embeddings that a launch brings in a table: shapes depend on its size alone."""
 
     index: Tensor
     """[T] int32: row of the table for each token; negative: its embedding is looked up."""
@@ -59,7 +59,8 @@ class TableEmbeddings:
     """[N, embedding_dim]"""
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """See `GivenEmbeddings`."""
+        """Return the embeddings [T, embedding_dim] that were looked up, with those of the table
+        where there are some."""
         given = self.table.index_select(0, self.index.clamp_min(0))
         return torch.where(self.index[:, None] >= 0, given, rows)
 

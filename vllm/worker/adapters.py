@@ -150,7 +150,7 @@ class RaggedRows(Adapters):
         return self._of_tokens(np.repeat(slots, launch.num_scheduled_tokens))
 
     def part_of_head(self, rows: IntArray) -> LaunchParts:
-        """See `RowPart.part_of_head`; empty where no adapter adds to the output head."""
+        """Return the adapters of these rows; empty where none adds to the output head."""
         slots = self.slot_of_row[rows]
         found = (self._host.adapters[slot] for slot in set(slots.tolist()) - {-1})
         if not any(each is not None and each.changes_head for each in found):

@@ -33,7 +33,7 @@ class Span:
         return self.stop - self.begin
 
     def read(self) -> Tensor:
-        """[m, embedding_dim] float32; no others are copied."""
+        """Return them, [m, embedding_dim] float32; no others are copied."""
         dtype = getattr(torch, self.embeddings.dtype)
         size = self.embeddings.shape[1]
         width = size * dtype.itemsize
@@ -73,7 +73,7 @@ class EmbeddingRows(RowPart):
             self._ends[row] = 0
 
     def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
-        """A decode reads tokens alone."""
+        """Keep tokens whose embeddings are given from decodes, which read tokens alone."""
         if not self._rows:
             return None
         is_given: BoolArray = positions < self._ends[rows]

@@ -155,7 +155,7 @@ class ModelRunner:
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
     def _make_parts(self, config: VllmConfig, grammars: GrammarMatchers) -> Iterator[RowPart]:
-        """What requests of this engine may bring, on this stage."""
+        """Make the parts of what requests of this engine may bring, on this stage."""
         samples = self.stage.is_last
         if samples or makes_drafts(config, self.stage):
             yield SamplingRows(self.sampling, grammars, samples)
@@ -345,7 +345,7 @@ class ModelRunner:
         return LaunchResult(rows, indices, sampled, pending, num_drafts=num_drafts)
 
     def _running_head(self, rows: IntArray) -> AbstractContextManager[None]:
-        """In which the output head runs for hidden states of these rows of the batch, [N]."""
+        """Return the context in which the output head runs for hidden states of rows [N]."""
         parts = self.parts.of_head(rows)
         if not parts:
             return nullcontext()

@@ -53,7 +53,7 @@ class PromptLogprobs(RowPart):
         self._wanted: dict[int, int] = {}
 
     def add(self, new: NewRequest) -> None:
-        """See `RowPart.add`. Also where they are not computed: all stages plan the same
+        """Note what the request wants, also where it is not computed: all stages plan the same
         launches."""
         wanted = new.request.sampling_params.prompt_logprobs
         if wanted is not None:
@@ -64,7 +64,7 @@ class PromptLogprobs(RowPart):
         self._wanted.pop(row, None)
 
     def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
-        """Only a prefill gives those of the token behind a token."""
+        """Keep tokens of these rows from decodes: a prefill alone gives those of the next token."""
         if not self._wanted:
             return None
         is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]

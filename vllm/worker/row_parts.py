@@ -27,11 +27,15 @@ class RowPart:
     """One thing that requests may bring. A hook that a subclass leaves out is never called."""
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
-        """Load in the background what the steps of a request need; see `Executor.prepare`."""
+        """Load in the background what the steps of a request need.
+
+        Returns:
+            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
+        """
         return None
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Keep no longer what requests have needed; see `Executor.release`."""
+        """Drop what requests have needed that have ended."""
 
     def remove(self, row: int) -> None:
         """Clear a row of the batch, if it has something."""
@@ -40,7 +44,7 @@ class RowPart:
         """Note what a request brings into its row."""
 
     def note_step(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
 
     def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
         """Return which single tokens a card may not run as decodes, which cost less; None: it may
@@ -112,11 +116,11 @@ class RowParts:
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
-        """See `RowPart.prepare`."""
+        """Load in the background what a request needs of any part."""
         return when_all([part.prepare(request) for part in self._parts])
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See `RowPart.release`."""
+        """Let every part drop what these requests have needed."""
         for part in self._parts:
             part.release(request_ids)
 
@@ -130,44 +134,44 @@ class RowParts:
                 part.add(new)
 
     def note_step(self) -> None:
-        """See `RowPart.note_step`."""
+        """Tell the parts that a step begins."""
         for part in self._noting:
             part.note_step()
 
     def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
-        """See `RowPart.needs_prefill`."""
+        """Return which single tokens one of the parts keeps from running as decodes."""
         found = [part.needs_prefill(rows, positions) for part in self._choosing]
         asked = [each for each in found if each is not None]
         return np.logical_or.reduce(asked) if asked else None
 
     def send(self, launch: Launch, starts: IntArray) -> None:
-        """See `RowPart.send`."""
+        """Let every part bring to a card what a prefill reads there."""
         for part in self._sending:
             part.send(launch, starts)
 
     def of_launch(self, launch: Launch) -> LaunchParts:
-        """What all parts bring to a launch."""
+        """Join what the parts bring to a launch."""
         found: LaunchParts = {}
         for part in self._in_launch:
             found.update(part.part_of(launch))
         return found
 
     def of_head(self, rows: IntArray) -> LaunchParts:
-        """The same of the output head; see `RowPart.part_of_head`."""
+        """Join what the parts bring to the output head for these rows."""
         found: LaunchParts = {}
         for part in self._in_head:
             found.update(part.part_of_head(rows))
         return found
 
     def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
-        """See `RowPart.read`."""
+        """Join the results that the parts make from the hidden states of a launch."""
         found: list[PendingRows] = []
         for part in self._reading:
             found += part.read(launch, hidden_states, starts)
         return found
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """See `RowPart.errors_of`."""
+        """Join the errors of these rows."""
         errors: dict[int, str] = {}
         for part in self._failing:
             errors.update(part.errors_of(rows))

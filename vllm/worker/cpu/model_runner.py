@@ -93,7 +93,7 @@ class CPUModelRunner(ModelRunner):
         return lambda: output
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
-        """Whether a step of decodes in one call takes what these rows bring."""
+        """Return whether a step of decodes in one call takes what these rows bring."""
         has_others = "replaced" in parts or _need_modules(parts.get("adapters"))
         return not has_others and not self.parts.of_head(rows)
 
@@ -190,7 +190,7 @@ class CPUModelRunner(ModelRunner):
 
 
 def _need_modules(adapters: LaunchAdapters | None) -> bool:
-    """Whether adapters change what no program changes."""
+    """Return whether adapters change what no program changes."""
     return isinstance(adapters, RaggedAdapters) and adapters.need_modules
 
 

@@ -274,11 +274,11 @@ class HPUModel(LaunchModel):
         return self.model.compute_logits(rows)
 
     def _token_ids(self, token_ids: Tensor) -> Tensor:
-        """The tokens [T] of a launch as the model takes them."""
+        """Return the tokens [T] of a launch as the model takes them."""
         return token_ids
 
     def _separate(self, token_ids: Tensor) -> tuple[Tensor, TableEmbeddings | None]:
-        """The tokens [T] of a prefill, and the embeddings that are given in place of some."""
+        """Return the tokens [T] of a prefill, and embeddings that are given in their place."""
         if self.embeddings is None:
             return self._token_ids(token_ids), None
         replaced = TableEmbeddings(FIRST_GIVEN - token_ids, self.embeddings)

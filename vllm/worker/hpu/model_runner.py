@@ -155,7 +155,7 @@ class HPUModelRunner(ModelRunner):
         return self._prompt_logprobs
 
     def _make_embeddings(self, config: VllmConfig) -> Iterator[EmbeddingRows]:
-        """On every stage: all of them plan the same launches."""
+        """Make the rows on every stage, as all of them plan the same launches."""
         model = self.model if self.stage.is_first else None
         yield DeviceEmbeddings(model, config, self._bridge)
 
