@@ -1,9 +1,9 @@
 """Methods of `LLMEngine` that are not about requests: settings, and calls to the workers."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
@@ -13,11 +13,14 @@ from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
 from vllm.errors import RequestError
-from vllm.executor import WorkerMethod
+from vllm.executor import Worker, WorkerMethod
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class ControlledCore(Protocol):
@@ -35,6 +38,12 @@ class ControlledCore(Protocol):
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of every worker."""
+        ...
+
+    def call_workers(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker, for the engine itself."""
         ...
 
     def sleep(self, level: int = 1) -> None:
@@ -133,9 +142,9 @@ class EngineControl:
             RequestError: LoRA is off, or the adapter cannot be loaded.
         """
         adapter = self.input_processor.adapter(lora_request)
-        if all(self.collective_rpc("has_adapter", args=(adapter.number, adapter.key))):
+        if all(self._call_workers(Worker.has_adapter, adapter.number, adapter.key)):
             return False
-        while not is_loaded(adapter, self.collective_rpc("load_adapter", args=call_of(adapter))):
+        while not is_loaded(adapter, self._call_workers(Worker.load_adapter, *call_of(adapter))):
             time.sleep(POLL_S)
         return True
 
@@ -147,7 +156,7 @@ class EngineControl:
             RequestError: LoRA is off.
         """
         check_on(self.vllm_config, "lora_id")
-        return any(self.collective_rpc("unload_adapter", args=(lora_id,)))
+        return any(self._call_workers(Worker.unload_adapter, lora_id))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in memory until it is removed.
@@ -156,16 +165,26 @@ class EngineControl:
             RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
         """
         check_on(self.vllm_config, "lora_id")
-        answers = self.collective_rpc("pin_adapter", args=(lora_id,))
+        answers = self._call_workers(Worker.pin_adapter, lora_id)
         return check_pinned(lora_id, answers, self.vllm_config)
 
     def list_loras(self) -> set[int]:
         """The numbers (`lora_int_id`) of the adapters in memory."""
         if not self.vllm_config.lora.enable_lora:
             return set()
-        return set(chain.from_iterable(self.collective_rpc("adapter_numbers")))
+        return set(chain.from_iterable(self._call_workers(Worker.adapter_numbers)))
 
     # ---- the core and its workers ---------------------------------------------------------
+
+    def _call_workers(
+        self,
+        method: Callable[Concatenate[Worker, _Args], _Result],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> list[_Result]:
+        """Call a method of every worker that users may not call."""
+        self.check_health()
+        return self.engine_core.call_workers(method.__name__, args, kwargs)
 
     def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""

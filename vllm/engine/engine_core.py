@@ -30,6 +30,7 @@ from vllm.errors import (
     VllmError,
 )
 from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
+from vllm.executor.worker_call import refuse_engine_method
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -47,14 +48,6 @@ logger = init_logger(__name__)
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
-
-_OF_THE_ENGINE = frozenset(
-    {
-        *("load", "measure", "allocate", "next_warm_up", "warm_up"),
-        *("execute_model", "sleep", "wake_up", "read_blocks", "write_blocks"),
-    }
-)
-"""Methods of the workers that only the engine may call, because they change its own state."""
 
 
 class EngineCore:
@@ -440,15 +433,25 @@ class EngineCore:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
-        if method in _OF_THE_ENGINE:
-            raise RequestError(
-                f"collective_rpc {method!r}: only the engine calls this method of the workers; "
-                f"sleep and wake_up are methods of the engine as well",
-                param="method",
-            )
+        refuse_engine_method(method)
         if self._transfer is not None:
             self._transfer.check_weights()
         return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    def call_workers(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker between two steps, for the engine itself.
+
+        Args:
+            method: name of a method of `vllm.worker.interface.Worker`.
+            args, kwargs: of the call.
+
+        Raises:
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        return self.executor.collective_rpc(method, None, args, kwargs)
 
     def shutdown(self) -> None:
         """Write measurements that are not written yet, shut the workers down and close the trace.

@@ -9,7 +9,6 @@ rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult f
 
 import socket
 import struct
-import typing
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
+from vllm.worker.interface import Worker
 
 _HEADER = struct.Struct("<Q")
 _PART_BYTES = 2**16
@@ -233,7 +233,4 @@ class FrameReader:
 @cache
 def result_decoder(method: str) -> Any:
     """What decodes the result of a method of `Worker`, by its declared type."""
-    from vllm.worker.interface import Worker  # here, as it loads torch, which takes seconds
-
-    result: Any = typing.get_type_hints(getattr(Worker, method))["return"]
-    return decoder(result).decode
+    return decoder(getattr(Worker, method).__annotations__["return"]).decode

@@ -55,7 +55,9 @@ from vllm.utils.process_memory import keep_for_good
 
 logger = init_logger(__name__)
 
-CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"})
+CALLS = frozenset(
+    {"reset_prefix_cache", "collective_rpc", "call_workers", "sleep", "wake_up", "is_sleeping"}
+)
 """The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
