@@ -15,7 +15,7 @@ from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, Reque
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.worker.interface import ENGINE_METHODS, USER_METHODS, MemoryReport
+from vllm.worker.interface import ENGINE_METHODS, USER_METHODS, MemoryReport, Worker
 
 
 class FakeHandle:
@@ -59,9 +59,9 @@ class FakeExecutor(Executor):
     def start_workers(self) -> None:
         self.is_started = True
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         report = MemoryReport(free_bytes=20, block_bytes=1, num_blocks=20)
-        return [report if method == "measure" else None]
+        return [report if method is Worker.measure else None]
 
     def execute_model(self, step: SchedulerOutput) -> FakeHandle:
         if step.step_id == self.fails_at:

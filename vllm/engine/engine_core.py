@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from vllm.errors import (
     RequestError,
     VllmError,
 )
-from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
+from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod, make_executor
 from vllm.executor.worker_call import refuse_engine_method
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
@@ -44,6 +44,8 @@ from vllm.utils.futures import when_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
+
+_Argument = TypeVar("_Argument")
 
 _IDLE = EngineOutput()
 
@@ -87,7 +89,7 @@ class EngineCore:
             num_blocks = self.executor.start()
             self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
             if self._is_measuring:  # launches of the start had no requests
-                self.executor.collective_rpc("reset_measurements")
+                self.executor.call(Worker.reset_measurements)
             self._has_measured = False
         except BaseException:
             self._close_connections()
@@ -250,7 +252,7 @@ class EngineCore:
 
     def _save_measurements(self) -> None:
         self._has_measured = False
-        for path in self.executor.collective_rpc("save_measurements"):
+        for path in self.executor.call(Worker.save_measurements):
             logger.info("wrote measurements to %s", path)
 
     def _queue(self, request: EngineRequest) -> None:
@@ -382,7 +384,7 @@ class EngineCore:
         is_reset = self.reset_prefix_cache()
         assert is_reset, "blocks are still held after the last request has left"
         started = time.perf_counter()
-        self._call_and_note("sleep", level)
+        self._change_sleep(Worker.sleep, level)
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -399,7 +401,7 @@ class EngineCore:
         self._check_can_sleep()
         tags = None if tags is None else list(tags)
         woken, started = tags or self._sleeping_tags, time.perf_counter()
-        self._call_and_note("wake_up", tags)
+        self._change_sleep(Worker.wake_up, tags)
         seconds = time.perf_counter() - started
         logger.info("It took %.6f seconds to wake up tags %s.", seconds, woken)
 
@@ -411,12 +413,14 @@ class EngineCore:
                 "(--enable-sleep-mode)"
             )
 
-    def _call_and_note(self, method: str, argument: Any) -> None:
+    def _change_sleep(
+        self, method: Callable[[Worker, _Argument], None], argument: _Argument
+    ) -> None:
         """Call all workers, then update the set of sleeping parts, even if the call failed."""
         try:
-            self.executor.collective_rpc(method, args=(argument,))
+            self.executor.call(method, argument)
         finally:
-            (self._sleeping_tags, *_) = self.executor.collective_rpc("sleeping_tags")
+            (self._sleeping_tags, *_) = self.executor.call(Worker.sleeping_tags)
 
     def collective_rpc(
         self,

@@ -9,7 +9,7 @@ rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult f
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,6 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
-from vllm.worker.interface import Worker
 
 _HEADER = struct.Struct("<Q")
 _PART_BYTES = 2**16
@@ -231,6 +230,6 @@ class FrameReader:
 
 
 @cache
-def result_decoder(method: str) -> Any:
+def result_decoder(method: Callable[..., Any]) -> Any:
     """What decodes the result of a method of `Worker`, by its declared type."""
-    return decoder(getattr(Worker, method).__annotations__["return"]).decode
+    return decoder(method.__annotations__["return"]).decode
