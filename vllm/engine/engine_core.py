@@ -16,6 +16,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
+from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
@@ -52,7 +53,7 @@ _IDLE = EngineOutput()
 _PREPARE_WAIT_S = 0.02
 
 
-class EngineCore:
+class EngineCore(CoreCalls):
     """A scheduler and the workers it drives.
 
     Args:
@@ -357,20 +358,11 @@ class EngineCore:
         return is_done
 
     def is_sleeping(self) -> bool:
-        """Whether the memory of weights or KV cache is released."""
+        """Return whether the memory of weights or KV cache is released."""
         return bool(self._sleeping_tags)
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache, and drop all prefixes.
-
-        Args:
-            level: 1 keeps the content of the weights, 2 keeps nothing.
-
-        Raises:
-            RequestError: sleep mode is off, or there is no such level.
-            CapacityError: requests run or wait (status 409).
-            EngineDeadError: an earlier step failed.
-        """
+        """Let the workers release their memory, once no request is there and no step in flight."""
         self._check_can_sleep()
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
@@ -388,16 +380,7 @@ class EngineCore:
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again; requests are accepted when all of it is allocated.
-
-        Args:
-            tags: "weights", "kv_cache" or both; None is both.
-
-        Raises:
-            RequestError: sleep mode is off, or there is no such tag.
-            WeightLoadError: the weights cannot be read again; they still sleep.
-            EngineDeadError: an earlier step failed.
-        """
+        """Let the workers allocate their memory again, and note what still sleeps."""
         self._check_can_sleep()
         tags = None if tags is None else list(tags)
         woken, started = tags or self._sleeping_tags, time.perf_counter()
@@ -429,13 +412,7 @@ class EngineCore:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker between two steps; see `Executor.collective_rpc`.
-
-        Raises:
-            RequestError: the workers have no such method, or only the engine may call it.
-            TimeoutError: the call took longer than `timeout` seconds; the call itself continues.
-            EngineDeadError: an earlier step failed.
-        """
+        """Call a method for a user, who may have changed the weights with it."""
         self._check_alive()
         refuse_engine_method(method)
         if self._transfer is not None:
@@ -445,15 +422,7 @@ class EngineCore:
     def call_workers(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method of every worker between two steps, for the engine itself.
-
-        Args:
-            method: name of a method of `vllm.worker.interface.Worker`.
-            args, kwargs: of the call.
-
-        Raises:
-            EngineDeadError: an earlier step failed.
-        """
+        """Call a method for the engine itself."""
         self._check_alive()
         return self.executor.collective_rpc(method, None, args, kwargs)
 

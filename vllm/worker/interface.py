@@ -28,6 +28,7 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
+from vllm.utils.methods import methods_of
 
 if TYPE_CHECKING:  # they load torch, and a server reads this table without it
     from torch import nn
@@ -296,16 +297,6 @@ class Worker(WorkerForUsers, Protocol):
     def has_adapter(self, number: int, key: str) -> bool:
         """Return whether a LoRA adapter in memory has this number, and this content."""
         ...
-
-
-def methods_of(protocol: type) -> frozenset[str]:
-    """Return the names of the public methods that a protocol declares or inherits."""
-    return frozenset(
-        name
-        for cls in protocol.__mro__
-        for name, value in vars(cls).items()
-        if callable(value) and not name.startswith("_")
-    )
 
 
 USER_METHODS = methods_of(WorkerForUsers)
