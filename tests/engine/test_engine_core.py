@@ -15,7 +15,7 @@ from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, Reque
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.worker.interface import MemoryReport
+from vllm.worker.interface import ENGINE_METHODS, USER_METHODS, MemoryReport, Worker
 
 
 class FakeHandle:
@@ -59,9 +59,9 @@ class FakeExecutor(Executor):
     def start_workers(self) -> None:
         self.is_started = True
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         report = MemoryReport(free_bytes=20, block_bytes=1, num_blocks=20)
-        return [report if method == "measure" else None]
+        return [report if method is Worker.measure else None]
 
     def execute_model(self, step: SchedulerOutput) -> FakeHandle:
         if step.step_id == self.fails_at:
@@ -337,9 +337,22 @@ def test_workers_are_called_by_name_but_not_for_what_the_engine_does_itself():
     core = make_core()
     core.executor.worker_calls["add"] = lambda a, b: a + b
     assert core.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [3]
-    for name in ("load", "allocate", "warm_up", "execute_model", "sleep", "wake_up"):
-        with pytest.raises(RequestError, match=f"{name}.*only the engine"):
-            core.collective_rpc(name)
+    for name in ENGINE_METHODS:
+        message = f"{name}.*only the engine.*Accepted are get_model, .*--worker-extension-cls"
+        with pytest.raises(RequestError, match=message):
+            core.collective_rpc(name, args=(None,))
+    for name in USER_METHODS:
+        core.executor.worker_calls[name] = lambda: "done"
+        assert core.collective_rpc(name) == ["done"]
+    core.executor.worker_calls["join"] = lambda: "joined"
+    assert core.call_workers("join") == ["joined"], "as the engine itself asks for it"
+
+
+def test_a_call_to_the_workers_names_a_method_or_is_a_function():
+    core = make_core()
+    for method in (5, None, b"stats"):
+        with pytest.raises(RequestError, match=f"name of a method or a function, not {method!r}"):
+            core.collective_rpc(method)
 
 
 class SleepingWorker:

@@ -1,9 +1,9 @@
 """An executor over several workers of this process, which are called one after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm.executor import Executor, StepHandleLike, WorkerMethod
+from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod
 from vllm.executor.worker_call import call_worker
 from vllm.messages import SchedulerOutput
 
@@ -22,11 +22,11 @@ class ListExecutor(Executor):
         for rank, worker in enumerate(self.workers):
             worker.load(rank)
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(worker, method)(*args) for worker in self.workers]
+    def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [getattr(worker, method.__name__)(*args) for worker in self.workers]
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        return self.call_workers("execute_model", step)[0]
+        return self.call_workers(Worker.execute_model, step)[0]
 
     def collective_rpc(
         self,

@@ -38,8 +38,8 @@ class ThreadRanks(Executor):
         self._meetings = [first, *(Meeting.of(parallel, rank, *shared) for rank in ranks[1:])]
         self._on_all(lambda worker: worker.join(self._meetings[worker.rank]))
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        return self._on_all(lambda worker: getattr(worker, method)(*args))
+    def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._on_all(lambda worker: getattr(worker, method.__name__)(*args))
 
     def _on_all(self, call: Callable[[Any], Any]) -> list[Any]:
         return [future.result() for future in self._start_on_all(call)]

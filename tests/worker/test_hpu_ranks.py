@@ -1,7 +1,7 @@
 """Two simulated cards of different memory start together, and launch in the same shapes."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LAZY, LONG_PROMPTS, chec
 from vllm.bucketing import MemoryClass, Phase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
-from vllm.executor import StepHandleLike
+from vllm.executor import StepHandleLike, Worker
 from vllm.messages import EngineRequest, SchedulerOutput
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_compile import compile_for_card
@@ -52,15 +52,15 @@ class TwoCards(ListExecutor):
             use_card(worker.bridge)
             worker.load(rank)
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         results = []
         for worker in self.workers:
             use_card(worker.bridge)
-            results.append(getattr(worker, method)(*args))
+            results.append(getattr(worker, method.__name__)(*args))
         return results
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        first, second = handles = self.call_workers("execute_model", step)
+        first, second = handles = self.call_workers(Worker.execute_model, step)
         for worker, handle in zip(self.workers, handles, strict=True):
             use_card(worker.bridge)
             handle.result()

@@ -5,9 +5,9 @@ The getters of settings are coroutines, because programs await them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
@@ -18,12 +18,16 @@ from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
 from vllm.errors import RequestError, RequestTimeoutError
+from vllm.executor import Worker
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, SchedulerStats
 from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,11 +190,11 @@ class AsyncControl:
         """
         await self.wait_ready()
         adapter = await self._find_adapter(lora_request)
-        found = await self.collective_rpc("has_adapter", args=(adapter.number, adapter.key))
+        found = await self._call_workers(Worker.has_adapter, adapter.number, adapter.key)
         if all(found):
             return False
         while not is_loaded(
-            adapter, await self.collective_rpc("load_adapter", args=call_of(adapter))
+            adapter, await self._call_workers(Worker.load_adapter, *call_of(adapter))
         ):
             await asyncio.sleep(POLL_S)
         return True
@@ -204,7 +208,7 @@ class AsyncControl:
         """
         await self.wait_ready()
         check_on(self.vllm_config, "lora_id")
-        return any(await self.collective_rpc("unload_adapter", args=(lora_id,)))
+        return any(await self._call_workers(Worker.unload_adapter, lora_id))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in memory until it is removed.
@@ -214,7 +218,7 @@ class AsyncControl:
         """
         await self.wait_ready()
         check_on(self.vllm_config, "lora_id")
-        answers = await self.collective_rpc("pin_adapter", args=(lora_id,))
+        answers = await self._call_workers(Worker.pin_adapter, lora_id)
         return check_pinned(lora_id, answers, self.vllm_config)
 
     async def list_loras(self) -> set[int]:
@@ -222,9 +226,19 @@ class AsyncControl:
         await self.wait_ready()
         if not self.vllm_config.lora.enable_lora:
             return set()
-        return set(chain.from_iterable(await self.collective_rpc("adapter_numbers")))
+        return set(chain.from_iterable(await self._call_workers(Worker.adapter_numbers)))
 
     # ---- the core and its workers ---------------------------------------------------------
+
+    async def _call_workers(
+        self,
+        method: Callable[Concatenate[Worker, _Args], _Result],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> list[_Result]:
+        """Call a method of the workers of all replicas that users may not call."""
+        call = method.__name__, list(args), kwargs
+        return list(chain.from_iterable(await self._core.calls.call("call_workers", *call)))
 
     async def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""

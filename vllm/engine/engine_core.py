@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
+from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
@@ -29,7 +30,8 @@ from vllm.errors import (
     RequestError,
     VllmError,
 )
-from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
+from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod, make_executor
+from vllm.executor.worker_call import refuse_engine_method
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -45,20 +47,14 @@ from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
 
+_Argument = TypeVar("_Argument")
+
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
 
-_OF_THE_ENGINE = frozenset(
-    {
-        *("load", "measure", "allocate", "next_warm_up", "warm_up"),
-        *("execute_model", "sleep", "wake_up", "read_blocks", "write_blocks"),
-    }
-)
-"""Methods of the workers that only the engine may call, because they change its own state."""
 
-
-class EngineCore:
+class EngineCore(CoreCalls):
     """A scheduler and the workers it drives.
 
     Args:
@@ -92,7 +88,7 @@ class EngineCore:
             num_blocks = self.executor.start()
             self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
             if self._is_measuring:  # launches of the start had no requests
-                self.executor.collective_rpc("reset_measurements")
+                self.executor.call(Worker.reset_measurements)
             self._has_measured = False
         cache = KVCacheManager(
             num_blocks,
@@ -252,7 +248,7 @@ class EngineCore:
 
     def _save_measurements(self) -> None:
         self._has_measured = False
-        for path in self.executor.collective_rpc("save_measurements"):
+        for path in self.executor.call(Worker.save_measurements):
             logger.info("wrote measurements to %s", path)
 
     def _queue(self, request: EngineRequest) -> None:
@@ -357,20 +353,11 @@ class EngineCore:
         return is_done
 
     def is_sleeping(self) -> bool:
-        """Whether the memory of weights or KV cache is released."""
+        """Return whether the memory of weights or KV cache is released."""
         return bool(self._sleeping_tags)
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache, and drop all prefixes.
-
-        Args:
-            level: 1 keeps the content of the weights, 2 keeps nothing.
-
-        Raises:
-            RequestError: sleep mode is off, or there is no such level.
-            CapacityError: requests run or wait (status 409).
-            EngineDeadError: an earlier step failed.
-        """
+        """Let the workers release their memory, once no request is there and no step in flight."""
         self._check_can_sleep()
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
@@ -384,24 +371,15 @@ class EngineCore:
         is_reset = self.reset_prefix_cache()
         assert is_reset, "blocks are still held after the last request has left"
         started = time.perf_counter()
-        self._call_and_note("sleep", level)
+        self._change_sleep(Worker.sleep, level)
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again; requests are accepted when all of it is allocated.
-
-        Args:
-            tags: "weights", "kv_cache" or both; None is both.
-
-        Raises:
-            RequestError: sleep mode is off, or there is no such tag.
-            WeightLoadError: the weights cannot be read again; they still sleep.
-            EngineDeadError: an earlier step failed.
-        """
+        """Let the workers allocate their memory again, and note what still sleeps."""
         self._check_can_sleep()
         tags = None if tags is None else list(tags)
         woken, started = tags or self._sleeping_tags, time.perf_counter()
-        self._call_and_note("wake_up", tags)
+        self._change_sleep(Worker.wake_up, tags)
         seconds = time.perf_counter() - started
         logger.info("It took %.6f seconds to wake up tags %s.", seconds, woken)
 
@@ -413,12 +391,14 @@ class EngineCore:
                 "(--enable-sleep-mode)"
             )
 
-    def _call_and_note(self, method: str, argument: Any) -> None:
+    def _change_sleep(
+        self, method: Callable[[Worker, _Argument], None], argument: _Argument
+    ) -> None:
         """Call all workers, then update the set of sleeping parts, even if the call failed."""
         try:
-            self.executor.collective_rpc(method, args=(argument,))
+            self.executor.call(method, argument)
         finally:
-            (self._sleeping_tags, *_) = self.executor.collective_rpc("sleeping_tags")
+            (self._sleeping_tags, *_) = self.executor.call(Worker.sleeping_tags)
 
     def collective_rpc(
         self,
@@ -427,23 +407,19 @@ class EngineCore:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker between two steps; see `Executor.collective_rpc`.
-
-        Raises:
-            RequestError: the workers have no such method, or only the engine may call it.
-            TimeoutError: the call took longer than `timeout` seconds; the call itself continues.
-            EngineDeadError: an earlier step failed.
-        """
+        """Call a method for a user, who may have changed the weights with it."""
         self._check_alive()
-        if method in _OF_THE_ENGINE:
-            raise RequestError(
-                f"collective_rpc {method!r}: only the engine calls this method of the workers; "
-                f"sleep and wake_up are methods of the engine as well",
-                param="method",
-            )
+        refuse_engine_method(method)
         if self._transfer is not None:
             self._transfer.check_weights()
         return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    def call_workers(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method for the engine itself."""
+        self._check_alive()
+        return self.executor.collective_rpc(method, None, args, kwargs)
 
     def shutdown(self) -> None:
         """Write measurements that are not written yet, shut the workers down and close the trace.

@@ -17,7 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.core.block_hash import block_hashes, root_hash
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
-from vllm.executor import Executor
+from vllm.executor import Executor, Worker
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, TransferStats, number_of
 from vllm.request import Request
@@ -49,7 +49,7 @@ class KVTransfer:
         self._saves, self._loads = connector.config.saves, connector.config.loads
         self._num_queries = self._num_hits = 0
         self._num_loaded_bytes = self._num_saved_bytes = 0
-        connector.block_bytes = sum(executor.collective_rpc("block_bytes"))
+        connector.block_bytes = sum(executor.call(Worker.block_bytes))
         _log_size(connector.config, connector.block_bytes)
         if self._saves:
             cache.freed = []
@@ -159,9 +159,7 @@ class KVTransfer:
         if not wanted or self._is_mixed:
             return None
         keys = [keys[index] for index in wanted]
-        parts = self._executor.collective_rpc(
-            "read_blocks", args=([block_ids[index] for index in wanted],)
-        )
+        parts = self._executor.call(Worker.read_blocks, [block_ids[index] for index in wanted])
         blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
         self._num_saved_bytes += _num_bytes(blocks)
         return self._connector.save(keys, blocks)
@@ -195,7 +193,7 @@ class KVTransfer:
         """Find out which namespace the blocks belong to, if the weights may have changed."""
         if self._is_open:
             return
-        prints = self._executor.collective_rpc("cache_fingerprint")
+        prints = self._executor.call(Worker.cache_fingerprint)
         namespace = sha256(b"".join(prints)).hexdigest()[:32]
         if self._namespace not in (None, namespace) and not self._is_mixed:
             self._is_mixed = True
@@ -236,7 +234,7 @@ class KVTransfer:
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
-        if not all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks))):
+        if not all(self._executor.call(Worker.write_blocks, block_ids, blocks)):
             return False
         self._num_loaded_bytes += _num_bytes(blocks)
         return True

@@ -6,22 +6,28 @@ engine core computes, `OutputProcessor` makes text. Not thread-safe.
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from vllm.config import VllmConfig
-from vllm.engine.engine_control import ControlledCore, EngineControl
+from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.structured_output import StructuredOutputConfig
+from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
+from vllm.engine.core_calls import CoreCalls
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
 from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.unavailable import refuse
 from vllm.errors import ConfigError, EngineDeadError, RequestError
+from vllm.executor import Worker
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
@@ -29,6 +35,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.clean_up import on_failure
 from vllm.utils.imports import load_class
+from vllm.utils.methods import passed_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,8 +44,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
-class Core(ControlledCore, Protocol):
+
+class Core(CoreCalls, Protocol):
     """The methods of the core that the engine uses; see `vllm.engine.engine_core.EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None:
@@ -66,7 +76,17 @@ class Core(ControlledCore, Protocol):
         ...
 
 
-class LLMEngine(EngineControl):
+def _core_of(engine: "LLMEngine") -> Core:
+    """Return the core of an engine that can serve.
+
+    Raises:
+        EngineDeadError: it was shut down.
+    """
+    engine.check_health()
+    return engine.engine_core
+
+
+class LLMEngine:
     """Requests, their core and their tokenizer.
 
     Args:
@@ -258,6 +278,150 @@ class LLMEngine(EngineControl):
     def get_num_unfinished_requests(self) -> int:
         """Number of requests that have not ended; one with several samples counts once."""
         return self.output_processor.num_unfinished_requests
+
+    # ---- settings -------------------------------------------------------------------------
+
+    def get_vllm_config(self) -> VllmConfig:
+        """The config of the engine."""
+        return self.vllm_config
+
+    def get_model_config(self) -> ModelConfig:
+        """The model's part of the config."""
+        return self.vllm_config.model
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's part of the config."""
+        return self.vllm_config.scheduler
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """The config of parallelism."""
+        return self.vllm_config.parallel
+
+    def get_decoding_config(self) -> StructuredOutputConfig:
+        """The part of the config about structured output."""
+        return self.vllm_config.structured_output
+
+    def get_lora_config(self) -> LoRAConfig | None:
+        """The config of LoRA; None if it is off."""
+        return self.vllm_config.lora if self.vllm_config.lora.enable_lora else None
+
+    def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer, which all requests use, those with adapters too.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        return self.get_tokenizer()
+
+    def is_tracing_enabled(self) -> bool:
+        """False: the server makes the traces of requests."""
+        return False
+
+    # ---- statistics -----------------------------------------------------------------------
+
+    def get_metrics(self) -> list[Metric]:
+        """The metrics since the engine started: those of a server's /metrics.
+
+        Raises:
+            RequestError: the engine collects no metrics, as `disable_log_stats` is True.
+        """
+        if self.metrics is None:
+            raise RequestError(
+                "get_metrics: this engine collects no metrics, as disable_log_stats is True (the "
+                "default of LLM). Create the engine with disable_log_stats=False"
+            )
+        return read_metrics(self.metrics)
+
+    def do_log_stats(self) -> None:
+        """Log statistics since the last call, unless the engine was idle; does nothing with
+        `disable_log_stats`."""
+        if self.metrics is not None:
+            self._stats_log.log()
+
+    # ---- LoRA -----------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before requests name it. Returns False if it is loaded already.
+
+        Raises:
+            RequestError: LoRA is off, or the adapter cannot be loaded.
+        """
+        adapter = self.input_processor.adapter(lora_request)
+        if all(self._call_workers(Worker.has_adapter, adapter.number, adapter.key)):
+            return False
+        while not is_loaded(adapter, self._call_workers(Worker.load_adapter, *call_of(adapter))):
+            time.sleep(POLL_S)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Drop an adapter from memory; it is loaded again when a request names it. Returns False if
+        it is not loaded.
+
+        Raises:
+            RequestError: LoRA is off.
+        """
+        check_on(self.vllm_config, "lora_id")
+        return any(self._call_workers(Worker.unload_adapter, lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory until it is removed.
+
+        Raises:
+            RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
+        """
+        check_on(self.vllm_config, "lora_id")
+        answers = self._call_workers(Worker.pin_adapter, lora_id)
+        return check_pinned(lora_id, answers, self.vllm_config)
+
+    def list_loras(self) -> set[int]:
+        """The numbers (`lora_int_id`) of the adapters in memory."""
+        if not self.vllm_config.lora.enable_lora:
+            return set()
+        return set(chain.from_iterable(self._call_workers(Worker.adapter_numbers)))
+
+    # ---- the core and its workers ---------------------------------------------------------
+
+    collective_rpc = passed_on(CoreCalls.collective_rpc, _core_of)
+    sleep = passed_on(CoreCalls.sleep, _core_of)
+    wake_up = passed_on(CoreCalls.wake_up, _core_of)
+
+    def is_sleeping(self) -> bool:
+        """Return whether the memory of weights or KV cache is released."""
+        return self.engine_core.is_sleeping()
+
+    def start_profile(self) -> None:
+        """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: that is not set, or a trace is being recorded already.
+        """
+        self._call_workers(Worker.start_profile)
+
+    def stop_profile(self) -> None:
+        """End the trace and write it; returns when the file is complete.
+
+        Raises:
+            RequestError: no trace is being recorded.
+        """
+        self._call_workers(Worker.stop_profile)
+
+    def _call_workers(
+        self,
+        method: Callable[Concatenate[Worker, _Args], _Result],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> list[_Result]:
+        """Call a method of every worker that users may not call."""
+        self.check_health()
+        return self.engine_core.call_workers(method.__name__, args, kwargs)
+
+    def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Empty the prefix cache. Returns False and changes nothing while requests run."""
+        return self.engine_core.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> bool:
+        """Return True: this version reads text only, so there is no such cache."""
+        return True
 
     # ---- the engine itself ----------------------------------------------------------------
 

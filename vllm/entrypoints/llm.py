@@ -1,16 +1,15 @@
 """Offline generation: prompts in, outputs back, all at once."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.unavailable import refuse
 from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
-from vllm.entrypoints.offline.control_llm import ControlMethods
 from vllm.entrypoints.offline.legacy_arguments import with_guided_options, with_token_ids
 from vllm.entrypoints.offline.offline_run import (
     Prompts,
@@ -28,14 +27,21 @@ from vllm.messages import EngineRequest
 from vllm.outputs import BeamSearchOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import Counter
+from vllm.utils.methods import passed_on
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from torch import nn
+
+_Result = TypeVar("_Result")
 
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-class LLM(PoolingMethods, ControlMethods):
+def _engine_of(llm: "LLM") -> LLMEngine:
+    return llm.llm_engine
+
+
+class LLM(PoolingMethods):
     """A model to generate or to pool with. Not thread-safe.
 
     Released when it is collected, at the end of the program, or by `llm_engine.shutdown()`.
@@ -248,13 +254,26 @@ class LLM(PoolingMethods, ControlMethods):
 
     # ---- the engine -----------------------------------------------------------------------
 
-    def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
-        """The tokenizer; raises RequestError when the engine runs without one."""
-        return self.llm_engine.get_tokenizer(lora_request)
+    get_tokenizer = passed_on(LLMEngine.get_tokenizer, _engine_of)
+    set_tokenizer = passed_on(LLMEngine.set_tokenizer, _engine_of)
+    collective_rpc = passed_on(LLMEngine.collective_rpc, _engine_of)
+    sleep = passed_on(LLMEngine.sleep, _engine_of)
+    wake_up = passed_on(LLMEngine.wake_up, _engine_of)
+    start_profile = passed_on(LLMEngine.start_profile, _engine_of)
+    stop_profile = passed_on(LLMEngine.stop_profile, _engine_of)
+    get_metrics = passed_on(LLMEngine.get_metrics, _engine_of)
+    reset_prefix_cache = passed_on(LLMEngine.reset_prefix_cache, _engine_of)
 
-    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Use another tokenizer from now on."""
-        self.llm_engine.set_tokenizer(tokenizer)
+    def apply_model(self, func: "Callable[[nn.Module], _Result]") -> list[_Result]:
+        """Call a function with the model of every worker.
+
+        Linear layers may hold their weights in the layout of the kernels, not as a parameter; on
+        the CPU that is so for bfloat16 and for quantized models.
+
+        Returns:
+            One result per worker.
+        """
+        return self.collective_rpc(lambda worker: func(worker.get_model()))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; a new object each time."""

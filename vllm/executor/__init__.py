@@ -4,6 +4,13 @@ from vllm.executor.base import Executor
 from vllm.executor.choose import make_executor
 from vllm.executor.uniproc import UniProcExecutor
 from vllm.executor.worker_call import WorkerMethod
-from vllm.worker.interface import StepHandleLike
+from vllm.worker.interface import StepHandleLike, Worker
 
-__all__ = ["Executor", "StepHandleLike", "UniProcExecutor", "WorkerMethod", "make_executor"]
+__all__ = [
+    "Executor",
+    "StepHandleLike",
+    "UniProcExecutor",
+    "Worker",
+    "WorkerMethod",
+    "make_executor",
+]

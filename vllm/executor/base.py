@@ -5,9 +5,9 @@ they start, and what they have to agree on, is the same for all executors and st
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -15,7 +15,10 @@ from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.utils import startup_progress
 from vllm.utils.clean_up import on_failure
-from vllm.worker.interface import MemoryReport, StepHandleLike, WarmUpStep
+from vllm.worker.interface import StepHandleLike, WarmUpStep, Worker
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class Executor(ABC):
@@ -60,18 +63,26 @@ class Executor(ABC):
         """Make the workers, and let each of them `load` its part of the model."""
 
     @abstractmethod
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `Worker` on every worker. Returns the results by rank. Used during the
-        start, when no step is in flight."""
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
+        """Call a method on every worker during the start, when no step is in flight. A failure is
+        the end of the executor.
+
+        Args:
+            method: of `Worker`, such as `Worker.measure`.
+            args: of the call, without what each rank has itself: its number, its meeting.
+
+        Returns:
+            The results by rank.
+        """
 
     def allocate(self) -> int:
         """Allocate KV caches on all workers. Returns the number of blocks, the largest that fits on
         every rank."""
-        reports: list[MemoryReport] = self.call_workers("measure")
+        reports = self.call_workers(Worker.measure)
         num_blocks = min(report.num_blocks for report in reports)
         self.cache_windows = reports[0].windows
         assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
-        self.call_workers("allocate", num_blocks)
+        self.call_workers(Worker.allocate, num_blocks)
         return num_blocks
 
     def warm_up(self) -> Iterator[WarmUpStep]:
@@ -85,7 +96,7 @@ class Executor(ABC):
         """
         given_up = step = None
         while True:
-            found: list[WarmUpStep | None] = self.call_workers("next_warm_up", given_up)
+            found = self.call_workers(Worker.next_warm_up, given_up)
             steps = [step for step in found if step is not None]
             places = {(step.phase, step.name, step.index, step.total) for step in steps}
             assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
@@ -97,7 +108,7 @@ class Executor(ABC):
             given_up = _first_reason([each.given_up for each in steps])
             if given_up is None:
                 startup_progress.report(step.phase, step.index - 1, step.total, step.eta_seconds)
-                given_up = _first_reason(self.call_workers("warm_up"))
+                given_up = _first_reason(self.call_workers(Worker.warm_up))
             yield msgspec.structs.replace(step, given_up=given_up)
 
     # ---- steps ----------------------------------------------------------------------------
@@ -119,6 +130,24 @@ class Executor(ABC):
         """Requests with an adapter have ended: after the steps that have been started, the workers
         keep it for them no longer."""
         return None
+
+    def call(
+        self,
+        method: Callable[Concatenate[Worker, _Args], _Result],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> list[_Result]:
+        """Call a method of every worker, after the steps that have been started. The workers go on
+        if it raises.
+
+        Args:
+            method: of `Worker`, such as `Worker.wake_up`.
+            args, kwargs: of the call.
+
+        Returns:
+            One result per worker.
+        """
+        return self.collective_rpc(method.__name__, None, args, kwargs)
 
     @abstractmethod
     def collective_rpc(

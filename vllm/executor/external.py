@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed
 
@@ -28,11 +28,12 @@ from vllm.executor.worker_call import make_worker
 from vllm.message_codec import decoder, encode
 from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.utils.clean_up import on_failure
-from vllm.worker.interface import StepHandleLike
+from vllm.worker.interface import StepHandleLike, Worker
 
 _ENGINES = itertools.count()
 """Engines of this process. Those with the same number in all processes belong together."""
 _VALUE, _FAILURE = b"v", b"f"
+_Result = TypeVar("_Result")
 _decode_output = decoder(ModelRunnerOutput).decode
 
 
@@ -88,8 +89,8 @@ class ExternalExecutor(UniProcExecutor):
             CollectiveError: another rank has failed.
         """
         self._compare_facts()
-        self._agree("load", self._load_worker)
-        self.call_workers("join", self._meeting)
+        self._agree(Worker.load, self._load_worker)
+        self.call_workers(Worker.join, self._meeting)
 
     def _compare_facts(self) -> None:
         """Refuse ranks that would decide otherwise than this one about the steps."""
@@ -108,13 +109,13 @@ class ExternalExecutor(UniProcExecutor):
         worker.load(self._rank)
         self._worker = worker
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call a method of the worker of this process. Returns the results of all processes, which
         make the same call."""
         worker = self._running_worker
-        return self._agree(method, lambda: getattr(worker, method)(*args))
+        return self._agree(method, lambda: getattr(worker, method.__name__)(*args))
 
-    def _agree(self, method: str, call: Callable[[], Any]) -> list[Any]:
+    def _agree(self, method: Callable[..., _Result], call: Callable[[], _Result]) -> list[_Result]:
         """Exchange the results of a call. If it fails in one process, it fails in all of them."""
         if self._size == 1:
             return [call()]
@@ -126,7 +127,9 @@ class ExternalExecutor(UniProcExecutor):
             # The process that serves the store may have ended for the same reason.
             with on_failure(lambda: self._meeting.arrive(name, failure), self._meeting.abort):
                 raise
-        found = self._meeting.exchange(name, _VALUE + encode(value), f"results of {method}")
+        found = self._meeting.exchange(
+            name, _VALUE + encode(value), f"results of {method.__name__}"
+        )
         failures = {
             rank: decode_from_rank(data[1:])
             for rank, data in enumerate(found)

@@ -9,12 +9,12 @@ engine, which passes the tokens on to the other stages before it starts the next
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
@@ -30,7 +30,9 @@ from vllm.platforms import resolve_platform
 from vllm.utils.forked_process import can_fork
 from vllm.utils.futures import when_all
 from vllm.utils.imports import load_class
-from vllm.worker.interface import StepHandleLike
+from vllm.worker.interface import StepHandleLike, Worker
+
+_Result = TypeVar("_Result")
 
 
 class MultiprocExecutor(UniProcExecutor):
@@ -67,7 +69,7 @@ class MultiprocExecutor(UniProcExecutor):
         self._ranks = RankGroup(
             self._config, self._meeting, self._meeting.abort, are_copies=are_copies
         )
-        self._loading = self._ranks.call("load", [])
+        self._loading = self._ranks.call(Worker.load.__name__, [])
 
     def _can_be_copied(self) -> bool:
         """Whether workers may be copies of this process. Imports their class then, as a copy has
@@ -83,23 +85,25 @@ class MultiprocExecutor(UniProcExecutor):
         self.begin()
         with self._explained():
             self._load_worker()
-        self._results("load", self._loading)
-        self.call_workers("join")
+        self._results(Worker.load, self._loading)
+        self.call_workers(Worker.join)
 
     def _has_core_to_spare(self) -> bool:
         return has_core_to_spare(self._config.parallel.world_size)
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call a method on all ranks at the same time."""
-        calls = self._running_ranks.call(method, args)
-        own_args = (self._meeting,) if method == "join" else args
+        calls = self._running_ranks.call(method.__name__, args)
+        own_args = (self._meeting,) if method is Worker.join else args
         with self._explained():
             own = super().call_workers(method, *own_args)
         return own + self._results(method, calls)
 
-    def _results(self, method: str, calls: "Sequence[Future[bytes]]") -> list[Any]:
+    def _results(
+        self, method: Callable[..., _Result], calls: "Sequence[Future[bytes]]"
+    ) -> list[_Result]:
         decode = result_decoder(method)
-        return [decode(value) for value in self._running_ranks.results(method, calls)]
+        return [decode(value) for value in self._running_ranks.results(method.__name__, calls)]
 
     # ---- steps ----------------------------------------------------------------------------
 

@@ -122,13 +122,13 @@ class RankServer:
 
     def _own(self, method: str, args: list[Any]) -> Any:
         """A call of the start sequence."""
-        if method == "join":
+        if method == Worker.join.__name__:
             self._meeting = self._meet()  # kept, as others may still need the store that it serves
             return self._worker.join(self._meeting)
-        if method == "load":
+        if method == Worker.load.__name__:
             return self._worker.load(self._rank)
         result = getattr(self._worker, method)(*args)
-        if method == "allocate":
+        if method == Worker.allocate.__name__:
             keep_for_good()
         return result
 

@@ -9,8 +9,7 @@ rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult f
 
 import socket
 import struct
-import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -231,9 +230,6 @@ class FrameReader:
 
 
 @cache
-def result_decoder(method: str) -> Any:
+def result_decoder(method: Callable[..., Any]) -> Any:
     """What decodes the result of a method of `Worker`, by its declared type."""
-    from vllm.worker.interface import Worker  # here, as it loads torch, which takes seconds
-
-    result: Any = typing.get_type_hints(getattr(Worker, method))["return"]
-    return decoder(result).decode
+    return decoder(method.__annotations__["return"]).decode

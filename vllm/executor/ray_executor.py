@@ -6,9 +6,9 @@ All ranks are actors: the engine's own machine may have no device.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.distributed import RankLayout, ranks_text
@@ -51,7 +51,9 @@ from vllm.messages import (
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import resolve_platform
 from vllm.version import __version__
-from vllm.worker.interface import StepHandleLike
+from vllm.worker.interface import StepHandleLike, Worker
+
+_Result = TypeVar("_Result")
 
 logger = init_logger(__name__)
 
@@ -100,8 +102,8 @@ class RayExecutor(Executor):
             ConfigError: there is no Ray, no cluster, or too few resources.
         """
         self._start_actors()
-        self.call_workers("load")
-        self.call_workers("join")
+        self.call_workers(Worker.load)
+        self.call_workers(Worker.join)
 
     def _start_actors(self) -> None:
         from vllm.executor.ray_actor import RankActor
@@ -160,10 +162,10 @@ class RayExecutor(Executor):
                     f"all machines of the Ray cluster"
                 )
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call a method on all ranks at the same time."""
         decode = result_decoder(method)
-        return [decode(answer.value) for answer in self._call(method, args)]
+        return [decode(answer.value) for answer in self._call(method.__name__, args)]
 
     def _call(
         self,

@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
-
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.platforms.cpu_threads import count_cores
 from vllm.worker.interface import Worker
@@ -23,6 +21,8 @@ def has_core_to_spare(num_workers: int = 1) -> bool:
     Without one, the host takes a core away from a thread for which the others wait: a quarter of
     the tokens per second of a small model was lost on two cores.
     """
+    import torch  # here, as it takes seconds, and a server imports this package without it
+
     return count_cores() > num_workers * torch.get_num_threads()
 
 

@@ -1,8 +1,8 @@
 """One worker in the engine's own process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
@@ -11,6 +11,8 @@ from vllm.executor.worker_call import WorkerMethod, call_worker, make_worker
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
 from vllm.worker.interface import StepHandleLike, Worker
+
+_Result = TypeVar("_Result")
 
 
 class UniProcExecutor(Executor):
@@ -48,9 +50,9 @@ class UniProcExecutor(Executor):
     def _has_core_to_spare(self) -> bool:
         return has_core_to_spare()
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call a method of the worker."""
-        return [getattr(self._running_worker, method)(*args)]
+        return [getattr(self._running_worker, method.__name__)(*args)]
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step."""

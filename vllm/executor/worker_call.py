@@ -10,10 +10,15 @@ from vllm.executor.rank_wire import RankPlace
 from vllm.messages import EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class, load_user_class
-from vllm.worker.interface import Worker
+from vllm.worker.interface import ENGINE_METHODS, USER_METHODS, Worker
 
 WorkerMethod = str | Callable[..., Any]
 """Name of a method of the worker, or a function whose first argument is the worker."""
+
+_ACCEPTED = (
+    f"Accepted are {', '.join(sorted(USER_METHODS))}, and methods of a class of your own, given by "
+    f"--worker-extension-cls package.module.Class"
+)
 
 
 def make_worker(config: VllmConfig, rank: int, place: RankPlace | None = None) -> Worker:
@@ -72,6 +77,27 @@ def name_to_send(method: WorkerMethod) -> str:
     return method
 
 
+def refuse_engine_method(method: WorkerMethod) -> None:
+    """Refuse the method of a user's call if only the engine may call it.
+
+    Raises:
+        RequestError: it is such a method, or neither a name nor a function.
+    """
+    if callable(method):
+        return
+    if not isinstance(method, str):
+        raise RequestError(
+            f"collective_rpc takes the name of a method or a function, not {method!r}",
+            param="method",
+        )
+    if method in ENGINE_METHODS:
+        raise RequestError(
+            f"collective_rpc {method!r}: only the engine calls this method of the workers. "
+            f"{_ACCEPTED}. For sleep mode and adapters, call the methods of the engine itself",
+            param="method",
+        )
+
+
 def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
     """The class of the workers, with the methods of the user's extension if there is one.
 
@@ -117,11 +143,7 @@ def call_worker(
         return method(worker, *args, **kwargs)
     found = None if method.startswith("_") else getattr(worker, method, None)
     if not inspect.isroutine(found):
-        raise RequestError(
-            f"the workers have no method {method!r}; a class with methods of your own can be "
-            f"given by --worker-extension-cls package.module.Class",
-            param="method",
-        )
+        raise RequestError(f"the workers have no method {method!r}. {_ACCEPTED}", param="method")
     try:
         inspect.signature(found).bind(*args, **kwargs)
     except TypeError as error:

@@ -1,4 +1,8 @@
-"""What an executor asks of a worker.
+"""What a worker can be asked for: the one table of its methods.
+
+Each method of `Worker` is an entry: its name, arguments, result and docstring. The ones that a
+program may call by their name (`collective_rpc`) stand in `WorkerForUsers`; all others are for the
+engine alone. The start sequence of an executor is
 
     load(rank)              the model, or the part of it that this rank runs
     join(meeting)           the other ranks, if there are several
@@ -12,12 +16,11 @@ The messages here hold no tensors, so that a worker may live in another process.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
 from vllm.messages import (
     EngineRequest,
     ModelRunnerOutput,
@@ -25,6 +28,12 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
+from vllm.utils.methods import methods_of
+
+if TYPE_CHECKING:  # they load torch, and a server reads this table without it
+    from torch import nn
+
+    from vllm.distributed import Meeting
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +80,73 @@ class StepHandleLike(Protocol):
         ...
 
 
-class Worker(Protocol):
-    """One device, its part of the model, and its KV cache."""
+class WorkerForUsers(Protocol):
+    """The methods of a worker that programs may call by their name."""
+
+    def get_model(self) -> "nn.Module":
+        """Return the model. It cannot be sent from another process."""
+        ...
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Read the weights again. While they sleep, they are read when they wake up.
+
+        Args:
+            weights_path: folder of a checkpoint for the same model; None: the one that was read
+                last.
+
+        Raises:
+            WeightLoadError: it cannot be read, or does not fit the model; nothing has changed.
+        """
+        ...
+
+    def reset_measurements(self) -> None:
+        """Forget what was measured so far (`QUANT_CONFIG`, MEASURE)."""
+        ...
+
+    def save_measurements(self, adds: bool | None = None) -> str:
+        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file.
+
+        Args:
+            adds: to the file that is there, which is of an earlier run with the same model. None:
+                as in the last call.
+
+        Raises:
+            RequestError: the engine does not measure.
+            ConfigError: the file cannot be written.
+        """
+        ...
+
+    def sleeping_tags(self) -> list[str]:
+        """Return the parts that sleep: none, or some of weights and kv_cache."""
+        ...
+
+    def start_profile(self) -> None:
+        """Begin a trace of what the worker computes.
+
+        Raises:
+            RequestError: there is no folder for it, or a trace is being recorded already.
+        """
+        ...
+
+    def stop_profile(self) -> str:
+        """End the trace. Returns the path of its file.
+
+        Raises:
+            RequestError: no trace is being recorded.
+        """
+        ...
+
+    def stats(self) -> RunnerStats:
+        """Return counters since the start. Cheap enough to call after every step."""
+        ...
+
+
+class Worker(WorkerForUsers, Protocol):
+    """One device, its part of the model, and its KV cache.
+
+    Only the engine calls the methods that stand here, as they change its own state, or need what it
+    has checked before.
+    """
 
     num_local_ranks: int
     """Workers on this machine, which share its cores and memory."""
@@ -87,7 +161,7 @@ class Worker(Protocol):
         """
         ...
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: "Meeting") -> None:
         """Meet the other ranks, if there are any; all of them have loaded.
 
         Args:
@@ -151,6 +225,79 @@ class Worker(Protocol):
         """Keep no longer what requests have needed; see `Executor.release`."""
         ...
 
-    def stats(self) -> RunnerStats:
-        """Counters since the start. Cheap enough to call after every step."""
+    def sleep(self, level: int = 1) -> None:
+        """Release the memory of weights and KV cache; no step may be in flight.
+
+        Args:
+            level: 1 keeps the content of weights, 2 keeps nothing. The KV cache is always lost.
+
+        Raises:
+            RequestError: there is no such level.
+        """
         ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory of parts again.
+
+        Args:
+            tags: of the parts; None is all of them.
+
+        Raises:
+            RequestError: there is no such part.
+        """
+        ...
+
+    def cache_fingerprint(self) -> bytes:
+        """Return what decides the content of KV blocks besides tokens."""
+        ...
+
+    def block_bytes(self) -> int:
+        """Return the bytes of a KV block in all layers of this rank."""
+        ...
+
+    def read_blocks(self, block_ids: list[int]) -> list[bytes]:
+        """Return the bytes of KV blocks, in all layers of this rank."""
+        ...
+
+    def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
+        """Write KV blocks that `read_blocks` has returned.
+
+        Args:
+            block_ids: of the blocks.
+            blocks: the bytes of each block, rank by rank.
+
+        Returns:
+            False if one of them does not fit: nothing was written.
+        """
+        ...
+
+    def load_adapter(self, name: str, path: str, key: str, number: int) -> str | None:
+        """Load a LoRA adapter in the background.
+
+        Args:
+            name, path, key, number: as in `AdapterRef`.
+
+        Returns:
+            "" when it is loaded, why it cannot be, or None: it is being loaded.
+        """
+        ...
+
+    def unload_adapter(self, number: int) -> bool:
+        """Drop a LoRA adapter. Returns False if it is not loaded."""
+        ...
+
+    def pin_adapter(self, number: int) -> bool:
+        """Keep a LoRA adapter in memory. Returns False if that is not possible."""
+        ...
+
+    def adapter_numbers(self) -> list[int]:
+        """Return the numbers of the LoRA adapters in memory."""
+        ...
+
+    def has_adapter(self, number: int, key: str) -> bool:
+        """Return whether a LoRA adapter in memory has this number, and this content."""
+        ...
+
+
+USER_METHODS = methods_of(WorkerForUsers)
+ENGINE_METHODS = methods_of(Worker) - USER_METHODS

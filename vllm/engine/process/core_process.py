@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from vllm.config import VllmConfig
+from vllm.engine.core_calls import CORE_CALLS
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, known_ids
 from vllm.engine.process import socket_folder
@@ -54,9 +55,6 @@ from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process_memory import keep_for_good
 
 logger = init_logger(__name__)
-
-CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"})
-"""The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
 
@@ -169,7 +167,7 @@ class CoreLoop:
 
     def _call(self, message: CallCore) -> CallResult:
         try:
-            assert message.name in CALLS, f"the engine core has no method {message.name}"
+            assert message.name in CORE_CALLS, f"the engine core has no method {message.name}"
             args, kwargs = decode_arguments(message.arguments)
             value = getattr(self._core, message.name)(*args, **kwargs)
             encoded = encode_value(f"the result of {message.name}", value)
