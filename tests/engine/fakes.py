@@ -109,6 +109,9 @@ class FakeEngineCore:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
         return [call_worker(self.worker, method, args, kwargs or {})]
 
+    def call_workers(self, method, args=(), kwargs=None) -> list[Any]:
+        return self.collective_rpc(method, None, args, kwargs)
+
     def sleep(self, level: int = 1) -> None:
         if self.running:
             raise CapacityError(f"{len(self.running)} requests run", status=409)

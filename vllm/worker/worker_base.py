@@ -1,6 +1,6 @@
 """The base class of the workers of all devices: sleep mode, reloading weights, profiling.
 
-Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`.
+Its methods are entries of `vllm.worker.interface.Worker`, which says what they take and return.
 """
 
 from abc import ABC, abstractmethod
@@ -75,14 +75,7 @@ class WorkerBase(ABC):
     # ---- the start, see `vllm.worker.interface.Worker` --------------------------------------
 
     def load(self, rank: int) -> None:
-        """Build the model and read its weights.
-
-        Args:
-            rank: of this worker among those that share the model.
-
-        Raises:
-            ConfigError: the model cannot be loaded.
-        """
+        """Build the model and read its weights."""
         self.rank = self.local_rank = rank
         parallel = self.config.parallel
         num_layers = self.config.model.resolved_arch.num_layers
@@ -175,15 +168,7 @@ class WorkerBase(ABC):
         return self.model
 
     def reload_weights(self, weights_path: str | None = None) -> None:
-        """Read the weights again. While they sleep, they are read when they wake up.
-
-        Args:
-            weights_path: folder of a checkpoint for the same model; None: the one that was read
-                last.
-
-        Raises:
-            WeightLoadError: it cannot be read, or does not fit the model; nothing has changed.
-        """
+        """Read the weights again, those of drafts too where they are in the same files."""
         self._weights.reload(weights_path)
 
     def _build_model(self, folder: str) -> nn.Module:
@@ -222,16 +207,7 @@ class WorkerBase(ABC):
         inc_measure.reset(self.model)
 
     def save_measurements(self, adds: bool | None = None) -> str:
-        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file.
-
-        Args:
-            adds: to the file that is there, which is of an earlier run with the same model. None:
-                as in the last call.
-
-        Raises:
-            RequestError: the engine does not measure.
-            ConfigError: the file cannot be written.
-        """
+        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file."""
         inc = self.config.model.inc
         if inc is None or inc.mode != "MEASURE":
             found = "not set" if inc is None else f"{inc.path}, with mode {inc.mode}"
@@ -267,15 +243,7 @@ class WorkerBase(ABC):
         return self._blocks.read(block_ids)
 
     def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
-        """Write KV blocks that `read_blocks` has returned.
-
-        Args:
-            block_ids: of the blocks.
-            blocks: the bytes of each block, rank by rank.
-
-        Returns:
-            False if one of them does not fit: nothing was written.
-        """
+        """Write this rank's part of KV blocks. Returns False if one of them does not fit."""
         if any(len(block) != self.config.parallel.world_size for block in blocks):
             return False
         return self._blocks.write(block_ids, [block[self.rank] for block in blocks])

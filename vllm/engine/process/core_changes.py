@@ -1,9 +1,11 @@
 """What was changed in the cores since their start, for a core that is started again."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from vllm.engine.core_calls import CoreCalls
+from vllm.executor import Worker
 from vllm.messages import SLEEP_TAGS
 
 
@@ -12,7 +14,8 @@ class Change(NamedTuple):
 
     what: str
     """In words."""
-    name: str
+    method: Callable[..., Any]
+    """Of `CoreCalls`."""
     args: tuple[Any, ...]
 
 
@@ -34,31 +37,32 @@ class CoreChanges:
         """Tags of the parts that sleep."""
         asleep: set[str] = set()
         for change in self.calls:
-            if change.name == "sleep":
+            if change.method is CoreCalls.sleep:
                 asleep = set(SLEEP_TAGS)
-            elif change.name == "wake_up":
+            elif change.method is CoreCalls.wake_up:
                 asleep -= set(change.args[0])
         return [part for part in SLEEP_TAGS if part in asleep]
 
-    def note_sleep(self, level: int) -> None:
-        """All parts sleep."""
-        self._forget("sleep", "wake_up")
-        self.calls.append(Change(f"sleep(level={level})", "sleep", (level,)))
+    def note_sleep(self, level: int = 1) -> None:
+        """Note that all parts sleep."""
+        self._forget(CoreCalls.sleep, CoreCalls.wake_up)
+        self.calls.append(Change(f"sleep(level={level})", CoreCalls.sleep, (level,)))
 
-    def note_wake_up(self, tags: Sequence[str] | None) -> None:
-        """Parts are awake again; None: all."""
+    def note_awake(self, tags: Sequence[str] | None = None) -> None:
+        """Note that parts are awake again; None: all."""
         woken = list(SLEEP_TAGS if tags is None else tags)
-        self.calls.append(Change(f"wake_up(tags={woken})", "wake_up", (woken,)))
+        self.calls.append(Change(f"wake_up(tags={woken})", CoreCalls.wake_up, (woken,)))
         if not self.sleeping_parts:
-            self._forget("sleep", "wake_up")
+            self._forget(CoreCalls.sleep, CoreCalls.wake_up)
 
     def note_reload(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Weights were read again, or will be when they wake up; without arguments from the folder
-        that was read last."""
+        """Note that weights were read again, or will be when they wake up; without arguments from
+        the folder that was read last."""
         if args or kwargs:
-            self._forget("collective_rpc")
-            call = ("reload_weights", None, args, kwargs)
-            self.calls.append(Change("reload_weights", "collective_rpc", call))
+            self._forget(CoreCalls.collective_rpc)
+            name = Worker.reload_weights.__name__
+            call = (name, None, args, kwargs)
+            self.calls.append(Change(name, CoreCalls.collective_rpc, call))
 
-    def _forget(self, *names: str) -> None:
-        self.calls = [change for change in self.calls if change.name not in names]
+    def _forget(self, *methods: Callable[..., Any]) -> None:
+        self.calls = [change for change in self.calls if change.method not in methods]

@@ -109,7 +109,7 @@ class CoreReplicas:
             )
             for index in range(num_replicas)
         ]
-        self.calls = ReplicaCalls(self._all, changes)
+        self.calls = ReplicaCalls(self._all, changes, self.forget_prefixes)
         if num_replicas == 1:
             self.startup = self._all[0].startup
         else:

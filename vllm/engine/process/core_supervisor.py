@@ -260,10 +260,10 @@ class CoreSupervisor:
         )
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run one of `core_process.CALLS` in the core, between two steps.
+        """Run a method of `CoreCalls` in the core, between two steps.
 
         Args:
-            name: of the call.
+            name: of the method.
             args, kwargs: values that msgpack can encode.
 
         Raises:
@@ -423,7 +423,7 @@ class CoreSupervisor:
                 return
             self.startup.report(f"repeating {change.what}")
             try:
-                await self._call(core.send, change.name, change.args, {})
+                await self._call(core.send, change.method.__name__, change.args, {})
             except (RequestError, CapacityError, WorkerCallError) as error:
                 raise EngineDeadError(f"{change.what} could not be repeated: {error}") from error
 

@@ -1,12 +1,20 @@
 """Calls that go to the cores of all replicas, and what they have changed there."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from vllm.engine.core_calls import CoreCalls
 from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_supervisor import CoreSupervisor
 from vllm.errors import CapacityError, EngineDeadError, RequestError
+from vllm.executor import Worker
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+_EMPTIES_PREFIX_CACHES = CoreCalls.reset_prefix_cache, CoreCalls.sleep
 
 
 class ReplicaCalls:
@@ -15,19 +23,37 @@ class ReplicaCalls:
     Args:
         replicas: all of them.
         changes: where it is noted what the calls change, for a core that is started again.
+        forget_prefixes: called when the prefix caches of all replicas were emptied.
     """
 
-    def __init__(self, replicas: Sequence[CoreSupervisor], changes: CoreChanges) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[CoreSupervisor],
+        changes: CoreChanges,
+        forget_prefixes: Callable[[], None],
+    ) -> None:
         self._all = replicas
         self._changes = changes
+        self._forget_prefixes = forget_prefixes
+        self._notes: dict[Callable[..., Any], Callable[..., None]] = {
+            CoreCalls.sleep: changes.note_sleep,
+            CoreCalls.wake_up: changes.note_awake,
+        }
 
     @property
     def sleeping_parts(self) -> list[str]:
         """Tags of the parts that sleep in all replicas."""
         return self._changes.sleeping_parts
 
-    async def call(self, name: str, *args: Any) -> list[Any]:
+    async def call(
+        self,
+        method: Callable[Concatenate[CoreCalls, _Args], _Result],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> list[_Result]:
         """Call a method of the core of every replica that is ready, all at the same time.
+
+        If one replica cannot sleep because it has requests, none sleeps.
 
         Returns:
             Their results. A failure of one is raised when all have ended.
@@ -35,33 +61,20 @@ class ReplicaCalls:
         Raises:
             As `CoreSupervisor.call`.
         """
-        return _all_of(await self._call_ready(name, *args))
-
-    async def sleep(self, level: int) -> None:
-        """Let all replicas sleep. If one has requests, none sleeps.
-
-        Raises:
-            As `EngineCore.sleep`.
-        """
-        async with self._changes.lock:
-            results = await self._call_ready("sleep", level)
-            if _has_changed(results):
-                self._changes.note_sleep(level)
-            elif len(self._all) > 1 and any(isinstance(e, CapacityError) for e in results.values()):
-                await self.call("wake_up", None)  # the replicas that had no requests
-            _all_of(results)
-
-    async def wake_up(self, tags: list[str] | None) -> None:
-        """Wake all replicas, or parts of them.
-
-        Raises:
-            As `EngineCore.wake_up`.
-        """
-        async with self._changes.lock:
-            results = await self._call_ready("wake_up", tags)
-            if _has_changed(results):
-                self._changes.note_wake_up(tags)
-            _all_of(results)
+        note = self._notes.get(method)
+        if note is None:
+            results = await self._call_ready(method, *args, **kwargs)
+        else:
+            async with self._changes.lock:
+                results = await self._call_ready(method, *args, **kwargs)
+                if _has_changed(results):
+                    note(*args, **kwargs)
+                elif method is CoreCalls.sleep and _are_at_odds(results):
+                    _all_of(await self._call_ready(CoreCalls.wake_up))
+        found = _all_of(results)
+        if method in _EMPTIES_PREFIX_CACHES:
+            self._forget_prefixes()
+        return found
 
     async def reload_weights(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Call `reload_weights` of all workers.
@@ -70,8 +83,8 @@ class ReplicaCalls:
             As `call`.
         """
         async with self._changes.lock:
-            call = ("collective_rpc", "reload_weights", None, args, kwargs)
-            results = await self._call_ready(*call)
+            call = (Worker.reload_weights.__name__, None, args, kwargs)
+            results = await self._call_ready(CoreCalls.collective_rpc, *call)
             if _has_changed(results):
                 self._changes.note_reload(args, kwargs)
             return _all_of(results)
@@ -86,7 +99,7 @@ class ReplicaCalls:
             RequestError: no replica has a trace.
             As `call`.
         """
-        results = await self._call_ready("collective_rpc", "stop_profile", None, [], {})
+        results = await self._call_ready(CoreCalls.call_workers, Worker.stop_profile.__name__)
         failures = [each for each in results.values() if isinstance(each, BaseException)]
         for failure in failures:
             if len(failures) == len(results) or not isinstance(failure, RequestError):
@@ -100,7 +113,9 @@ class ReplicaCalls:
                 missing.append(f"replica {index} has no trace{again}")
         return missing
 
-    async def _call_ready(self, name: str, *args: Any) -> dict[int, Any]:
+    async def _call_ready(
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> dict[int, Any]:
         """The results of a call to every replica that is ready, by its index. A failure is a
         result.
 
@@ -110,7 +125,7 @@ class ReplicaCalls:
         ready = [index for index, each in enumerate(self._all) if each.startup.is_ready]
         if not ready:
             raise self._all[0].dead_error
-        calls = [self._all[index].call(name, *args) for index in ready]
+        calls = [self._all[index].call(method.__name__, *args, **kwargs) for index in ready]
         results = await asyncio.gather(*calls, return_exceptions=True)
         return dict(zip(ready, results, strict=True))
 
@@ -121,6 +136,11 @@ def _has_changed(results: Mapping[int, Any]) -> bool:
     failures = [each for each in results.values() if isinstance(each, BaseException)]
     is_lost = all(isinstance(failure, EngineDeadError) for failure in failures)
     return is_lost and len(failures) < len(results)
+
+
+def _are_at_odds(results: Mapping[int, Any]) -> bool:
+    """Whether some of several cores have refused a call because of their requests."""
+    return len(results) > 1 and any(isinstance(each, CapacityError) for each in results.values())
 
 
 def _all_of(results: Mapping[int, Any]) -> list[Any]:
