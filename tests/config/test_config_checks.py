@@ -14,6 +14,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.config.parallel import check_tensor_split, even_partition
 from vllm.errors import ConfigError
 
 SCHEDULER: dict[str, Any] = {
@@ -236,3 +237,31 @@ def test_a_block_table_holds_the_longest_request(max_model_len, num_blocks):
 def test_the_world_is_tensor_times_pipeline():
     assert ParallelConfig().world_size == 1
     assert ParallelConfig(tensor_parallel_size=4).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "failed", "fitting"),
+    [
+        (7, (32, 8, 14336), "attention heads, KV heads", "1, 2, 4, 8, 16, 32"),
+        (3, (6, 2, 1024), "intermediate_size, KV heads", "1, 2"),
+        (6, (12, 4, 96), "KV heads", "1, 2, 4, 12"),
+        (4, (28, 4, 18), "intermediate_size", "1, 2"),
+    ],
+)
+def test_a_size_that_does_not_divide_the_model_names_what_fails_and_what_fits(
+    size, sizes, failed, fitting
+):
+    heads, kv_heads, intermediate = sizes
+    given = {"num_heads": heads, "num_kv_heads": kv_heads, "intermediate_size": intermediate}
+    message = (
+        rf"^tensor_parallel_size \({size}\) must .* does not fit {failed}\. .* fit: {fitting}$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_tensor_split(size, **given)
+    for other in map(int, fitting.split(", ")):
+        check_tensor_split(other, **given)
+
+
+def test_more_stages_than_layers_are_refused_with_the_most_that_fit():
+    with pytest.raises(ConfigError, match=r"size=4: the model has 3 layers.* to 3 or less$"):
+        even_partition(3, 4)

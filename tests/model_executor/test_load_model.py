@@ -371,7 +371,7 @@ def test_an_unknown_architecture_is_a_config_error(llama):
 
 
 def test_a_group_that_cannot_split_the_model_is_a_config_error(llama):
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(3\) must divide .* 4 heads"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(3\) must divide .* \(4\)"):
         load(llama, TPGroup(rank=0, size=3))
 
 

@@ -1,10 +1,14 @@
 """How the model is split over devices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
+
+_MOST_RANKS = 128
+"""More are not proposed in an error."""
 
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
@@ -151,6 +155,49 @@ class ParallelConfig:
         return self.pipeline_parallel_size > 1 and self.num_pipelined_steps == 1
 
 
+def check_tensor_split(
+    size: int, *, num_heads: int, num_kv_heads: int, intermediate_size: int
+) -> None:
+    """Check that the attention and the MLP of a model can be divided over `size` devices.
+
+    Raises:
+        ConfigError: one of the numbers does not fit; names it, and sizes that fit.
+    """
+
+    def unfit(size: int) -> list[str]:
+        return [
+            name
+            for name, is_fit in (
+                ("attention heads", num_heads % size == 0),
+                ("intermediate_size", intermediate_size % size == 0),
+                ("KV heads", num_kv_heads % size == 0 or size % num_kv_heads == 0),
+            )
+            if not is_fit
+        ]
+
+    if failed := unfit(size):
+        raise ConfigError(
+            f"tensor_parallel_size ({size}) must divide the number of attention heads "
+            f"({num_heads}) and intermediate_size ({intermediate_size}), and must divide, or be a "
+            f"multiple of, the number of KV heads ({num_kv_heads}). It does not fit "
+            f"{', '.join(failed)}. {sizes_that_fit(lambda other: not unfit(other), num_heads)}"
+        )
+
+
+def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
+    """Return a sentence with the values of tensor_parallel_size that a model can have.
+
+    Args:
+        fits: whether it can have a value.
+        most: largest value that is looked at.
+
+    >>> sizes_that_fit(lambda size: 12 % size == 0, 6)
+    'Sizes that fit: 1, 2, 3, 4, 6'
+    """
+    found = [size for size in range(1, min(most, _MOST_RANKS) + 1) if fits(size)]
+    return f"Sizes that fit: {', '.join(map(str, found))}"
+
+
 def even_partition(num_layers: int, num_stages: int) -> list[int]:
     """Number of layers of each stage. Those that are left over go to the stages in the middle, then
     to the first one: the last one computes logits and samples besides.
@@ -164,7 +211,7 @@ def even_partition(num_layers: int, num_stages: int) -> list[int]:
     if num_layers < num_stages:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and each "
-            f"stage needs one. Lower pipeline_parallel_size"
+            f"stage needs one. Lower pipeline_parallel_size to {num_layers} or less"
         )
     size, num_left = divmod(num_layers, num_stages)
     sizes = [size] * num_stages

@@ -7,17 +7,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm.errors import CollectiveError
+from vllm.errors import CollectiveError, ConfigError
 
 
 def divide(total: int, parts: int) -> int:
     """`total / parts`, which must be whole.
 
     Raises:
-        ValueError: it is not; names both numbers.
+        ConfigError: it is not; names both numbers.
     """
     if total % parts:
-        raise ValueError(f"{total} cannot be split evenly over {parts} ranks")
+        raise ConfigError(
+            f"{total} cannot be split evenly over {parts} ranks. Choose a tensor_parallel_size "
+            f"that divides it"
+        )
     return total // parts
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -126,10 +127,11 @@ class Experts(MethodLayer):
         names = (str(expert) for expert in range(num_experts) if expert not in self.expert_ids)
         self.elsewhere = frozenset(names)
         if intermediate_size % self.tp.size:
+            fitting = sizes_that_fit(lambda size: intermediate_size % size == 0, 2 * tp.size)
             raise ConfigError(
                 f"tensor_parallel_size ({tp.size}) must divide the {intermediate_size} "
-                f"intermediate features of an expert. Choose another size, or set "
-                f"enable_expert_parallel, which does not split experts"
+                f"intermediate features of an expert. {fitting}; or set enable_expert_parallel, "
+                f"which does not split experts"
             )
         self.intermediate_size = intermediate_size // self.tp.size
         """Of this rank."""
@@ -176,8 +178,8 @@ def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
     if num_experts < tp.size:
         raise ConfigError(
             f"enable_expert_parallel: the model has {num_experts} experts per layer for "
-            f"{tp.size} ranks, and each rank needs one. Lower tensor_parallel_size, or leave "
-            f"enable_expert_parallel out"
+            f"{tp.size} ranks, and each rank needs one. Lower tensor_parallel_size to "
+            f"{num_experts} or less, or leave enable_expert_parallel out"
         )
     return range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm.attention import StateLayer, States
 from vllm.attention.state import load_states, store_states
+from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -171,6 +172,12 @@ class Mamba2Sizes:
         }
 
 
+def _fits(sizes: Mamba2Sizes, num_ranks: int) -> bool:
+    """Return whether heads and their groups can be divided over so many ranks."""
+    groups_fit = sizes.num_groups % num_ranks == 0 or num_ranks % sizes.num_groups == 0
+    return groups_fit and sizes.num_heads % num_ranks == 0
+
+
 class Mamba2Mixer(SlicedModule, StateLayer):
     """The mixer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7), with its heads split
     over ranks. Each group of heads is on one rank; one group may be on all of them.
@@ -198,10 +205,12 @@ class Mamba2Mixer(SlicedModule, StateLayer):
     def __init__(self, sizes: Mamba2Sizes, tp: TPGroup) -> None:
         super().__init__()
         num_groups = sizes.num_groups
-        if num_groups % tp.size and tp.size % num_groups:
+        if not _fits(sizes, tp.size):
+            fitting = sizes_that_fit(lambda size: _fits(sizes, size), sizes.num_heads)
             raise ConfigError(
-                f"tensor_parallel_size ({tp.size}) must divide the {num_groups} groups of heads in "
-                f"the model's Mamba layers, or be a multiple of it"
+                f"tensor_parallel_size ({tp.size}) must divide the {sizes.num_heads} heads of the "
+                f"model's Mamba layers, and must divide, or be a multiple of, their {num_groups} "
+                f"groups of heads. {fitting}"
             )
         replicas = max(1, tp.size // num_groups)
         self.in_proj = ColumnParallelLinear(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config import ModelArch, ModelConfig, VllmConfig
+from vllm.config.parallel import check_tensor_split
 from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
@@ -421,13 +422,12 @@ def _check_memory(num_bytes: int, is_quantized_here: bool) -> None:
 
 
 def _check_split(arch: ModelArch, tp: TPGroup) -> None:
-    fits_kv = arch.num_kv_heads % tp.size == 0 or tp.size % arch.num_kv_heads == 0
-    if arch.num_heads % tp.size or arch.intermediate_size % tp.size or not fits_kv:
-        raise ConfigError(
-            f"tensor_parallel_size ({tp.size}) must divide the model's {arch.num_heads} heads, "
-            f"{arch.intermediate_size} intermediate features and {arch.num_kv_heads} kv heads "
-            f"(or be a multiple of the last)"
-        )
+    check_tensor_split(
+        tp.size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        intermediate_size=arch.intermediate_size,
+    )
 
 
 @contextmanager
