@@ -144,6 +144,18 @@ def find_tuple_properties(tree: ast.AST) -> Iterator[int]:
                     yield method.lineno
 
 
+def find_untraced_defaults(tree: ast.Module) -> Iterator[int]:
+    """Lines of fields of dataclasses whose default is an object of ours, and of functions that make
+    the operators of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "dataclass" in ast.dump(node):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Name):
+                    yield field.lineno
+        elif isinstance(node, ast.FunctionDef):
+            yield from (n.lineno for n in ast.walk(node) if ast.unparse(n) == "NativeOps()")
+
+
 def find_torch_names(tree: ast.AST) -> Iterator[str]:
     """Dotted names that begin with `torch.`, and what is imported from there."""
     for node in ast.walk(tree):
@@ -195,6 +207,19 @@ def test_what_traced_attention_defines_is_traced_by_torch_2_6():
         f"{path}:{line}"
         for path, tree in sources("attention", "ops")
         for line in (*find_nested_unions(tree), *find_tuple_properties(tree))
+    ]
+    assert not found
+
+
+def test_operators_of_a_card_make_nothing_with_defaults_that_torch_2_10_does_not_trace():
+    """Nor 2.11: the graph would break at each layer of experts."""
+    made = "@dataclass\nclass A:\n    b: B = ONE\ndef c():\n    NativeOps()"
+    assert sorted(set(find_untraced_defaults(ast.parse(made)))) == [3, 5]
+    found = [
+        f"{path}:{line}"
+        for path, tree in sources("ops")
+        if path.name.startswith("hpu")
+        for line in find_untraced_defaults(tree)
     ]
     assert not found
 

@@ -10,6 +10,10 @@ from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import FusedKernels
 
+_NATIVE = NativeOps()
+"""Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
+of ours, as `options` of `moe` is."""
+
 
 class ExpertOperators(NamedTuple):
     """Which operators for experts a bridge has. Asked for once: compiled code cannot ask."""
@@ -36,7 +40,7 @@ class CardExperts:
     is_lazy: bool
     """Operators are recorded."""
     operators: ExpertOperators
-    options: ExpertOptions = SILU_EXPERTS
+    options: ExpertOptions
     first_expert: int | None = None
     """See `Ops.moe`."""
 
@@ -85,7 +89,7 @@ class CardExperts:
                 )
         if has_inputs_first:
             gate_up, down = gate_up.mT, down.mT
-        return NativeOps().moe(
+        return _NATIVE.moe(
             *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
             *(self.options, self.first_expert),
         )

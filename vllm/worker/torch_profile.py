@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from vllm.errors import RequestError
 from vllm.logger import init_logger
@@ -107,6 +108,10 @@ class TorchProfile:
 
 
 def _new_profile() -> Any:
-    """A new profiler for all devices that this torch can profile."""
-    activities = torch.profiler.supported_activities()
+    """Return a new profiler for all devices that this torch can profile.
+
+    Not for one that is registered from Python, as the simulated card: torch 2.10 and 2.11 take its
+    name, hpu, for the device of their own, and what it does is operators of the CPU anyway.
+    """
+    activities = torch.profiler.supported_activities() - {ProfilerActivity.PrivateUse1}
     return torch.profiler.profile(activities=activities, record_shapes=True)
