@@ -51,7 +51,6 @@ _DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"
 _ONE_DEVICE = "--data-parallel-size starts replicas of the engine, which tells them their places"
 _RAY = "an actor of Ray is one worker with one device, and gets messages by calls"
 _OTHER_DEVICE = "it is for another device"
-_OTHER_OPERATOR = "the operator it switches does not exist here"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
 _OTHER_TESTS = "it belongs to the tests of the fork"
 _DETECTED = "what it overrides is detected"
@@ -108,7 +107,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(
         _FLOAT32_SOFTMAX, "VLLM_FP32_SOFTMAX VLLM_USE_FP32_SOFTMAX VLLM_PRESERVE_QK_FP32_ACCUM_RES"
     ),
-    *_ignored(_OTHER_OPERATOR, "VLLM_FUSED_BLOCK_SOFTMAX VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT"),
     *_ignored(_NOT_SLICED, "VLLM_HPU_FSDPA_SLICE_ENABLED", same_as=False),
     *_ignored(
         _NOT_SLICED,

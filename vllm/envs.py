@@ -296,6 +296,16 @@ class Envs:
         "wsum_head_amax, index_reduce and scatter_reduce. Not set: the largest score of each "
         "block, which is exact.",
     )
+    VLLM_FUSED_BLOCK_SOFTMAX: bool = _execution(
+        False,
+        "Decode computes the softmax of each block with a kernel of the card (Gaudi 3, software "
+        "1.22); needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT.",
+    )
+    VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT: bool = _execution(
+        True,
+        "Decode brings the blocks of a request to one maximum with a kernel of the card, where it "
+        "has one (Gaudi 3, software 1.22); 0 uses torch operators.",
+    )
     VLLM_CONFIG_HIDDEN_LAYERS: int = _execution(
         1, "Lazy mode: decoder layers in one recorded graph.", at_least=1
     )
@@ -370,6 +380,17 @@ class Envs:
         "compilations, "
         "host syncs and copies.",
         ("gaudi2", "gaudi3"),
+    )
+    VLLM_HPU_SIM_BRIDGE: str = _simulation(
+        "1.24",
+        "Release of the Gaudi software whose kernels the simulated card has: kernels that came "
+        "later are missing.",
+        tuple(f"1.{minor}" for minor in range(19, 25)),
+    )
+    VLLM_HPU_SIM_ABSENT: str | None = _simulation(
+        None,
+        "Comma-separated kernels that the simulated card lacks besides, such as "
+        "FusedSDPA,FusedRMSNorm; vllm hpu-check lists their names.",
     )
     VLLM_USE_FAKE_HPU: bool = _simulation(False, "The same as VLLM_HPU_SIM=gaudi2.")
     VLLM_HPU_SIM_STRICT: bool = _simulation(

@@ -156,7 +156,7 @@ def test_sinks_and_chunks_are_those_of_the_prompt_in_one_piece(options, kind):
 
 def test_layers_with_slopes_of_their_own_are_refused():
     layers = [Attention(4, 16, 4, alibi_slopes=alibi_slopes(4) * factor) for factor in (1, 2)]
-    assert list(layer_kinds(layers[:1])) == [(None, True, None)]
+    assert list(layer_kinds(layers[:1])) == [(None, True, None, False, False)]
     with pytest.raises(ConfigError, match=r"different ALiBi slopes.*run it on cpu"):
         layer_kinds(layers)
 

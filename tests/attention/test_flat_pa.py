@@ -8,7 +8,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.attention.cache_traffic import CacheTraffic
 from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
-from vllm.attention.backends.flat_pa import derive_decode_blocks, flat_paged_attention
+from vllm.attention.backends.flat_pa import (
+    FusedBlocks,
+    derive_decode_blocks,
+    flat_paged_attention,
+)
 from vllm.attention.backends.hpu_attn import decode_attention, write_kv_cache
 from vllm.attention.backends.hpu_metadata import (
     HPUDecodeMetadata,
@@ -16,6 +20,7 @@ from vllm.attention.backends.hpu_metadata import (
     count_decode_blocks,
 )
 from vllm.ops.native import NativeOps
+from vllm.platforms.habana.sim import SimulatedKernels
 
 HEAD_SIZE = 16
 SCALE = HEAD_SIZE**-0.5
@@ -29,6 +34,14 @@ LENGTHS = {
     "one long": [1000],
     "mixed": [5, 128, 129, 17, 300],
     "with padded rows": [33, 0, 16, 0, 0],
+}
+# How the softmax is computed: two ways in torch, and with kernels of Gaudi 3.
+KERNELS = SimulatedKernels(card="GAUDI3")
+MODES = {
+    "pipelined": {"is_pipelined": True},
+    "plain": {"is_pipelined": False},
+    "fused adjustment": {"normaliser": FusedBlocks(KERNELS, has_softmax=False)},
+    "fused softmax": {"normaliser": FusedBlocks(KERNELS, has_softmax=True)},
 }
 
 
@@ -60,7 +73,7 @@ def flat(
     launch: HPUDecodeMetadata,
     window: int | None = None,
     slopes: Tensor | None = None,
-    is_pipelined: bool = True,
+    mode: str = "pipelined",
     scale: float = SCALE,
 ) -> Tensor:
     """Flat attention of the query and of random padded rows after it."""
@@ -73,7 +86,7 @@ def flat(
         blocks,
         scale,
         alibi_slopes=slopes,
-        is_pipelined=is_pipelined,
+        **MODES[mode],
     )
     assert out.dtype == query.dtype
     assert (out[len(query) :] == 0).all(), "padded rows are zero"
@@ -98,32 +111,32 @@ def random_query(cache: Cache, num_heads: int) -> Tensor:
     return torch.randn(len(cache.seq_lens), num_heads, HEAD_SIZE).to(cache.keys.dtype)
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 1)])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_agrees_with_reference(
-    lengths, num_heads, num_kv_heads, block_size, dtype, is_contiguous, is_pipelined
+    lengths, num_heads, num_kv_heads, block_size, dtype, is_contiguous, mode
 ):
     cache = random_cache(LENGTHS[lengths], num_kv_heads, HEAD_SIZE, block_size, dtype)
     query = random_query(cache, num_heads)
     launch = decode_launch(cache, is_contiguous)
-    got = flat(query, cache, launch, is_pipelined=is_pipelined)
+    got = flat(query, cache, launch, mode=mode)
     torch.testing.assert_close(got, reference(query, cache), **TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("is_list_cut", [True, False])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
-def test_sliding_window(window, is_list_cut, is_contiguous, is_pipelined):
+def test_sliding_window(window, is_list_cut, is_contiguous, mode):
     """The window holds to the token, whether or not the list has the blocks before it."""
     cache = random_cache([1, 15, 16, 17, 31, 64, 250])
     query = random_query(cache, 4)
     launch = decode_launch(cache, is_contiguous, window if is_list_cut else None)
-    got = flat(query, cache, launch, window, is_pipelined=is_pipelined)
+    got = flat(query, cache, launch, window, mode=mode)
     torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
 
 
@@ -139,9 +152,9 @@ def test_blocks_shared_by_several_rows(window, is_contiguous):
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1.0, 30.0, 1e4, 1e30])
-def test_blocks_and_rows_with_very_different_scores(factor, is_pipelined, is_contiguous):
+def test_blocks_and_rows_with_very_different_scores(factor, mode, is_contiguous):
     """One row's scores are all far below those of another, and blocks of one row far apart."""
     cache = random_cache([400, 390, 30, 20])
     sign = torch.tensor([1.0, -1.0])
@@ -152,7 +165,7 @@ def test_blocks_and_rows_with_very_different_scores(factor, is_pipelined, is_con
     query = torch.ones(4, 4, HEAD_SIZE)
     query[1] *= factor
     query[2] *= -factor
-    got = flat(query, cache, decode_launch(cache, is_contiguous), is_pipelined=is_pipelined)
+    got = flat(query, cache, decode_launch(cache, is_contiguous), mode=mode)
     assert got.isfinite().all()
     # A sum over the head in another order moves a score by 1e-7 of itself: compare where the
     # score of one key does not move by more than a weight can tell.
@@ -167,8 +180,8 @@ def test_block_far_below_the_maximum_adds_nothing():
     first, second = cache.tables[0, 0], cache.tables[1, 0]
     cache.keys[first], cache.keys[second] = 100.0, -100.0
     query = torch.ones(2, 1, HEAD_SIZE)
-    for is_pipelined in (True, False):
-        got = flat(query, cache, decode_launch(cache, False), is_pipelined=is_pipelined)
+    for mode in MODES:
+        got = flat(query, cache, decode_launch(cache, False), mode=mode)
         want = cache.values[[first, second]].mean(1)
         torch.testing.assert_close(got, want)
 
@@ -181,8 +194,8 @@ def test_worked_example_with_two_rows():
     query = torch.tensor([1.0, 2.0]).view(2, 1, 1)
     for is_contiguous in (True, False):
         launch = decode_launch(cache, is_contiguous)
-        for is_pipelined in (True, False):
-            got = flat(query, cache, launch, is_pipelined=is_pipelined, scale=1.0)
+        for mode in MODES:
+            got = flat(query, cache, launch, mode=mode, scale=1.0)
             want = [25.752102, 5.0]
             assert got.flatten().tolist() == pytest.approx(want, rel=1e-6)
 
@@ -204,12 +217,12 @@ def test_alibi(is_contiguous):
         torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
-def test_launch_of_padding_alone_is_zero(is_pipelined):
+@pytest.mark.parametrize("mode", MODES)
+def test_launch_of_padding_alone_is_zero(mode):
     """As a warm-up makes it."""
     cache = random_cache([0, 0])
     query = random_query(cache, 4)
-    got = flat(query, cache, decode_launch(cache, False), is_pipelined=is_pipelined)
+    got = flat(query, cache, decode_launch(cache, False), mode=mode)
     assert (got == 0).all()
 
 
@@ -311,7 +324,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
     for is_contiguous in (True, False):
         launch = decode_launch(cache, is_contiguous)
         query, new = torch.randn(7, 4, HEAD_SIZE), torch.randn(7, 2, HEAD_SIZE)
-        for is_pipelined in (True, False):
+        for mode in MODES:
             with StaticOnly():
                 blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
                 decode_attention(
@@ -322,7 +335,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
                     blocks,
                     SCALE,
                     alibi_slopes=slopes,
-                    is_pipelined=is_pipelined,
+                    **MODES[mode],
                 )
 
 
@@ -335,21 +348,19 @@ def test_runs_without_content():
         query = torch.empty(5, 4, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
         new = torch.empty(5, 2, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
         caches = (torch.empty(9 * 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
-        for is_pipelined in (True, False):
+        for mode in MODES:
             blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
-            out = decode_attention(
-                query, new, new, *caches, blocks, SCALE, is_pipelined=is_pipelined
-            )
+            out = decode_attention(query, new, new, *caches, blocks, SCALE, **MODES[mode])
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
-def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_of_a_bucket_serves_every_step(mode):
     """Recorded with one step and replayed with others: nothing of a step is in the graph."""
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *fields: Tensor) -> Tensor:
         blocks = derive_decode_blocks(HPUDecodeMetadata(*fields), 16, query.dtype)
-        return flat_paged_attention(query, keys, values, blocks, SCALE, is_pipelined=is_pipelined)
+        return flat_paged_attention(query, keys, values, blocks, SCALE, **MODES[mode])
 
     query = torch.randn(4, 4, HEAD_SIZE)
     graph = None
@@ -362,13 +373,11 @@ def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
         torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("window", [None, 1, 17])
 @pytest.mark.parametrize("has_slopes", [False, True])
-def test_several_tokens_of_a_row_see_what_each_sees_alone(
-    has_slopes, window, is_contiguous, is_pipelined
-):
+def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is_contiguous, mode):
     """Drafts: the last tokens of a row, fewer of some rows, at both sides of a block's edge."""
     query_len, num_padded = 4, 2
     counts = np.array([4, 1, 3, 2, 4], np.int32)
@@ -401,7 +410,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(
             blocks,
             SCALE,
             alibi_slopes=slopes,
-            is_pipelined=is_pipelined,
+            **MODES[mode],
         ).view(query.shape)
     assert (got[num_rows:] == 0).all()
     slots = launch.slot_mapping.view(-1, query_len).numpy()
@@ -409,7 +418,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(
         real = np.flatnonzero(counts > j)
         alone = Cache(cache.keys, cache.values, cache.tables[real], (start + j + 1)[real])
         step = decode_launch(alone, is_contiguous)
-        want = flat(query[real, j], alone, step, window, slopes, is_pipelined)
+        want = flat(query[real, j], alone, step, window, slopes, mode)
         torch.testing.assert_close(got[real, j], want, rtol=1e-5, atol=1e-5)
         assert slots[real, j].tolist() == step.slot_mapping[: len(real)].tolist()
         assert (slots[np.flatnonzero(counts <= j), j] < cache.block_size).all(), "the null block"

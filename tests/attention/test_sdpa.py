@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention.backends.sdpa import (
+    FusedSDPA,
     bridge_sdpa,
     flex_sdpa,
     naive_sdpa,
@@ -79,7 +80,7 @@ def test_the_fused_kernel_is_called_by_its_rules(masking, dtype, mode):
             return query
 
     qkv, (mask, lens) = operands(2, dtype), MASKS[masking]
-    bridge_sdpa(Recorded())(*qkv, mask, 0.3, lens)
+    FusedSDPA(Recorded())(*qkv, mask, 0.3, lens)
     [(attn_mask, options)] = calls
     assert attn_mask is mask
     assert options.pop("valid_seq_len", None) is lens

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm import envs
 from vllm.entrypoints.cli.main import main
 from vllm.version import __version__
 
@@ -178,6 +179,21 @@ def test_generate_answers_a_chat(capsys):
     question = "What does os.path.join do?"
     assert main(["generate", "--chat", "--prompt", question, *GREEDY]) == 0
     assert f"--- 1 of 1\n{question}\n\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("1.24", "all"),
+        ("1.23", "absent, with torch operators instead: FusedSDPA sink, mixture_of_experts in MX"),
+    ],
+)
+def test_collect_env_names_the_kernels_that_the_bridge_lacks(monkeypatch, capsys, release, said):
+    settings = envs.Envs.load({"VLLM_HPU_SIM": "gaudi2", "VLLM_HPU_SIM_BRIDGE": release})
+    monkeypatch.setattr(envs, "get", lambda: settings)
+    assert main(["collect-env"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("Gaudi kernels:")]
+    assert line.partition(":")[2].strip().startswith(said)
 
 
 def test_collect_env_says_what_a_bug_report_needs(monkeypatch, capsys):

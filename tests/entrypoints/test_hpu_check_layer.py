@@ -183,6 +183,8 @@ def test_a_card_without_memory_fails_every_row(bridge, monkeypatch):
     for name in CHECKS:
         if name in OPEN_WITHOUT_MEMORY or name in ("layer compiled", "torch.compile"):
             continue
+        if name.startswith("kernel "):  # most are only looked up
+            continue
         result = result_of(bridge, name)
         assert result.status == "fail", (name, result.detail)
     del taken

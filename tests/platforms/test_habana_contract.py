@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 import sys
 
 import pytest
@@ -15,7 +16,8 @@ from vllm.platforms.hpu import create_hpu_platform
 
 TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 
-# Name below `habana_frameworks` -> its documented parameters, in builds 1.19 and later.
+# Name below `habana_frameworks` -> its documented parameters, in builds 1.19 and later; the window
+# and the sink of FusedSDPA came later, and a build without them is told apart.
 DOCUMENTED = {
     "torch.core.mark_step": "device_str='', sync=False",
     "torch.hpu.synchronize": "",
@@ -40,7 +42,7 @@ DOCUMENTED = {
     "torch.hpex.kernels.FusedSDPA.apply": (
         "q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "softmax_mode='None', recompute_mode=None, valid_seq_len=None, seq_padding_type='left', "
-        "return_dropout_mask=False, return_attn_probs=False, /"
+        "return_dropout_mask=False, return_attn_probs=False, window_size=(-1, -1), sink=None, /"
     ),
     "torch.hpex.kernels.apply_rotary_pos_emb": (
         "p, cos, sin, position_ids=None, offset=0, mode=<RotaryPosEmbeddingMode.BLOCKWISE: 0>, /"
@@ -120,13 +122,17 @@ KERNEL_CALLS = {
         lambda k: k.rotary(X, ROPE, ROPE, interleaved=False),
         [("torch.hpex.kernels.apply_rotary_pos_emb", 6, ())],
     ),
-    # An operator of torch, which no stand-in records; tests/ops/test_hpu_ops calls it.
-    "has_moe": (lambda k: k.has_moe, []),
+    "has": (lambda k: k.has("FusedSDPA"), []),
+    "why_unused": (lambda k: k.why_unused("FusedRMSNorm"), []),
+    "window_multiple": (lambda k: k.window_multiple, []),
+    # Operators of torch, which no stand-in records; tests/ops and tests/attention call them.
+    "block_softmax": (lambda k: k.block_softmax, []),
+    "block_softmax_adjustment": (lambda k: k.block_softmax_adjustment, []),
     "moe": (lambda k: k.moe, []),
-    "has_bias_moe": (lambda k: k.has_bias_moe, []),
     "bias_moe": (lambda k: k.bias_moe, []),
-    "has_fp8_moe": (lambda k: k.has_fp8_moe, []),
     "fp8_moe": (lambda k: k.fp8_moe, []),
+    "mxfp4_moe": (lambda k: k.mxfp4_moe, []),
+    "bias_mxfp4_moe": (lambda k: k.bias_mxfp4_moe, []),
 }
 
 FP8 = torch.float8_e4m3fn
@@ -177,8 +183,9 @@ def test_operators_get_their_documented_arguments_in_order(vendor, monkeypatch, 
         def __getattr__(self, operator):
             return lambda *args: calls.append((operator, *args)) or ("out", "amax")
 
+    kernels = RealBridge().kernels
     monkeypatch.setattr(torch.ops, "hpu", Recorder(), raising=False)
-    call(RealBridge().kernels)
+    call(kernels)
     assert calls == [expected]
 
 
@@ -205,7 +212,7 @@ def test_the_simulated_card_takes_the_documented_arguments_in_order(lazy, facade
     import habana_frameworks.torch.hpex.normalization
     import habana_frameworks.torch.internal.bridge_config
 
-    parts = [part.strip() for part in DOCUMENTED[name].split(",") if part]
+    parts = [part.strip() for part in re.split(r",(?![^(]*\))", DOCUMENTED[name]) if part]
     documented = [part.partition("=")[0] for part in parts if part != "/"]
     found = inspect.signature(named(habana_frameworks, name)).parameters
     assert list(found)[: len(documented)] == documented

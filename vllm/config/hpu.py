@@ -70,6 +70,13 @@ class HPUConfig:
     """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
     pa_softmax_impl: str | None = field(default=None, metadata=_variable("VLLM_PA_SOFTMAX_IMPL"))
     """Names of what decode subtracts from scores; None: the largest score of each block."""
+    fused_block_softmax: bool = field(default=False, metadata=_variable("VLLM_FUSED_BLOCK_SOFTMAX"))
+    """Decode computes the softmax of a block with a kernel of the card, where it has one."""
+    fused_block_softmax_adjustment: bool = field(
+        default=True, metadata=_variable("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT")
+    )
+    """Decode brings blocks to the maximum of their request with a kernel of the card, where it has
+    one."""
     hidden_layers_per_graph: int = field(default=1, metadata=_variable("VLLM_CONFIG_HIDDEN_LAYERS"))
     """Decoder layers after which lazy mode ends a recorded graph."""
     regional_compilation: bool = field(

@@ -1,7 +1,7 @@
 """Checks of the fused kernels, one by one, against torch in float32 on the host."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,18 @@ _EPS = 1e-5
 _BATCH, _HEADS, _TOKENS, _HEAD_SIZE = 2, 4, 96, 64
 
 
+def _of_sdpa(check: Callable[[HabanaBridge], Outcome]) -> Callable[[HabanaBridge], Outcome]:
+    """A check of the kernel of prompt attention, which is skipped without it."""
+
+    @wraps(check)
+    def run(bridge: HabanaBridge) -> Outcome:
+        reason = bridge.kernels.why_unused("FusedSDPA")
+        return check(bridge) if reason is None else Outcome("skip", reason)
+
+    return run
+
+
+@_of_sdpa
 def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
     """Every token sees itself and what is before it; with the exact and the fast exponent."""
     comparison = _KernelComparison(bridge)
@@ -31,6 +43,7 @@ def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
     return comparison.outcome()
 
 
+@_of_sdpa
 def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
     """Several query heads share a key head: grouped-query and multi-query attention."""
     comparison = _KernelComparison(bridge)
@@ -43,6 +56,7 @@ def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
     return comparison.outcome()
 
 
+@_of_sdpa
 def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
     """A mask of its own for each row, bool or added; there are more keys than queries."""
     comparison = _KernelComparison(bridge)
@@ -60,6 +74,7 @@ def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
     return comparison.outcome()
 
 
+@_of_sdpa
 def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
     """Rows padded on the right. What they hold after their lengths is not looked at."""
     comparison = _KernelComparison(bridge)

@@ -11,6 +11,7 @@ from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu_mxfp4_experts import HPUMxfp4Experts
 from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.ops.native import NativeOps
@@ -70,11 +71,11 @@ def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_bias_moe(bridge: HabanaBridge) -> Outcome:
-    """Experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gates come before
-    ups in what the operator takes."""
+    """Experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gate and up of a
+    feature are neighbours in what the operator takes."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
-    if not bridge.kernels.has_bias_moe:
+    if not bridge.kernels.has("mixture_of_experts with biases"):
         return Outcome("skip", "this bridge has no mixture_of_experts.bias_fused_weights")
     comparison = Comparison()
     x, ids, weights = _routed()
@@ -89,7 +90,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     prepared = HPUOps(bridge).prepare_experts(
         stored[0], stored[1], stored[2], torch.bfloat16, None, first, second, options
     )
-    assert isinstance(prepared, HPUNarrowExperts)
+    assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
     given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]
     dense: list[Any] = [
         t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
@@ -114,7 +115,7 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
     for name, make in _NARROW.items():
         stored = [[make() for _ in range(4)] for _ in range(3)]
         prepared = HPUOps(bridge).prepare_experts(stored[0], stored[1], stored[2], torch.bfloat16)
-        assert isinstance(prepared, HPUNarrowExperts)
+        assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
         near = [t.to(bridge.device) for t in (x, ids, weights)]
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
         gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)

@@ -12,6 +12,7 @@ from vllm.hpu_check import (
     integers,
     kernels,
     operators,
+    parts,
     programs,
     sampling,
     short_run,
@@ -79,6 +80,10 @@ CHECKS: dict[str, Check] = {
         _ON_CARD,
         f"outputs with drafts are wrong on this card: leave --speculative-config out; {_VERSIONS}",
     ),
+    **{
+        name: _of_card(check, "used, where the Gaudi software and the card have it")
+        for name, check in parts.PART_CHECKS.items()
+    },
     "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_KERNEL),
     "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_KERNEL),
     "sdpa mask": _of_card(kernels.check_sdpa_mask, _OF_KERNEL),

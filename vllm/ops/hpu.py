@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.hpu_experts import CardExperts, ExpertOperators
+from vllm.ops.hpu_mxfp4_experts import prepare_mxfp4_experts
 from vllm.ops.hpu_narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu_quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native import NativeOps
@@ -25,7 +26,7 @@ class HPUOps(NativeOps):
     """Operators of the HPU platform. Writes over no argument but the caches.
 
     `fused_add_rms_norm` is the sum of the reference, then the kernel of `rms_norm`. Positions may
-    be int32 too, which is what a launch has.
+    be int32 too, which is what a launch has. What the bridge lacks is left to the reference.
     """
 
     def __init__(self, bridge: HabanaBridge | None = None) -> None:
@@ -43,6 +44,9 @@ class HPUOps(NativeOps):
         self._kernels = bridge.kernels
         self._is_lazy, self._operators = bridge.is_lazy, ExpertOperators.of(bridge.kernels)
         self._fp8_max = bridge.fp8_max
+        # Compiled code cannot ask.
+        self._has_rms_norm = self._kernels.has("FusedRMSNorm")
+        self._has_rotary = self._kernels.has("apply_rotary_pos_emb")
 
     @property
     def fp8_max(self) -> float:
@@ -75,7 +79,8 @@ class HPUOps(NativeOps):
         )
         biases, card = (gate_up_bias, down_bias), self._card(options, first_expert)
         if not len(gates) == len(ups) == len(downs) == len(gate):
-            return prepare_narrow_experts(gate, up, down, dtype, *biases, card)
+            packed = prepare_mxfp4_experts(gate, up, down, dtype, *biases, card)
+            return packed or prepare_narrow_experts(gate, up, down, dtype, *biases, card)
         return HPUFp8Experts(gates, ups, downs, *biases, self._fp8_max, card)
 
     def _card(self, options: ExpertOptions, first_expert: int | None) -> CardExperts:
@@ -84,6 +89,8 @@ class HPUOps(NativeOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+        if not self._has_rms_norm:
+            return super().rms_norm(x, weight, eps)
         # The kernel takes three dimensions or more; models launch with [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
@@ -109,12 +116,14 @@ class HPUOps(NativeOps):
     ) -> tuple[Tensor, Tensor]:
         # Rounded before they get there: one float32 operand makes the kernel return float32.
         angles = cos_sin_cache.index_select(0, positions).to(dtype)[:, None]
-        cos, sin = (_widen(half, is_neox) for half in angles.chunk(2, dim=-1))
-        return cos, sin
+        cos, sin = angles.chunk(2, dim=-1)
+        return (_widen(cos, is_neox), _widen(sin, is_neox)) if self._has_rotary else (cos, sin)
 
     def rotate(
         self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
     ) -> tuple[Tensor, Tensor]:
+        if not self._has_rotary:
+            return super().rotate(query, key, angles, is_neox)
         cos, sin = angles
         return self._rotate(query, cos, sin, is_neox), self._rotate(key, cos, sin, is_neox)
 

@@ -14,6 +14,15 @@ _NATIVE = NativeOps()
 """Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
 of ours, as `options` of `moe` is."""
 
+_PARTS = (
+    "mixture_of_experts",
+    "mixture_of_experts with biases",
+    "mixture_of_experts in fp8",
+    "mixture_of_experts in MXFP4",
+    "mixture_of_experts in MXFP4 with biases",
+)
+"""Of `ExpertOperators`, in order."""
+
 
 class ExpertOperators(NamedTuple):
     """Which operators for experts a bridge has. Asked for once: compiled code cannot ask."""
@@ -21,11 +30,13 @@ class ExpertOperators(NamedTuple):
     plain: bool
     biased: bool
     fp8: bool
+    mxfp4: bool
+    biased_mxfp4: bool
 
     @classmethod
     def of(cls, kernels: FusedKernels) -> "ExpertOperators":
         """Those of a card."""
-        return cls(kernels.has_moe, kernels.has_bias_moe, kernels.has_fp8_moe)
+        return cls(*(kernels.has(name) for name in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,11 @@ class CardExperts:
         """
         is_plain = self.options == SILU_EXPERTS and gate_up_bias is down_bias is None
         if self.can_fuse and not self.options.scales_inputs:
-            given = (x, ids, weights.to(x.dtype), gate_up.unbind(0), down.unbind(0))
-            first = self.first_expert or 0
+            routed, first = (x, ids, weights.to(x.dtype)), self.first_expert or 0
             if is_plain and self.operators.plain:
-                return self.kernels.moe(*given, first, has_inputs_first)
+                return self.kernels.moe(
+                    *routed, gate_up.unbind(0), down.unbind(0), first, has_inputs_first
+                )
             if self.options.limit is not None and self.operators.biased:
                 dim = 2 if has_inputs_first else 1
                 added = [  # the operator has no form without them
@@ -81,11 +93,17 @@ class CardExperts:
                     for bias, weight in ((gate_up_bias, gate_up), (down_bias, down))
                 ]
                 alpha, limit = self.options.alpha, self.options.limit
+                # A copy of the weights in each forward pass: the layer keeps gates before ups.
                 return self.kernels.bias_moe(
-                    *given,
-                    added[0].unbind(0),
+                    *routed,
+                    in_turn(gate_up, dim).unbind(0),
+                    down.unbind(0),
+                    in_turn(added[0], 1).unbind(0),
                     added[1].unbind(0),
-                    *(alpha, limit, first, has_inputs_first),
+                    alpha,
+                    limit,
+                    first,
+                    has_inputs_first,
                 )
         if has_inputs_first:
             gate_up, down = gate_up.mT, down.mT
@@ -93,6 +111,12 @@ class CardExperts:
             *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
             *(self.options, self.first_expert),
         )
+
+
+def in_turn(x: Tensor, dim: int) -> Tensor:
+    """Return x with gate and up of each feature in turn along a dimension that has all gates before
+    all ups, as operators with biases take it."""
+    return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def kept_bias(bias: Tensor | None) -> nn.Parameter | None:

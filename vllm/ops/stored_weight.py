@@ -268,7 +268,7 @@ class StackedWeight(StoredWeight):
         return torch.cat([part.dequantize() for part in self.parts])
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By their last three bits; the first one is the sign."""
 _E8M0_BIAS = 127
 
@@ -303,7 +303,7 @@ class Mxfp4Weight(StoredWeight):
         return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
 
     def dequantize(self) -> Tensor:
-        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
+        table = torch.tensor([*E2M1, *(-x for x in E2M1)])
         elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)

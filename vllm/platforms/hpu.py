@@ -211,6 +211,7 @@ def _is_gaudi(name: str) -> bool:
 
 
 def _open_simulation(model: str) -> "HabanaBridge":
+    from vllm.platforms.habana.parts import parse_names, parse_release
     from vllm.platforms.habana.sim import SimBridge
 
     settings = envs.get()
@@ -222,6 +223,8 @@ def _open_simulation(model: str) -> "HabanaBridge":
         has_lazy_collectives=_wants_lazy_collectives(settings),
         keeps_graph_tensors=settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is False,
         recipe_cache=settings.PT_HPU_RECIPE_CACHE_CONFIG,
+        release=parse_release(settings.VLLM_HPU_SIM_BRIDGE),
+        absent=parse_names(settings.VLLM_HPU_SIM_ABSENT or ""),
     )
 
 
@@ -271,3 +274,21 @@ def _open_card() -> "HabanaBridge":
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:
     """Several processes: a collective inside an HPU graph has to be recorded."""
     return settings.WORLD_SIZE > 1 or bool(settings.PT_HPU_ENABLE_LAZY_COLLECTIVES)
+
+
+def absent_parts() -> list[str]:
+    """Return the parts that the bridge of this machine lacks, of `habana.parts.PARTS`. Loads the
+    library of the vendor, and opens no card.
+
+    Raises:
+        ImportError: the library is missing or cannot be loaded.
+    """
+    from vllm.platforms.habana import parts
+
+    settings = envs.get()
+    if simulated_card() is not None:
+        absent = parts.parse_names(settings.VLLM_HPU_SIM_ABSENT or "")
+        return parts.absent_of_release(parts.parse_release(settings.VLLM_HPU_SIM_BRIDGE), absent)
+    parts.load_vendor("core")  # which registers the operators
+    found = parts.find_parts()
+    return [name for name in parts.PARTS if name not in found]

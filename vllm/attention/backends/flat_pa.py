@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 from vllm.attention.cache_scales import CacheScales
+from vllm.platforms.habana.bridge import FusedKernels
 
 HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay
@@ -53,6 +54,8 @@ class DecodeBlocks:
     """[B * Q] int64, the slot mapping of the metadata."""
     rows: Tensor
     """[N] int64: the row of each entry; 0 for padding, which adds nothing to it."""
+    groups: Tensor
+    """[N] int32: the same, for kernels of a card."""
     mapping: Tensor
     """[N, B] one-hot of the rows, in the dtype of the model; padding has no one."""
     mapping_t: Tensor
@@ -75,6 +78,20 @@ class DecodeBlocks:
 Normaliser = Callable[[Tensor, DecodeBlocks], Tensor]
 """([N, H, 1] the highest score of each block) -> [N, H, 1] what is subtracted from its scores, the
 same for all blocks of a row. See `normalisers`."""
+
+
+@dataclass(frozen=True)
+class FusedBlocks:
+    """Kernels of a card for the softmax of blocks."""
+
+    kernels: FusedKernels
+    """They have `block_softmax_adjustment`."""
+    has_softmax: bool
+    """And `block_softmax`."""
+
+
+Softmax = Normaliser | float | FusedBlocks | None
+"""How a decode finds what its scores are taken relative to, see `flat_paged_attention`."""
 
 
 def derive_decode_blocks(
@@ -129,6 +146,7 @@ def derive_decode_blocks(
         block_list=metadata.block_list,
         slots=metadata.slot_mapping.long(),
         rows=rows.long(),
+        groups=rows,
         mapping=mapping,
         mapping_t=mapping.T,
         summing=(row_ids.view(-1, 1) == rows).float(),
@@ -149,7 +167,7 @@ def flat_paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
-    normaliser: Normaliser | float | None = None,
+    normaliser: Softmax = None,
     scales: CacheScales | None = None,
 ) -> Tensor:
     """Attention of the new tokens of each row over its blocks.
@@ -175,7 +193,8 @@ def flat_paged_attention(
         normaliser: None as above. Else what the scores are taken relative to, with no correction
             afterwards; a float saves looking for a maximum at all. Right as long as the highest
             scores of a row are within about 80 of it: far above it weights overflow, and a row
-            far below it becomes zero.
+            far below it becomes zero. `FusedBlocks` is as None, with kernels of the card; they
+            know no sinks, with which it is None.
         scales: of an fp8 cache; None for one of the dtype of the query.
 
     Returns:
@@ -198,7 +217,13 @@ def flat_paged_attention(
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks, scales, query.dtype)
     scores = [_scores(part, queries, blocks, scale, alibi_slopes, soft_cap) for part in parts]
-    if isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
+    if isinstance(normaliser, FusedBlocks):
+        fused, normaliser = normaliser if sinks is None else None, None
+    else:
+        fused = None
+    if fused is not None:
+        out, factor = _attend_fused(parts, scores, fused, blocks, num_kv_heads, query.dtype)
+    elif isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
         factor = _sum_with_sinks(total, sinks, normaliser, blocks).reciprocal()
     else:
@@ -368,6 +393,52 @@ def _attend(
         weights = weights.unflatten(1, (part.values.shape[2], -1))
         weighted.append(_by_head(weights, part.values.transpose(1, 2)).float())
     return _joined(weighted), _joined(sums)
+
+
+def _attend_fused(
+    parts: list[_Part],
+    scores: list[Tensor],
+    fused: FusedBlocks,
+    blocks: DecodeBlocks,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return ([N, H, V] weighted values of each entry, [N, H, 1] what they are multiplied by), both
+    float32.
+
+    `block_softmax` gives a block that nothing is seen of the weight 0 if it is of no row. It takes
+    the queries of a row for one: drafts do without it.
+    """
+    kernels, num_rows = fused.kernels, blocks.summing.shape[0]
+    if not fused.has_softmax or blocks.query_len > 1:
+        block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
+        out, total = _attend(parts, scores, block_max, blocks, dtype)
+        maxima, sums = (
+            x.unflatten(1, (num_kv_heads, -1)).unsqueeze(-1) for x in (block_max, total + _TINY)
+        )
+        factor = kernels.block_softmax_adjustment(maxima, sums, blocks.groups, num_rows)
+        return out, factor.view(block_max.shape)
+    is_empty = blocks.is_hidden.flatten(1).all(1)
+    groups = blocks.groups.masked_fill(is_empty, -1)
+    found = []
+    for part, s in zip(parts, scores, strict=True):
+        grouped = s.unflatten(1, (num_kv_heads, -1)).unsqueeze(3)  # [n, G, R, 1, S]
+        # Scores are hidden already: the bias hides nothing that is not a number.
+        bias = grouped.new_zeros(len(s), 1, 1, 1, s.shape[-1])
+        found.append(kernels.block_softmax(grouped, bias, part.of(groups)))
+    weighted = [
+        _by_head(weights.squeeze(3).to(dtype), part.values.transpose(1, 2)).float()
+        for (weights, _, _), part in zip(found, parts, strict=True)
+    ]
+    out, maxima, sums = (
+        _joined(x) for x in (weighted, [x for _, x, _ in found], [x for _, _, x in found])
+    )
+    # What the kernel leaves of a block of no row is not documented.
+    maxima = maxima.masked_fill(is_empty[:, None], HIDDEN)
+    sums = sums.masked_fill(is_empty[:, None], _TINY)
+    shape = [len(out), num_kv_heads, out.shape[1] // num_kv_heads, 1]
+    factor = kernels.block_softmax_adjustment(maxima, sums, blocks.groups, num_rows, shape)
+    return out, factor.view(*out.shape[:2], 1)
 
 
 def _by_head(x: Tensor, cached: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm.attention.backends.flat_pa import (
     DecodeBlocks,
-    Normaliser,
+    Softmax,
     by_block,
     flat_paged_attention,
 )
@@ -100,7 +100,7 @@ def decode_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
-    normaliser: Normaliser | float | None = None,
+    normaliser: Softmax = None,
     scales: CacheScales | None = None,
 ) -> Tensor:
     """Store one new token per row, and attend over all its row has in the cache.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.flat_pa import DecodeBlocks, Normaliser, derive_decode_blocks
+from vllm.attention.backends.flat_pa import DecodeBlocks, Softmax, derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     PrefillBlocks,
     decode_attention,
@@ -23,17 +23,19 @@ from vllm.attention.backends.hpu_attn import (
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
-from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
+from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
 
 class LayerKind(NamedTuple):
-    """What the mask of a layer depends on."""
+    """What the mask of a layer depends on, and whether a kernel takes something instead of it."""
 
     window: int | None
     has_alibi: bool
     chunk_size: int | None = None
+    has_soft_cap: bool = False
+    has_sinks: bool = False
 
 
 def _sight(kind: LayerKind) -> tuple[int | None, int | None]:
@@ -43,7 +45,13 @@ def _sight(kind: LayerKind) -> tuple[int | None, int | None]:
 
 
 def _kind(layer: AttentionLayer) -> LayerKind:
-    return LayerKind(layer.sliding_window, layer.alibi_slopes is not None, layer.chunk_size)
+    return LayerKind(
+        layer.sliding_window,
+        layer.alibi_slopes is not None,
+        layer.chunk_size,
+        layer.logits_soft_cap is not None,
+        layer.sinks is not None,
+    )
 
 
 def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLayer]:
@@ -63,12 +71,52 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
     return kinds
 
 
-def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
-    """Fused kernels have no soft cap and no sinks, and a mask in the dtype of the queries, which
-    would round ALiBi far back."""
-    if layer.logits_soft_cap is not None or layer.sinks is not None:
+def fit_kernel(kernel: SDPAKernel, kinds: Iterable[LayerKind]) -> SDPAKernel:
+    """Return the kernel with what a card can do for layers of these kinds; outside of compiled
+    code."""
+    if not isinstance(kernel, FusedSDPA):
+        return kernel
+    found = [kind for kind in kinds if _may_be_fused(kind)]
+    return kernel.fitted(
+        has_windows=any(kind.window is not None for kind in found),
+        has_sinks=any(kind.has_sinks for kind in found),
+    )
+
+
+def _may_be_fused(kind: LayerKind) -> bool:
+    """Whether a fused kernel has all but windows and sinks. It has no soft cap, and a mask in the
+    dtype of the queries, which would round ALiBi far back."""
+    return not (kind.has_soft_cap or kind.has_alibi)
+
+
+def _takes_window(kernel: SDPAKernel, kind: LayerKind, query_len: int) -> bool:
+    """Whether the kernel takes the window of a prefill without context, instead of a mask."""
+    return (
+        isinstance(kernel, FusedSDPA)
+        and kernel.window_multiple is not None
+        and query_len % kernel.window_multiple == 0
+        and kind.window is not None
+        and kind.chunk_size is None
+        and _may_be_fused(kind)
+        and (kernel.has_sinks or not kind.has_sinks)
+    )
+
+
+def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: Tensor | None) -> SDPAKernel:
+    """The kernel with what a layer has besides a mask; without one it gets the window."""
+    kind = _kind(layer)
+    window = layer.sliding_window if mask is None else None
+    has_extras = window is not None or kind.has_sinks
+    if (
+        isinstance(kernel, FusedSDPA)
+        and has_extras
+        and _may_be_fused(kind)
+        and (kernel.has_sinks or not kind.has_sinks)
+    ):
+        return partial(kernel, window=window, sinks=layer.sinks)
+    if kind.has_soft_cap or kind.has_sinks:
         return partial(naive_sdpa, soft_cap=layer.logits_soft_cap, sinks=layer.sinks)
-    return kernel if layer.alibi_slopes is None else naive_sdpa
+    return naive_sdpa if kind.has_alibi else kernel
 
 
 @dataclass(frozen=True)
@@ -77,7 +125,7 @@ class PaddedDecode:
 
     blocks: Mapping[tuple[int | None, int | None], DecodeBlocks]
     """Window and size of chunks -> what all layers with it need."""
-    normaliser: Normaliser | float | None = None
+    normaliser: Softmax = None
     """See `flat_paged_attention`."""
 
     @classmethod
@@ -87,7 +135,7 @@ class PaddedDecode:
         kinds: Iterable[LayerKind],
         block_size: int,
         dtype: torch.dtype,
-        normaliser: Normaliser | float | None = None,
+        normaliser: Softmax = None,
         positions: Tensor | None = None,
     ) -> "PaddedDecode":
         """A launch for layers of these kinds and queries of this dtype; `positions` see
@@ -128,7 +176,8 @@ class PaddedPrefill:
 
     blocks: PrefillBlocks
     masks: Mapping[LayerKind, Tensor | None]
-    """The mask of all layers of a kind; None where causality says it all."""
+    """The mask of all layers of a kind; None where causality says it all, or with the window that
+    the kernel gets."""
     kernel: SDPAKernel
 
     @classmethod
@@ -140,12 +189,16 @@ class PaddedPrefill:
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
         """A launch for layers of these kinds."""
-        masks = {
-            kind: prefill_mask(
+        has_context = metadata.context_blocks.shape[1] > 0
+        query_len = metadata.slot_mapping.shape[1]
+        masks: dict[LayerKind, Tensor | None] = {}
+        for kind, layer in kinds.items():
+            if not has_context and _takes_window(kernel, kind, query_len):
+                masks[kind] = None
+                continue
+            masks[kind] = prefill_mask(
                 metadata, block_size, kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size
             )
-            for kind, layer in kinds.items()
-        }
         return cls(derive_prefill_blocks(metadata, block_size), masks, kernel)
 
     @classmethod
@@ -173,7 +226,7 @@ class PaddedPrefill:
         shape = self.blocks.slots.shape
         query, key = query.unflatten(0, shape), key.unflatten(0, shape)
         value = None if value is None else value.unflatten(0, shape)
-        kind = _kind(layer)
+        mask = self.masks[_kind(layer)]
         attended = prefill_attention(
             query,
             key,
@@ -181,9 +234,9 @@ class PaddedPrefill:
             layer.key_cache,
             layer.value_cache,
             self.blocks,
-            self.masks[kind],
+            mask,
             layer.scale,
-            _kernel_for(layer, self.kernel),
+            _kernel_for(layer, self.kernel, mask),
             layer.cache_scales,
         )
         return attended.flatten(0, 1)

@@ -9,6 +9,7 @@ multiple of G), D head size.
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -104,20 +105,56 @@ def naive_sdpa(
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
-def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
-    """The fused kernel of a card.
+@dataclass(frozen=True)
+class FusedSDPA:
+    """The fused kernel of a card, an `SDPAKernel`.
 
-    16-bit types take its fast softmax, with an approximate exponent; float32 the exact one.
+    16-bit types take its fast softmax, with an approximate exponent; float32 the exact one, and so
+    do windows and sinks.
     """
 
-    def fused_sdpa(
+    kernels: FusedKernels
+    window_multiple: int | None = None
+    """It takes windows where the number of new tokens is a multiple of this; None: it does not."""
+    has_sinks: bool = False
+    """It takes sinks."""
+
+    def fitted(self, *, has_windows: bool, has_sinks: bool) -> "FusedSDPA":
+        """Return the kernel for a model, with what the card can do of what the model needs."""
+        multiple = None
+        if has_windows and self.kernels.has("FusedSDPA window_size"):
+            multiple = self.kernels.window_multiple
+        return FusedSDPA(self.kernels, multiple, has_sinks and self.kernels.has("FusedSDPA sink"))
+
+    def __call__(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         scale: float,
         valid_lens: Tensor | None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        """Attend, see `SDPAKernel`.
+
+        Args:
+            window: tokens that a query sees, itself included, of as many keys as queries; without
+                a mask. None: all before it, or what the mask says.
+            sinks: [H], the score of one more key of each head, whose value is zero; None without.
+        """
+        kernels = self.kernels
+        if window is not None or sinks is not None:
+            sinks = None if sinks is None else sinks.to(query.dtype)
+            # Padding on the right attends to tokens before it, so that no lengths are needed.
+            return kernels.sdpa(
+                *(query, key, value, mask),
+                is_causal=mask is None,
+                scale=scale,
+                window=window,
+                sinks=sinks,
+            )
         mode = "None" if query.dtype == torch.float32 else "fast"
         if mask is not None or valid_lens is None:
             return kernels.sdpa(
@@ -136,7 +173,10 @@ def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
         token = torch.arange(query.shape[2], dtype=valid_lens.dtype, device=valid_lens.device)
         return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
 
-    return fused_sdpa
+
+def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
+    """Return the fused kernel of a card; where the bridge lacks it, plain torch operators."""
+    return FusedSDPA(kernels) if kernels.has("FusedSDPA") else naive_sdpa
 
 
 def flex_sdpa(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm import envs
 from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError
+from vllm.platforms.hpu import absent_parts, simulated_card
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -115,6 +116,8 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
     except ConfigError as error:
         yield "Platform", f"none: {error}"
     yield "CPU kernels", _describe_kernels()
+    if simulated_card() is not None or has_vendor_library():
+        yield "Gaudi kernels", _describe_gaudi_kernels()
     yield from _card_facts()
 
 
@@ -147,6 +150,14 @@ def _describe_card(card: "CardReading") -> str:
 
 def _bridge_settings() -> dict[str, str]:
     return envs.described_bridge_settings() if has_vendor_library() else {}
+
+
+def _describe_gaudi_kernels() -> str:
+    try:
+        absent = absent_parts()
+    except (ImportError, OSError) as error:
+        return f"habana_frameworks cannot be loaded: {error}"
+    return f"absent, with torch operators instead: {', '.join(absent)}" if absent else "all"
 
 
 def _describe_kernels() -> str:

@@ -57,7 +57,29 @@ class DeviceCounters:
 
 
 class FusedKernels(Protocol):
-    """Kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D head."""
+    """Kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D head.
+
+    Those that `habana.parts` lists may be missing: ask `has` before calling one of them.
+    """
+
+    def has(self, name: str) -> bool:
+        """Return whether a part can be used; outside of compiled code, which cannot ask.
+
+        Args:
+            name: a key of `habana.parts.PARTS`.
+        """
+
+    def why_unused(self, name: str) -> str | None:
+        """Return why a part is not used: the bridge lacks it, or the card computes something else
+        than expected, which the first call tries. None: it can be used.
+
+        Args:
+            name: as in `has`.
+        """
+
+    @property
+    def window_multiple(self) -> int:
+        """Of what the number of tokens must be a multiple where `sdpa` gets a window."""
 
     def sdpa(
         self,
@@ -70,6 +92,8 @@ class FusedKernels(Protocol):
         scale: float | None = None,
         softmax_mode: str = "None",
         valid_seq_len: "Tensor | None" = None,
+        window: int | None = None,
+        sinks: "Tensor | None" = None,
     ) -> "Tensor":
         """FusedSDPA over [B, H, S, D]; key and value may have fewer heads, which are shared.
 
@@ -80,6 +104,10 @@ class FusedKernels(Protocol):
             softmax_mode: "None", or "fast" with an approximate exponent.
             valid_seq_len: int32 [B], tokens of each right-padded row; only with `is_causal`.
                 What the rows behind them hold is undefined.
+            window: a token sees so many tokens up to itself; only with `is_causal` and as many
+                keys as queries, without `valid_seq_len`. Needs "FusedSDPA window_size".
+            sinks: [H], the score of one more key of each head, whose value is zero. Needs
+                "FusedSDPA sink".
         """
 
     def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
@@ -140,9 +168,39 @@ class FusedKernels(Protocol):
             interleaved: True pairs neighbours (GPT-J), False the two halves (NeoX).
         """
 
-    @property
-    def has_moe(self) -> bool:
-        """Whether this build has `moe`."""
+    def block_softmax(
+        self, scores: "Tensor", bias: "Tensor", groups: "Tensor"
+    ) -> "tuple[Tensor, Tensor, Tensor]":
+        """Exponentials of the scores of each block, less the highest score of each head in it.
+        Letters: N blocks, G key/value heads, R query heads of each, S tokens of a block.
+
+        Args:
+            scores: [N, G, R, 1, S].
+            bias: [N, 1, 1, 1, S], added to them.
+            groups: [N] int32, the row of each block; a block of row -1 becomes zero.
+
+        Returns:
+            ([N, G, R, 1, S]; highest scores and sums, [N, G * R or more] each, for
+            `block_softmax_adjustment`)
+        """
+
+    def block_softmax_adjustment(
+        self,
+        maxima: "Tensor",
+        sums: "Tensor",
+        groups: "Tensor",
+        num_groups: int,
+        shape: "list[int] | None" = None,
+    ) -> "Tensor":
+        """exp(maximum of a block - that of its row) / sum of the row, relative to the latter.
+
+        Args:
+            maxima, sums: [N, G, R, 1, 1], or as `block_softmax` returns them.
+            groups: [N] int32, the row of each block.
+            num_groups: rows.
+            shape: of the result, [N, G, R, 1], for what `block_softmax` returns; None: that of
+                `maxima`.
+        """
 
     def moe(
         self,
@@ -167,10 +225,6 @@ class FusedKernels(Protocol):
             has_inputs_first: gate_up is [hidden, 2 * I] and down [I, hidden].
         """
 
-    @property
-    def has_bias_moe(self) -> bool:
-        """Whether this build has `bias_moe`."""
-
     def bias_moe(
         self,
         x: "Tensor",
@@ -189,15 +243,56 @@ class FusedKernels(Protocol):
         -limit and limit: sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
 
         Args:
-            x, ids, weights, gate_up, down, first_expert, has_inputs_first: as in `moe`.
-            gate_up_bias: of each expert [2 * I], gate then up, of the type of x.
+            x, ids, weights, down, first_expert, has_inputs_first: as in `moe`.
+            gate_up: of each expert [2 * I, hidden], gate and up of each feature in turn.
+            gate_up_bias: of each expert [2 * I], in turn too, of the type of x.
             down_bias: of each expert [hidden].
             alpha, limit: of all experts; constants of a recipe.
         """
 
-    @property
-    def has_fp8_moe(self) -> bool:
-        """Whether this build has `fp8_moe`."""
+    def mxfp4_moe(
+        self,
+        x: "Tensor",
+        ids: "Tensor",
+        weights: "Tensor",
+        gate_up: "Sequence[Tensor]",
+        gate_up_scales: "Sequence[Tensor]",
+        down: "Sequence[Tensor]",
+        down_scales: "Sequence[Tensor]",
+        first_expert: int = 0,
+    ) -> "Tensor":
+        """As `moe`, where it can run, of weights in MXFP4.
+
+        Args:
+            x: [tokens, hidden] bfloat16.
+            ids, weights, first_expert: as in `moe`.
+            gate_up: of each expert [2 * I, hidden / 2] uint8, gate then up: two elements of E2M1
+                in a byte, the first in the lower four bits.
+            gate_up_scales: of each expert [2 * I, hidden / 32] uint8, E8M0.
+            down: of each expert [hidden, I / 2] uint8.
+            down_scales: of each expert [hidden, I / 32] uint8.
+
+        Returns:
+            [tokens, hidden] bfloat16
+        """
+
+    def bias_mxfp4_moe(
+        self,
+        x: "Tensor",
+        ids: "Tensor",
+        weights: "Tensor",
+        gate_up: "Sequence[Tensor]",
+        gate_up_scales: "Sequence[Tensor]",
+        down: "Sequence[Tensor]",
+        down_scales: "Sequence[Tensor]",
+        gate_up_bias: "Sequence[Tensor]",
+        down_bias: "Sequence[Tensor]",
+        alpha: float,
+        limit: float,
+        first_expert: int = 0,
+    ) -> "Tensor":
+        """As `bias_moe`, where it can run, of weights as `mxfp4_moe` has them; gate and up of each
+        feature in turn."""
 
     def fp8_moe(
         self,

@@ -7,29 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAME, _DENSE, _FP8 = "mixture_of_experts", "fused_weights", "fp8_fused_weights_dynamic"
-_BIASED = "bias_fused_weights"
+_NAME = "mixture_of_experts"
+_MXFP4, _BIAS_MXFP4 = "mxfp4_fused_weights", "bias_mxfp4_fused_weights"
+_MXFP4_BLOCK = 32
+"""Elements with one scale."""
 
 
 class FusedExperts:
     """The part of `FusedKernels` about experts."""
-
-    @property
-    def has_moe(self) -> bool:
-        """Whether this bridge has the operator for gates and ups that are one weight."""
-        return _DENSE in _overloads()
-
-    @property
-    def has_bias_moe(self) -> bool:
-        """Whether this bridge has the operator for experts with biases and a clamped
-        activation."""
-        return _BIASED in _overloads()
-
-    @property
-    def has_fp8_moe(self) -> bool:
-        """Whether this bridge has the operator for weights in fp8, whose second product rounds its
-        inputs by itself."""
-        return _FP8 in _overloads()
 
     def moe(
         self,
@@ -91,6 +76,65 @@ class FusedExperts:
             **_options(first_expert, len(down)),
         )
 
+    def mxfp4_moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[Tensor],
+        gate_up_scales: Sequence[Tensor],
+        down: Sequence[Tensor],
+        down_scales: Sequence[Tensor],
+        first_expert: int = 0,
+    ) -> Tensor:
+        """See `FusedKernels.mxfp4_moe`."""
+        lists = (gate_up, down, gate_up_scales, down_scales)
+        return _call_mxfp4(
+            _MXFP4, (x, ids, weights), lists, activation="silu", **_options(first_expert, len(down))
+        )
+
+    def bias_mxfp4_moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[Tensor],
+        gate_up_scales: Sequence[Tensor],
+        down: Sequence[Tensor],
+        down_scales: Sequence[Tensor],
+        gate_up_bias: Sequence[Tensor],
+        down_bias: Sequence[Tensor],
+        alpha: float,
+        limit: float,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """See `FusedKernels.bias_mxfp4_moe`."""
+        lists = (gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales)
+        return _call_mxfp4(
+            *(_BIAS_MXFP4, (x, ids, weights), lists),
+            alpha=alpha,
+            limit=limit,
+            **_options(first_expert, len(down)),
+        )
+
+
+def _call_mxfp4(
+    overload: str,
+    routed: tuple[Tensor, Tensor, Tensor],
+    lists: Sequence[Sequence[Tensor]],
+    **options: Any,
+) -> Tensor:
+    """Run an overload for MXFP4; its tensors go by position, as the vendor's tests give them."""
+    operator: Any = getattr(getattr(torch.ops.hpu, _NAME), overload)
+    out: Tensor = operator(
+        *routed,
+        *(list(tensors) for tensors in lists),
+        block_size=_MXFP4_BLOCK,
+        is_fp4=True,
+        **options,
+    )
+    return out
+
 
 def _call(
     x: Tensor,
@@ -111,11 +155,6 @@ def _call(
         **more,
     )
     return out
-
-
-def _overloads() -> list[str]:
-    operator: Any = getattr(torch.ops.hpu, _NAME, None)
-    return [] if operator is None else list(operator.overloads())
 
 
 def _options(first_expert: int, num_experts: int, has_inputs_first: bool = False) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A Gaudi card through `habana_frameworks`, which nothing else imports.
 
-Written from the published interface; it has not run on a card. Uses only names and arguments that
-builds 1.19 and later have in common.
+Written from the published interface; it has not run on a card. Uses names and arguments that builds
+1.19 and later have in common, and what `parts` finds.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from vllm.platforms.habana.bridge import (
     FusedKernels,
     MemoryInfo,
 )
-from vllm.platforms.habana.experts import FusedExperts
-from vllm.platforms.habana.operators import QuantizedKernels
+from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.parts import find_parts, log_absent
 
 logger = init_logger(__name__)
 
@@ -45,17 +45,17 @@ class RealBridge:
         import habana_frameworks.torch as htorch
         import habana_frameworks.torch.core as htcore
         import habana_frameworks.torch.hpu as hthpu
-        import habana_frameworks.torch.hpu.metrics as metrics
         import habana_frameworks.torch.hpu.random as htrandom
-        import habana_frameworks.torch.internal.bridge_config as bridge_config
 
-        self._bridge_config: Any = bridge_config
         self._htcore: Any = htcore
         self._hthpu: Any = hthpu
-        self._metrics: Any = metrics
         self._htrandom: Any = htrandom
         self._is_lazy: bool = htorch.utils.internal.is_lazy()
-        self._kernels = _RealKernels()
+        self._found = find_parts()
+        log_absent(self._found)
+        self._kernels = BridgeKernels(
+            self._found, self.device, lambda: self.device_name, is_lazy=self._is_lazy
+        )
 
     @property
     def device(self) -> torch.device:
@@ -148,8 +148,7 @@ class RealBridge:
 
     @cached_property
     def can_compile_only(self) -> bool:
-        # There is a getter for every flag that a build knows.
-        is_known = hasattr(self._bridge_config, "get_pt_compile_only_mode")
+        is_known = "bridge_config" in self._found  # with a getter for the flag
         if not is_known:
             logger.warning(
                 "Cannot use PT_COMPILE_ONLY_MODE. Warmup time will be negatively impacted. Please "
@@ -158,9 +157,8 @@ class RealBridge:
         return is_known
 
     def compile_only(self) -> AbstractContextManager[None]:
-        block: AbstractContextManager[None] = self._bridge_config.env_setting(
-            "PT_COMPILE_ONLY_MODE", True
-        )
+        env_setting = self._found["bridge_config"][0]
+        block: AbstractContextManager[None] = env_setting("PT_COMPILE_ONLY_MODE", True)
         return block
 
     def dry_run(self) -> AbstractContextManager[None]:
@@ -170,50 +168,7 @@ class RealBridge:
         self._htrandom.manual_seed_all(seed)
 
     def _stats(self, metric_name: str) -> Mapping[str, Any]:
-        metric = self._metrics.metric_global(metric_name)
+        if "metrics" not in self._found:
+            return {}
+        metric = self._found["metrics"][0](metric_name)
         return {} if metric is None else dict(metric.stats())
-
-
-class _RealKernels(FusedExperts, QuantizedKernels):
-    """The kernels of `habana_frameworks.torch.hpex`; all their arguments go by position."""
-
-    def __init__(self) -> None:
-        from habana_frameworks.torch.hpex.kernels import (
-            FusedSDPA,
-            RotaryPosEmbeddingMode,
-            apply_rotary_pos_emb,
-        )
-        from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
-
-        self._sdpa: Any = FusedSDPA
-        self._rms_norm: Any = FusedRMSNorm
-        self._apply_rotary: Any = apply_rotary_pos_emb
-        self._rotary_mode: Any = RotaryPosEmbeddingMode
-
-    def sdpa(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        softmax_mode: str = "None",
-        valid_seq_len: Tensor | None = None,
-    ) -> Tensor:
-        dropout, recompute = 0.0, True
-        out: Tensor = self._sdpa.apply(
-            query, key, value, attn_mask, dropout, is_causal, scale, softmax_mode, recompute,
-            valid_seq_len, "right",
-        )  # fmt: skip
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out: Tensor = self._rms_norm.apply(x, weight, eps)
-        return out
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        mode = self._rotary_mode.PAIRWISE if interleaved else self._rotary_mode.BLOCKWISE
-        out: Tensor = self._apply_rotary(x, cos, sin, None, 0, mode)
-        return out

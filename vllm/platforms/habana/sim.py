@@ -1,15 +1,17 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
-from vllm.platforms.habana.experts import FusedExperts
-from vllm.platforms.habana.operators import QuantizedKernels
+from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.parts import NEWEST, Version, absent_of_release, find_parts, log_absent
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import HpuTensor, install
@@ -21,12 +23,6 @@ from vllm.platforms.habana.sim_spec import CARDS
 from vllm.platforms.habana.sim_unlaunched import mapped_zeros
 from vllm.platforms.habana.sim_vendor import bridge_config, install_vendor, random
 from vllm.platforms.habana.sim_vendor.hpu import Event, device_module
-from vllm.platforms.habana.sim_vendor.kernels import (
-    FusedSDPA,
-    RotaryPosEmbeddingMode,
-    apply_rotary_pos_emb,
-)
-from vllm.platforms.habana.sim_vendor.normalization import FusedRMSNorm
 
 
 class SimBridge:
@@ -44,6 +40,8 @@ class SimBridge:
         has_lazy_collectives: bool = False,
         keeps_graph_tensors: bool = False,
         recipe_cache: str | None = None,
+        release: Version = NEWEST,
+        absent: Iterable[str] = (),
     ) -> None:
         """
         Args:
@@ -57,6 +55,8 @@ class SimBridge:
                 PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
             recipe_cache: where compiled recipes outlive the process, in the form of
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
+            release: of the bridge, which has no part that came later.
+            absent: parts that it lacks besides, of `parts.PARTS`.
 
         Raises:
             ConfigError: this torch cannot register a device from Python, or the recipe cache is
@@ -76,10 +76,11 @@ class SimBridge:
             compile_for_card=compile_for_card,
             device_module=device_module(),
         )
-        register()
         if is_vendor:
             install_vendor()
-        self._kernels = SimulatedKernels()
+        self._kernels = SimulatedKernels(
+            self.device, self.device_name, is_lazy=is_lazy, release=release, absent=absent
+        )
 
     @property
     def device(self) -> torch.device:
@@ -170,29 +171,33 @@ class SimBridge:
         random.manual_seed_all(seed)
 
 
-class SimulatedKernels(FusedExperts, QuantizedKernels):
-    """`FusedKernels` over the simulated operators; refuses what the real ones refuse."""
+class SimulatedKernels(BridgeKernels):
+    """`FusedKernels` of a simulated release of the bridge; they refuse what real ones refuse."""
 
-    def sdpa(
+    def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
+        device: torch.device | None = None,
+        card: str = "GAUDI2",
         *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        softmax_mode: str = "None",
-        valid_seq_len: Tensor | None = None,
-    ) -> Tensor:
-        return FusedSDPA.apply(
-            query, key, value, attn_mask, 0.0, is_causal, scale, softmax_mode, True,
-            valid_seq_len, "right",
-        )  # fmt: skip
+        is_lazy: bool = True,
+        release: Version = NEWEST,
+        absent: Iterable[str] = (),
+    ) -> None:
+        """
+        Args:
+            device: where trials run; None is the host, whose tensors the kernels take too.
+            card: its name.
+            is_lazy: see `BridgeKernels`.
+            release: the bridge has no part that came later.
+            absent: parts that it lacks besides.
+        """
+        register()
+        lacking = absent_of_release(release, absent)
+        found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
+        log_absent(found)
+        super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return FusedRMSNorm.apply(x, weight, eps)
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        mode = RotaryPosEmbeddingMode.PAIRWISE if interleaved else RotaryPosEmbeddingMode.BLOCKWISE
-        return apply_rotary_pos_emb(x, cos, sin, None, 0, mode)
+def _load(module: str) -> ModuleType:
+    """Import what answers for a module of the bridge."""
+    return import_module(f"vllm.platforms.habana.sim_vendor.{module.rpartition('.')[2]}")

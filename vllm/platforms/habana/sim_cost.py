@@ -106,7 +106,8 @@ def work_of(op: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) 
         return Work(flops, num_bytes, sim_spec.SDPA_SHARE)
     if name == "mixture_of_experts":
         num_choices, gate_up = operands[1].numel(), operands[3]
-        return Work(3.0 * num_choices * gate_up.numel(), num_bytes)
+        in_a_byte = 2 if gate_up.dtype == torch.uint8 else 1
+        return Work(3.0 * num_choices * gate_up.numel() * in_a_byte, num_bytes)
     if name in _FIRST_FACTOR:
         left = operands[min(_FIRST_FACTOR[name], len(operands) - 1)]
         flops = 2.0 * results[0].numel() * left.shape[-1]

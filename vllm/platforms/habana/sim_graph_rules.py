@@ -57,7 +57,9 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
     frozenset(_FLOAT | {torch.int16}): ("sort", "topk"),
     frozenset({torch.float32, torch.bfloat16, torch.int32}): ("index_put",),
     frozenset({torch.float32, torch.bfloat16, torch.int32, torch.int16}): ("stack",),
-    frozenset({torch.float32, torch.bfloat16}): ("logsumexp",),
+    frozenset({torch.float32, torch.bfloat16}): (
+        *("logsumexp", "block_softmax", "block_softmax_adjustment"),
+    ),
     frozenset({torch.int32}): ("convert_from_uint4",),
     frozenset(_MATRIX): (
         *("addmm", "baddbmm", "bmm", "mm", "sdpa_recomp_fwd", "fp8_gemm_v2", "cast_from_fp8"),

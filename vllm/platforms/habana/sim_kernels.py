@@ -4,13 +4,14 @@ The schemas are the bridge's. A card rounds in other places and has an approxima
 results agree with these to a tolerance, never bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from vllm.platforms.habana import sim_fp8, sim_uint4
+from vllm.platforms.habana import sim_blocks, sim_fp8, sim_mxfp4, sim_uint4
+from vllm.platforms.habana.sim_experts import biased_experts, silu_experts, weights_of_experts
 
 _SCHEMAS = {
     "rms_norm": "(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
@@ -37,7 +38,8 @@ _SCHEMAS = {
     "sdpa_recomp_fwd": (
         "(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale,"
         " bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len,"
-        " str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+        " str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 }
 
@@ -57,10 +59,15 @@ def register() -> torch.library.Library:
         "mixture_of_experts.bias_fused_weights": _bias_mixture_of_experts,
         "mixture_of_experts.fp8_fused_weights_dynamic": _fp8_mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
+        **sim_blocks.KERNELS,
         **sim_fp8.KERNELS,
+        **sim_mxfp4.KERNELS,
         **sim_uint4.KERNELS,
     }
-    for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS | sim_uint4.SCHEMAS).items():
+    schemas = (
+        _SCHEMAS | sim_blocks.SCHEMAS | sim_fp8.SCHEMAS | sim_mxfp4.SCHEMAS | sim_uint4.SCHEMAS
+    )
+    for name, schema in schemas.items():
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
     shapes = sim_fp8.SHAPES | {
@@ -116,16 +123,10 @@ def _mixture_of_experts(
 ) -> Tensor:
     if activation != "silu":
         raise NotImplementedError("the simulated kernel has silu only")
-    x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
-    weights = _weights_of_experts(
+    weights = weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3)
     )
-    for weight, gate_up, down in zip(weights, w12, w3, strict=True):
-        if permuted_weights:  # as nn.Linear has them
-            gate_up, down = gate_up.T, down.T
-        gate, up = (x @ gate_up.float()).chunk(2, dim=-1)
-        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float())
-    return out.to(hidden_states.dtype)
+    return silu_experts(hidden_states, weights, w12, w3, is_permuted=permuted_weights)
 
 
 def _bias_mixture_of_experts(
@@ -145,21 +146,16 @@ def _bias_mixture_of_experts(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """With biases, and what is between the products limited. Chunks are of no effect here."""
-    x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
+    """With biases, and what is between the products limited; gate and up in turn. Chunks are of no
+    effect here."""
     counts = (len(w12), len(w3), len(w12_bias), len(w3_bias))
-    weights = _weights_of_experts(
+    weights = weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, *counts
     )
-    experts = zip(weights, w12, w3, w12_bias, w3_bias, strict=True)
-    for weight, gate_up, down, gate_up_bias, down_bias in experts:
-        if permuted_weights:
-            gate_up, down = gate_up.T, down.T
-        gate, up = (x @ gate_up.float() + gate_up_bias.float()).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        middle = gate * torch.sigmoid(alpha * gate) * (up + 1)
-        out = out + weight * (middle @ down.float() + down_bias.float())
-    return out.to(hidden_states.dtype)
+    return biased_experts(
+        *(hidden_states, weights, w12, w3, w12_bias, w3_bias, alpha, limit),
+        is_permuted=permuted_weights,
+    )
 
 
 def _fp8_mixture_of_experts(
@@ -182,7 +178,7 @@ def _fp8_mixture_of_experts(
     x = sim_fp8.decode(hidden_states) * d_scale_hidden_states
     out = torch.zeros_like(x)
     counts = (len(w12), len(w3), len(d_scale_w12), len(d_scale_w3))
-    weights = _weights_of_experts(
+    weights = weights_of_experts(
         expert_routing_table, router_weights, experts_min, experts_max, *counts
     )
     experts = zip(weights, w12, d_scale_w12, w3, d_scale_w3, strict=True)
@@ -197,19 +193,6 @@ def _shape_of_fp8_experts(hidden_states: Tensor, *others: object) -> Tensor:
     return hidden_states.new_empty(hidden_states.shape, dtype=torch.bfloat16)
 
 
-def _weights_of_experts(
-    table: Tensor, router_weights: Tensor, first: int, last: int, *counts: int
-) -> list[Tensor]:
-    """The weight [tokens, 1] of each of the experts that were given, as often as `counts` say."""
-    if set(counts) != {last - first + 1}:
-        raise RuntimeError(f"{counts} weights and scales of experts {first} to {last}")
-    given = router_weights.float()
-    return [
-        given.masked_fill(table != expert, 0.0).sum(-1, keepdim=True)
-        for expert in range(first, last + 1)
-    ]
-
-
 def _sdpa_recomp_fwd(
     q: Tensor,
     k: Tensor,
@@ -222,7 +205,11 @@ def _sdpa_recomp_fwd(
     softmax_mode: str,
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
+    window_size: Sequence[int] = (-1, -1),
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is documented, and a window as (how many keys before a query, how many after it) that
+    the query sees besides the one at its own position; -1 is all of them."""
     if p:
         raise NotImplementedError("the simulated kernel has no dropout")
     group = q.shape[-3] // k.shape[-3]
@@ -233,6 +220,13 @@ def _sdpa_recomp_fwd(
     if is_causal:
         allowed = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~allowed, minus_inf)
+    if tuple(window_size) != (-1, -1):
+        ahead = (
+            torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+        )
+        for side, distance in zip(window_size, (-ahead, ahead), strict=True):
+            if side >= 0:
+                scores = scores.masked_fill(distance > side, minus_inf)
     if valid_seq_len is not None:
         positions = torch.arange(columns, device=q.device)
         length = valid_seq_len.view(-1, 1, 1, 1)
@@ -244,8 +238,13 @@ def _sdpa_recomp_fwd(
     elif attention_mask is not None:
         scores = scores + attention_mask.float()
     row_max = scores.amax(-1, keepdim=True)
+    if sink is not None:
+        extra = sink.float().view(-1, 1, 1)
+        row_max = torch.maximum(row_max, extra)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        row_sum = row_sum + torch.exp(extra - row_max)
     out = (weights / row_sum @ value).to(q.dtype)
     if valid_seq_len is not None:  # padding on the left attends to nothing; any value will do
         out = out.nan_to_num()

@@ -20,9 +20,9 @@ from vllm.attention import (
     TableEmbeddings,
     share_context,
 )
-from vllm.attention.backends.flat_pa import Normaliser
+from vllm.attention.backends.flat_pa import FusedBlocks, Softmax
 from vllm.attention.backends.normalisers import parse_normaliser
-from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
+from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
@@ -30,6 +30,7 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import Absent, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
+from vllm.platforms.habana.bridge import FusedKernels
 from vllm.worker.hpu.embeddings import FIRST_GIVEN
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
@@ -37,11 +38,15 @@ from vllm.worker.hpu.resident import ResidentTokens
 from vllm.worker.stage_drafts import InnerLayers
 
 
-def softmax_normaliser(config: HPUConfig) -> Normaliser | float | None:
-    """Of the decodes of an engine."""
+def softmax_normaliser(config: HPUConfig, kernels: FusedKernels) -> Softmax:
+    """Return what the decodes of an engine normalise scores with, on a card with these kernels."""
     if config.softmax_const_norm is not None:
         return config.softmax_const_norm
-    return parse_normaliser(config.pa_softmax_impl) if config.pa_softmax_impl else None
+    if config.pa_softmax_impl:
+        return parse_normaliser(config.pa_softmax_impl)
+    if not config.fused_block_softmax_adjustment or not kernels.has("block_softmax_adjustment"):
+        return None
+    return FusedBlocks(kernels, config.fused_block_softmax and kernels.has("block_softmax"))
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,11 @@ class LaunchModel(nn.Module):
         self.model: LayeredModel = model
         self.launch_holder = share_context(model)
         self._block_size = block_size
-        self._kernel = kernel
         self._adapters = adapters
         self._rotary_tables = number_rotary_tables(model)
         self._dtype = dtype or next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
+        self._kernel = fit_kernel(kernel, self._kinds)
 
     @property
     def size_before(self) -> int:
@@ -200,7 +205,7 @@ class HPUModel(LaunchModel):
         model: CausalLM | PoolingModel,
         block_size: int,
         kernel: SDPAKernel,
-        normaliser: Normaliser | float | None = None,
+        normaliser: Softmax = None,
         resident: ResidentTokens | None = None,
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,

@@ -91,7 +91,7 @@ class HPUModelRunner(ModelRunner):
         self.resident = self._make_resident(config)
         self._shifts = False
         """Rows of the step may begin earlier than the host has packed them."""
-        normaliser = softmax_normaliser(config.hpu)
+        normaliser = softmax_normaliser(config.hpu, bridge.kernels)
         adapters, slot_of_row = None, None
         self._embeddings = self.parts.find(DeviceEmbeddings)
         if (of_rows := self.parts.find(DeviceRows)) is not None:

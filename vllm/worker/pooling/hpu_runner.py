@@ -46,7 +46,7 @@ class HPUPoolingRunner(PoolingRunner):
         if pooler.needs_whole_prompts:
             launch_model = WholePromptModel(model, pooler, size, kernel, self._dtype)
         else:
-            normaliser = softmax_normaliser(config.hpu)
+            normaliser = softmax_normaliser(config.hpu, bridge.kernels)
             launch_model = HPUModel(model, size, kernel, normaliser, dtype=self._dtype)
         inputs = HPUInputBuilder(self.batch, size)
         if self._types is not None:

@@ -25,7 +25,10 @@ class RotaryPosEmbeddingMode(IntEnum):
 
 
 class FusedSDPA:
-    """Attention over [B, H, S, D]."""
+    """Attention over [B, H, S, D].
+
+    The real one is an autograd function: `forward` has the parameters. Here it is `apply` itself.
+    """
 
     @staticmethod
     def apply(
@@ -42,6 +45,8 @@ class FusedSDPA:
         seq_padding_type: str = "left",
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        sink: Tensor | None = None,
         /,
     ) -> Tensor:
         """Key and value may have fewer heads, which are shared.
@@ -59,9 +64,11 @@ class FusedSDPA:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
             q, k, v, attn_mask, 0.0, scale, is_causal, False, softmax_mode,
-            valid_seq_len, seq_padding_type,
+            valid_seq_len, seq_padding_type, list(window_size), sink,
         )[0]  # fmt: skip
         return out
+
+    forward = apply
 
 
 def apply_rotary_pos_emb(

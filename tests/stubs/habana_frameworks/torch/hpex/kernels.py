@@ -10,6 +10,29 @@ class RotaryPosEmbeddingMode(enum.IntEnum):
 
 
 class FusedSDPA:
+    """An autograd function: who asks for its parameters finds them at `forward`."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        softmax_mode="None",
+        recompute_mode=None,
+        valid_seq_len=None,
+        seq_padding_type="left",
+        return_dropout_mask=False,
+        return_attn_probs=False,
+        window_size=(-1, -1),
+        sink=None,
+    ):
+        raise NotImplementedError("torch calls this, and nobody else")
+
     @staticmethod
     @documented
     def apply(
@@ -26,11 +49,14 @@ class FusedSDPA:
         seq_padding_type="left",
         return_dropout_mask=False,
         return_attn_probs=False,
+        window_size=(-1, -1),
+        sink=None,
         /,
     ):
         return card.FusedSDPA.apply(
             q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode,
-            valid_seq_len, seq_padding_type, return_dropout_mask, return_attn_probs,
+            valid_seq_len, seq_padding_type, return_dropout_mask, return_attn_probs, window_size,
+            sink,
         )  # fmt: skip
 
 

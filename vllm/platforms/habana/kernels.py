@@ -1,0 +1,127 @@
+"""The fused kernels of the bridge, the same for a card and for the simulated one.
+
+All arguments of `FusedSDPA` and `FusedRMSNorm` go by position.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.logger import init_logger
+from vllm.platforms.habana.experts import FusedExperts
+from vllm.platforms.habana.operators import QuantizedKernels
+from vllm.platforms.habana.parts import PARTS, Found
+from vllm.platforms.habana.trials import TRIALS, Runner
+
+logger = init_logger(__name__)
+
+_NO_WINDOW = (-1, -1)
+
+
+class BridgeKernels(FusedExperts, QuantizedKernels):
+    """`FusedKernels` over the parts that a bridge has."""
+
+    window_left = 1
+    window_multiple = 1
+
+    def __init__(
+        self, found: Found, device: torch.device, card: Callable[[], str], *, is_lazy: bool
+    ) -> None:
+        """
+        Args:
+            found: the parts of the bridge.
+            device: the card, for trials.
+            card: its name.
+            is_lazy: operators are recorded; else trials run in compiled code.
+        """
+        self._found, self._card = found, card
+        self._runner = Runner(device, is_lazy=is_lazy)
+        self._tried: dict[str, str | None] = {}
+        self._sdpa: Any = _first(found, "FusedSDPA")
+        self._rms_norm: Any = _first(found, "FusedRMSNorm")
+        self._apply_rotary, self._rotary_mode = found.get("apply_rotary_pos_emb", (None, None))
+
+    def has(self, name: str) -> bool:
+        """See `FusedKernels.has`."""
+        return self.why_unused(name) is None
+
+    def why_unused(self, name: str) -> str | None:
+        """See `FusedKernels.why_unused`."""
+        if name not in self._found:
+            return "this build of the bridge lacks it"
+        cards = PARTS[name].cards
+        if cards and self._card() not in cards:
+            return f"it is a kernel of {' and '.join(cards)}"
+        if name not in TRIALS:
+            return None
+        if name not in self._tried:
+            self._tried[name] = TRIALS[name](self, self._runner)
+            if self._tried[name] is not None:
+                logger.warning(
+                    "%s is not used, %s: %s", name, self._tried[name], PARTS[name].instead
+                )
+        return self._tried[name]
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: Tensor | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedKernels.sdpa`."""
+        dropout, recompute = 0.0, True
+        given: tuple[Any, ...] = (
+            *(query, key, value, attn_mask, dropout, is_causal, scale, softmax_mode, recompute),
+            *(valid_seq_len, "right"),
+        )
+        if window is not None or sinks is not None:
+            size = _NO_WINDOW if window is None else (window - self.window_left, 0)
+            given = (*given, False, False, size, sinks)
+        out: Tensor = self._sdpa.apply(*given)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `FusedKernels.rms_norm`."""
+        out: Tensor = self._rms_norm.apply(x, weight, eps)
+        return out
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        """See `FusedKernels.rotary`."""
+        mode = self._rotary_mode.PAIRWISE if interleaved else self._rotary_mode.BLOCKWISE
+        out: Tensor = self._apply_rotary(x, cos, sin, None, 0, mode)
+        return out
+
+    def block_softmax(
+        self, scores: Tensor, bias: Tensor, groups: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `FusedKernels.block_softmax`."""
+        hpu: Any = torch.ops.hpu
+        weights, maxima, sums = hpu.block_softmax(scores, bias, groups)
+        return weights, maxima, sums
+
+    def block_softmax_adjustment(
+        self,
+        maxima: Tensor,
+        sums: Tensor,
+        groups: Tensor,
+        num_groups: int,
+        shape: list[int] | None = None,
+    ) -> Tensor:
+        """See `FusedKernels.block_softmax_adjustment`."""
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.block_softmax_adjustment(maxima, sums, groups, num_groups, shape)
+        return out
+
+
+def _first(found: Found, name: str) -> Any:
+    return found[name][0] if name in found else None

@@ -1,0 +1,224 @@
+"""The parts of the bridge that some builds lack: where each is, and what runs without it.
+
+What is not in the table every supported build has, and the engine does not start without it. Each
+part is looked up once, when the card is opened.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Version = tuple[int, int]
+"""Of the Gaudi software: 1.24 is (1, 24)."""
+
+OLDEST: Version = (1, 19)
+NEWEST: Version = (1, 24)
+"""The first and the last release whose interface this table was written from."""
+
+OPERATORS = "torch.ops.hpu"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optional part of the bridge."""
+
+    module: str
+    """Below `habana_frameworks.torch`; or `OPERATORS`."""
+    names: tuple[str, ...]
+    """What the module must have; the overload of an operator follows a dot."""
+    instead: str
+    """What runs where a build lacks the part."""
+    since: Version = OLDEST
+    """The first release that is known to have it; `OLDEST` may be later than the first."""
+    arguments: tuple[str, ...] = ()
+    """Parameters that the first of the names must have."""
+    cards: tuple[str, ...] = ()
+    """Cards that have the kernel; empty for all."""
+    of: str = ""
+    """The part that this one is an argument of."""
+
+
+_PLAIN_EXPERTS = "one matmul of torch after the other computes the experts"
+
+PARTS: dict[str, Part] = {
+    "FusedSDPA": Part("hpex.kernels", ("FusedSDPA",), "torch operators compute prompt attention"),
+    "FusedSDPA window_size": Part(
+        "hpex.kernels",
+        ("FusedSDPA",),
+        "a mask says what the layers with a sliding window see",
+        since=(1, 22),
+        arguments=("window_size",),
+        of="FusedSDPA",
+    ),
+    "FusedSDPA sink": Part(
+        "hpex.kernels",
+        ("FusedSDPA",),
+        "torch operators compute the prompt attention of layers with sinks",
+        since=(1, 24),
+        arguments=("sink",),
+        of="FusedSDPA",
+    ),
+    "FusedRMSNorm": Part(
+        "hpex.normalization", ("FusedRMSNorm",), "torch operators compute RMS norms"
+    ),
+    "apply_rotary_pos_emb": Part(
+        "hpex.kernels",
+        ("apply_rotary_pos_emb", "RotaryPosEmbeddingMode"),
+        "torch operators rotate queries and keys",
+    ),
+    "block_softmax": Part(
+        OPERATORS,
+        ("block_softmax",),
+        "torch operators compute the softmax of a block of a decode",
+        since=(1, 22),
+        cards=("GAUDI3",),
+    ),
+    "block_softmax_adjustment": Part(
+        OPERATORS,
+        ("block_softmax_adjustment",),
+        "torch operators bring the blocks of a decode to one maximum",
+        since=(1, 22),
+        cards=("GAUDI3",),
+    ),
+    "mixture_of_experts": Part(OPERATORS, ("mixture_of_experts.fused_weights",), _PLAIN_EXPERTS),
+    "mixture_of_experts with biases": Part(
+        OPERATORS, ("mixture_of_experts.bias_fused_weights",), _PLAIN_EXPERTS, since=(1, 23)
+    ),
+    "mixture_of_experts in fp8": Part(
+        OPERATORS, ("mixture_of_experts.fp8_fused_weights_dynamic",), _PLAIN_EXPERTS, since=(1, 22)
+    ),
+    "mixture_of_experts in MXFP4": Part(
+        OPERATORS,
+        ("mixture_of_experts.mxfp4_fused_weights",),
+        "weights in MXFP4 become bfloat16 for each forward pass",
+        since=(1, 24),
+    ),
+    "mixture_of_experts in MXFP4 with biases": Part(
+        OPERATORS,
+        ("mixture_of_experts.bias_mxfp4_fused_weights",),
+        "weights in MXFP4 become bfloat16 for each forward pass",
+        since=(1, 24),
+    ),
+    "metrics": Part(
+        "hpu.metrics",
+        ("metric_global",),
+        "compilations and operators on the host are not counted",
+    ),
+    "bridge_config": Part(
+        "internal.bridge_config",
+        ("env_setting", "get_pt_compile_only_mode"),
+        "the warm-up runs each graph that it compiles",
+    ),
+}
+"""Name -> part. The order is that of the report."""
+
+
+def parse_release(text: str) -> Version:
+    """Return the release that "1.24" names."""
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def parse_names(text: str) -> list[str]:
+    """Return the parts of a comma-separated list.
+
+    Raises:
+        ConfigError: there is no part of such a name.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PARTS:
+            raise ConfigError(
+                f"VLLM_HPU_SIM_ABSENT: {name!r} is unknown; there are: {', '.join(PARTS)}"
+            )
+    return names
+
+
+Found = Mapping[str, tuple[Any, ...]]
+"""Name of a part -> the objects of its names. What a build lacks is not there."""
+
+
+def load_vendor(module: str) -> ModuleType:
+    """Import a module of the installed bridge."""
+    return import_module(f"habana_frameworks.torch.{module}")
+
+
+def find_parts(load: Callable[[str], ModuleType] = load_vendor) -> Found:
+    """Look every part up, once for each card that is opened.
+
+    Args:
+        load: imports the module of a part.
+    """
+    found = {}
+    for name, part in PARTS.items():
+        objects = _operators(part) if part.module == OPERATORS else _objects(part, load)
+        if objects is not None:
+            found[name] = objects
+    return found
+
+
+def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] | None:
+    try:
+        module = load(part.module)
+    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
+        logger.debug("%s of the bridge cannot be imported: %s", part.module, error)
+        return None
+    objects = tuple(getattr(module, name, None) for name in part.names)
+    if None in objects or not _takes(objects[0], part.arguments):
+        return None
+    return objects
+
+
+def _takes(function: Any, arguments: Iterable[str]) -> bool:
+    """Whether a kernel has these parameters: a function, or an autograd function, whose `apply`
+    takes those of its `forward`."""
+    wanted = set(arguments)
+    if not wanted:
+        return True
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError):
+        return False
+    return wanted <= set(parameters)
+
+
+def _operators(part: Part) -> tuple[Any, ...] | None:
+    objects = []
+    for name in part.names:
+        packet_name, _, overload = name.partition(".")
+        packet = getattr(torch.ops.hpu, packet_name, None)
+        if packet is None or (overload or "default") not in packet.overloads():
+            return None
+        objects.append(packet)
+    return tuple(objects)
+
+
+def absent_of_release(release: Version, absent: Iterable[str] = ()) -> list[str]:
+    """Return the parts that a simulated release lacks.
+
+    Args:
+        absent: parts that it lacks besides those that came later.
+    """
+    lacking = set(absent)
+    return [
+        name
+        for name, part in PARTS.items()
+        if part.since > release or name in lacking or part.of in lacking
+    ]
+
+
+def log_absent(found: Found) -> None:
+    """Log what runs instead of each part that every known release has, one line each."""
+    for name, part in PARTS.items():
+        if name not in found and part.since == OLDEST:
+            logger.warning("this build of the bridge has no %s: %s", name, part.instead)

@@ -1,0 +1,217 @@
+"""Kernels whose meaning is not documented in full are used on a card that computes what we expect.
+
+A trial runs a kernel once, on random numbers, when a model first needs it, and compares the result
+with plain torch in float32 on the host. It runs in the mode of the engine: recorded, or compiled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm.platforms.habana.bridge import COMPILE_BACKEND, FusedKernels
+
+LIMIT = 2e-2
+"""Largest error in bfloat16, as a share of the largest value. A kernel that leaves a key out, or
+takes one too many, is ten times as far off."""
+
+BLOCK = 128
+SLICE = 1024
+"""Lengths that a kernel with a window may want multiples of: any of ours, or what the vendor's
+slices are by default (PT_HPU_SDPA_BC_FACTOR)."""
+
+
+class TriedKernels(FusedKernels, Protocol):
+    """Kernels, and what a trial finds out about them."""
+
+    window_left: int
+    """A window of W tokens goes to the kernel as W less this."""
+    window_multiple: int
+    """Of what the number of tokens has to be a multiple where a window is given."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs functions on the card."""
+
+    device: torch.device
+    is_lazy: bool
+
+    def __call__(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return what a function of tensors gives on the card, in float32 on the host."""
+        on_card = [x.to(self.device) for x in inputs]
+        if not self.is_lazy:
+            function = torch.compile(function, backend=COMPILE_BACKEND, dynamic=False)
+        with torch.inference_mode():
+            return function(*on_card).cpu().float()
+
+
+Trial = Callable[[Any, Runner], str | None]
+"""(`TriedKernels`, runner) -> what is wrong; None: the kernel can be used."""
+
+
+def _reproducible(trial: Trial) -> Trial:
+    """Return the trial with the same random numbers at each start, which leaves the generator of
+    the process as it was."""
+
+    def run(kernels: Any, runner: Runner) -> str | None:
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        try:
+            return _refusal(partial(trial, kernels, runner))
+        finally:
+            torch.set_rng_state(state)
+
+    return run
+
+
+def _refusal(run: Callable[[], str | None]) -> str | None:
+    """Return what is wrong, also where a kernel raises something, which may be anything."""
+    try:
+        return run()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        return f"the card refuses it ({type(error).__name__}: {lines[0]})"
+
+
+def _difference(got: Tensor, want: Tensor) -> str | None:
+    """What is wrong with a result; None: nothing."""
+    if got.shape != want.shape:
+        return f"it returns {list(got.shape)}, not {list(want.shape)}"
+    error = float((got - want).abs().max() / want.abs().max())
+    if error <= LIMIT:
+        return None
+    return f"it computes other values than torch does (error {error:.2g}, limit {LIMIT:.0e})"
+
+
+def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
+    """One more key of each head, whose value is zero: causal, and with a mask."""
+    query, key, value = _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)
+    sinks = (torch.randn(4) + 1).bfloat16()
+    mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
+    mask[..., 0] = True
+    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
+
+    def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *masks: Tensor) -> Tensor:
+        return kernels.sdpa(query, key, value, *masks, is_causal=not masks, sinks=sinks)
+
+    for masks, seen in (((), causal), ((mask,), mask)):
+        got = runner(run, query, key, value, sinks, *masks)
+        if (wrong := _difference(got, _attention(query, key, value, seen, sinks))) is not None:
+            return wrong
+    return None
+
+
+def _try_window(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Find out how a window is given to the kernel, and for which lengths it counts.
+
+    The facts are that it has a left and a right side; that some builds want the vendor's slices,
+    which PT_HPU_SDPA_QKV_SLICE_MODE_FWD switches on, and a multiple of their size.
+    """
+    wrong: str | None = None
+    for multiple, lengths in ((BLOCK, (BLOCK, 3 * BLOCK, 2 * SLICE)), (SLICE, (SLICE, 2 * SLICE))):
+        for left in (1, 0):
+            kernels.window_left, kernels.window_multiple = left, multiple
+            found = [_refusal(partial(_try_length, kernels, runner, length)) for length in lengths]
+            if not any(found):
+                return None
+            wrong = wrong or next(text for text in found if text)
+    return wrong
+
+
+def _try_length(kernels: TriedKernels, runner: Runner, num_tokens: int) -> str | None:
+    window = BLOCK - 29
+    query, key, value = _queries_and_keys(num_tokens, num_heads=1, num_kv_heads=1)
+    age = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    want = _attention(query, key, value, (age >= 0) & (age < window))
+    got = runner(partial(kernels.sdpa, is_causal=True, window=window), query, key, value)
+    return _difference(got, want)
+
+
+def _queries_and_keys(
+    num_tokens: int, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Large scores, so that each token attends to few keys and each of them counts."""
+    query = torch.randn(1, num_heads, num_tokens, 64).bfloat16() * 2
+    key, value = torch.randn(2, 1, num_kv_heads, num_tokens, 64).bfloat16()
+    return query, key, value
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    scores = query.float() @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, extra), dim=-1)
+    out: Tensor = scores.softmax(-1)[..., : key.shape[2]] @ values
+    return out
+
+
+def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Weights, maxima and sums of blocks, one of which is padding."""
+    scores, bias, groups = _blocks()
+    num_values = scores.shape[1] * scores.shape[2]
+
+    def run(scores: Tensor, bias: Tensor, groups: Tensor) -> Tensor:
+        weights, maxima, sums = kernels.block_softmax(scores, bias, groups)
+        found = [x.flatten(1)[:, :num_values, None] for x in (maxima, sums)]
+        return torch.cat((weights.flatten(1, 3), *found), dim=-1)
+
+    biased = scores + bias
+    maxima = biased.amax(-1, keepdim=True)
+    weights = (biased - maxima).exp()
+    want = torch.cat((weights, maxima, weights.sum(-1, keepdim=True)), dim=-1).flatten(1, 3)
+    is_used = groups >= 0
+    everything = runner(run, scores, bias, groups)
+    if everything[~is_used, :, :BLOCK].any():
+        return "it gives weights to a block of no row"
+    got, want = everything[is_used], want[is_used]
+    parts = (slice(0, BLOCK), slice(BLOCK, BLOCK + 1), slice(BLOCK + 1, None))
+    differences = (_difference(got[..., part], want[..., part]) for part in parts)
+    return next((text for text in differences if text), None)
+
+
+def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
+    """The factors of blocks of some rows; the sums of a block that nothing sees are tiny."""
+    num_blocks, num_kv_heads, group, num_rows = 9, 2, 3, 4
+    shape = [num_blocks, num_kv_heads, group, 1, 1]
+    maxima, sums = torch.randn(shape) * 4, torch.rand(shape) * 100 + 1
+    rows = torch.randint(num_rows, (num_blocks,)).int()
+    maxima[0], sums[0], rows[0] = torch.finfo(torch.float32).min, torch.finfo().tiny, rows[1]
+
+    def run(maxima: Tensor, sums: Tensor, rows: Tensor) -> Tensor:
+        return kernels.block_softmax_adjustment(maxima, sums, rows, num_rows, shape)
+
+    is_same = rows[:, None] == rows
+    pairs = is_same.view(num_blocks, num_blocks, 1, 1)
+    flat_maxima, flat_sums = (x.flatten(3).squeeze(-1) for x in (maxima, sums))
+    highest = flat_maxima[None].expand(num_blocks, *flat_maxima.shape)
+    highest = highest.masked_fill(~pairs, float("-inf")).amax(1)
+    parts = (flat_maxima - highest).exp() * flat_sums
+    totals = (parts[None] * pairs).sum(1)
+    want = ((flat_maxima - highest).exp() / totals).view(shape)
+    return _difference(runner(run, maxima, sums, rows).view(shape), want)
+
+
+def _blocks() -> tuple[Tensor, Tensor, Tensor]:
+    scores = torch.randn(5, 2, 3, 1, BLOCK) * 3
+    bias = torch.zeros(5, 1, 1, 1, BLOCK)
+    for block, usage in enumerate((128, 1, 77, 128, 1)):
+        bias[block, ..., usage:] = torch.finfo(torch.float32).min / 2
+    return scores, bias, torch.tensor([0, 2, 1, 0, -1], dtype=torch.int32)
+
+
+TRIALS: dict[str, Trial] = {
+    "FusedSDPA window_size": _reproducible(_try_window),
+    "FusedSDPA sink": _reproducible(_try_sinks),
+    "block_softmax": _reproducible(_try_block_softmax),
+    "block_softmax_adjustment": _reproducible(_try_adjustment),
+}
+"""Name of a part -> trial."""
