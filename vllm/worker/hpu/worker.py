@@ -1,7 +1,7 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -267,7 +267,7 @@ class HPUWorker(WorkerBase):
         super().sleep(level)
         self._book_what_is_awake()
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again; when all of it is there, capture the graphs again."""
         super().wake_up(tags)
         if not self.sleeping_tags():
