@@ -185,7 +185,11 @@ def test_a_server_sleeps_gives_memory_back_and_wakes_up_as_it_was(server):
 
 
 def test_a_call_to_the_workers_that_is_wrong_says_why(server):
-    for method, status, word in (("nothing", 400, b"no method"), ("get_model", 400, b"be sent")):
+    for method, status, word in (
+        ("nothing", 400, b"no method"),
+        ("get_model", 400, b"be sent"),
+        ("join", 400, b"only the engine calls this method"),
+    ):
         body = {"method": method}
         answer = server.request("POST", "/collective_rpc", body, **AUTHORISED)
         assert answer[0] == status and word in answer[2]

@@ -21,6 +21,7 @@ def arguments(cls, name):
 
 @pytest.mark.parametrize("name", sorted(CORE_CALLS))
 def test_the_core_takes_the_arguments_of_the_table(name):
+    assert name in vars(EngineCore), "it has the method itself"
     assert arguments(EngineCore, name) == arguments(CoreCalls, name)
 
 

@@ -226,25 +226,11 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache; no step may be in flight.
-
-        Args:
-            level: 1 keeps the content of weights, 2 keeps nothing. The KV cache is always lost.
-
-        Raises:
-            RequestError: there is no such level.
-        """
+        """Release the memory of weights and KV cache; no step may be in flight."""
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory of parts again.
-
-        Args:
-            tags: of the parts; None is all of them.
-
-        Raises:
-            RequestError: there is no such part.
-        """
+        """Allocate the memory again: all of it, or that of the parts with these tags."""
         ...
 
     def cache_fingerprint(self) -> bytes:

@@ -273,7 +273,7 @@ class WorkerBase(ABC):
         assert self._sleep is not None, "sleep mode is off"
         self._sleep.sleep(level)
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again; see `Sleep`."""
         assert self._sleep is not None, "sleep mode is off"
         self._sleep.wake_up(tags)

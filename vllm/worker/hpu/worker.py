@@ -299,7 +299,7 @@ class HPUWorker(WorkerBase):
         super().sleep(level)
         self._book_what_is_awake()
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again; when all of it is there, capture the graphs again."""
         super().wake_up(tags)
         if not self.sleeping_tags():
