@@ -54,7 +54,8 @@ OTHER_READERS = (
         HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
         OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
         """,
-        "this version runs in one process, on one card",
+        "several workers exchange tensors by them; --distributed-executor-backend "
+        "external_launcher reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
     ),
     _read_by(
         "huggingface_hub and transformers",
