@@ -1,14 +1,86 @@
 """Variables of the Gaudi fork that have no effect, and those that other software reads."""
 
+import re
 from collections import Counter
 from dataclasses import fields
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+import vllm
 from vllm import envs
+from vllm.config import VllmConfig
+from vllm.config.fields import config_fields, config_sections
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.env_compat import _VARIABLES, COMPAT_VARIABLES
 from vllm.env_others import OTHER_READERS
 from vllm.envs import Envs
+from vllm.model_executor.models.registry import ModelRegistry
+
+ABSENT = {
+    "models from ModelScope": "text:import modelscope",
+    "other folders for the names of models": "text:model_redirect",
+    "results that are bit for bit the same": "text:batch_invariant",
+    "there is one engine, of the V1 design": "module:vllm.core.block_manager",
+    "nothing reads it in the fork either": "variable:VLLM_PROMPT_BS_BUCKET_LIMIT",
+    "fused attention is not sliced": "text:fsdpa_slice",
+    "the compile cache it controls": "text:standalone_compile",
+    "weights are read one tensor at a time": "text:load_force_sync",
+    "no setting has to be unlocked": "text:experimental_flags",
+    "calls of functions are not traced": "text:sys.settrace",
+    "batch sizes are not logged": "text:log_batchsize",
+    "no usage data is ever sent": "text:stats.vllm.ai",
+    "quantization on a card has no such": "text:force_channel_fp8",
+    "how experts are computed has no setting but": "flag:all2all_backend",
+    "the state of Mamba layers has one layout": "flag:mamba_cache_dtype",
+    "models with gated delta networks": "architecture:Qwen3NextForCausalLM",
+    "latent attention has one form": "text:mla_disable",
+    "this version reads text only": "flag:limit_mm_per_prompt",
+    "the results of several devices are added up in one": "text:row_parallel_chunks",
+    "an actor of Ray is one worker": "text:compiled_dag",
+    "messages between processes are never pickled": "text:pickle.dumps",
+    "responses are not logged": "flag:enable_log_outputs",
+    "no tool parser needs a timeout": "text:tool_parse_regex_timeout",
+    "a server serves one model": "text:/v1/models/switch",
+    "it belongs to the V0 engine, which does not": "module:vllm.core.block_manager",
+    "nothing is kept there; HF_HOME": "variable:VLLM_CACHE_ROOT",
+    "models that are named and not folders": "text:import modelscope",
+    "the engine process of a server starts with GOMP": "variable:GOMP_SPINCOUNT",
+    "this package does not load them": "text:import pynvml",
+    "this package does not use them": "text:import nixl",
+}
+"""Beginning of a reason that says that something does not exist, or that there is one of it -> what
+is there no longer so, as kind:name. When this fails, the reason is stale: correct it."""
+
+_CLAIM = re.compile(r"\b(no|not|never|nothing|neither|only|one)\b")
+
+
+@cache
+def sources() -> str:
+    """The sources of the package, but those of the reasons themselves."""
+    paths = Path(vllm.__file__).parent.rglob("*.py")
+    return "\n".join(p.read_text() for p in paths if not p.name.startswith("env_")).lower()
+
+
+@cache
+def flags() -> frozenset[str]:
+    """The arguments that have an effect."""
+    engine = (f.name for s in config_sections(VllmConfig).values() for f in config_fields(s))
+    return frozenset((*engine, *(f.name for f in config_fields(ServerArgs))))
+
+
+def exists(marker: str) -> bool:
+    kind, name = marker.split(":", 1)
+    return {
+        "module": lambda: find_spec(name) is not None,
+        "flag": lambda: name in flags(),
+        "variable": lambda: name in {f.name for f in fields(Envs)},
+        "architecture": lambda: name in ModelRegistry.supported(),
+        "text": lambda: name in sources(),
+    }[kind]()
+
 
 READ_BY_OTHERS = [name for reader in OTHER_READERS for name in reader.names]
 
@@ -36,10 +108,48 @@ def test_every_variable_a_reason_points_to_has_an_effect():
             assert not word.startswith("VLLM_") or word.strip(",") in declared, variable
 
 
+REASONS = dict.fromkeys(
+    [
+        *(variable.reason for variable in COMPAT_VARIABLES.values()),
+        *(reader.note for reader in OTHER_READERS),
+    ]
+)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_a_reason_says_of_this_version_is_so(reason):
+    """What it denies is not there, and the arguments that it names are."""
+    if _CLAIM.search(reason) or reason in names_of_refused():
+        (marker,) = [marker for text, marker in ABSENT.items() if reason.startswith(text)]
+        assert not exists(marker), f"stale: {reason!r}, as there is {marker}"
+    named = [word.removeprefix("--").replace("-", "_") for word in re.findall(r"--[\w-]+", reason)]
+    named += re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", reason)
+    assert set(named) <= flags() | {"huggingface_hub", "external_launcher"}, reason
+
+
+def names_of_refused() -> set[str]:
+    return {variable.reason for variable in COMPAT_VARIABLES.values() if not variable.available}
+
+
+@pytest.mark.parametrize(
+    ("stale", "marker"),
+    [
+        ("this version runs no models with recurrent state", "architecture:BambaForCausalLM"),
+        ("the KV cache is not defragmented", "module:vllm.worker.hpu.block_moves"),
+        ("this version runs in one process, on one card", "flag:tensor_parallel_size"),
+        ("there is no prefix caching", "text:prefix_caching"),
+        ("there is no merged prefill", "variable:VLLM_MERGED_PREFILL"),
+    ],
+)
+def test_a_reason_that_has_become_stale_is_found(stale, marker):
+    assert _CLAIM.search(stale) and exists(marker)
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "VLLM_PROMPT_QUERY_BUCKET_MIN",
+        "VLLM_COMMIT_HASH",
+        "VLLM_CUSTOM",
         "VLLM_PROMPT_SEQ_BUCKET_LIMIT",
         "VLLM_ENGINE_ITERATION_TIMEOUT_S",
         "VLLM_RPC_TIMEOUT",
@@ -72,7 +182,7 @@ def test_an_empty_value_asks_for_nothing():
         ("VLLM_HANDLE_TOPK_DUPLICATES", "True", "false"),
         ("VLLM_ENABLE_BUCKETING", "y", "f"),
         ("VLLM_DELAYED_SAMPLING", "true", "false"),
-        ("VLLM_DEFRAG", "0", "maybe"),
+        ("VLLM_DEFRAG", "1", "0"),
     ],
 )
 def test_a_switch_that_asks_for_what_happens_anyway_is_not_reported(name, quiet, reported):

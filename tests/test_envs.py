@@ -178,3 +178,22 @@ def test_workers_on_other_machines_get_what_is_not_of_one_machine_and_no_secret(
     found = envs.passed_on()
     assert passed.items() <= found.items()
     assert not kept.keys() & found.keys()
+
+
+_QUERY, _SEQ = "VLLM_PROMPT_QUERY_BUCKET_MIN", "VLLM_PROMPT_SEQ_BUCKET_MIN"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{_QUERY: "256"}, {_SEQ: "256"}, {_QUERY: " 256", _SEQ: "256"}, {_QUERY: "256", _SEQ: ""}],
+)
+def test_the_new_name_of_a_variable_is_read_as_its_old_one(environ):
+    assert Envs.load(environ) == Envs(VLLM_PROMPT_SEQ_BUCKET_MIN=256)
+    assert not envs.unknown(environ) and not envs.without_effect(environ)
+
+
+def test_two_names_of_one_variable_have_one_value():
+    with pytest.raises(ConfigError, match=rf"{_SEQ}=128 and {_QUERY}=256 are one setting"):
+        Envs.load({_QUERY: "256", _SEQ: "128"})
+    with pytest.raises(ConfigError, match=rf"^{_QUERY}='many': expected an integer"):
+        Envs.load({_QUERY: "many"})

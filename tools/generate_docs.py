@@ -42,6 +42,9 @@ def env_variables() -> Iterator[str]:
     yield 'Read once, when the package is first used. An empty value means "not set"; a value that'
     yield "does not parse is an error; a `VLLM_` name that is not listed is a warning. A switch is"
     yield "`1`, `true`, `t`, `yes`, `y`, `on` or `0`, `false`, `f`, `no`, `n`, `off`."
+    yield ""
+    yield "`VLLM_PROMPT_QUERY_BUCKET_*`, the names of the plugin, are read as"
+    yield "`VLLM_PROMPT_SEQ_BUCKET_*`; both with different values are an error."
     types = typing.get_type_hints(Envs)
     for section, variables in groupby(fields(Envs), key=lambda field: field.metadata["section"]):
         yield from _table(section, "variable", "value", "default", "meaning")

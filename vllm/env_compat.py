@@ -38,17 +38,22 @@ _IN_PROCESS = (
     "socket file of its own"
 )
 _NO_TIMEOUTS = (
-    "no step is given up for its time, however long it compiles, and a dead engine is noticed "
-    "without a timeout; --request-timeout limits a request"
+    "a step may take any time, or --distributed-timeout-s on several devices, and a dead engine is "
+    "noticed without a timeout; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
 _MULTIMODAL = "this version reads text only"
-_EXPERTS = "how experts are computed has no settings: on hpu all experts see all tokens"
-_RECURRENT = "this version runs no models with recurrent state"
+_EXPERTS = (
+    "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
+    "all tokens"
+)
+_RECURRENT = "the state of Mamba layers has one layout, and is computed in one way"
+_GATED_DELTA = "models with gated delta networks (GDN) are not supported"
 _LATENT = "latent attention has one form, with a latent cache"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
 _DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"
-_ONE_DEVICE = "--data-parallel-size starts replicas of the engine, which tells them their places"
+_ONE_SUM = "the results of several devices are added up in one collective"
+_REPLICAS = "--data-parallel-size starts replicas of the engine, which tells them their places"
 _RAY = "an actor of Ray is one worker with one device, and gets messages by calls"
 _OTHER_DEVICE = "it is for another device"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
@@ -61,7 +66,10 @@ _FLOAT32_SOFTMAX = (
     "VLLM_PROMPT_USE_FUSEDSDPA=0"
 )
 _NOT_SLICED = "fused attention is not sliced"
-_NOT_DEFRAGMENTED = "the KV cache is not defragmented"
+_DEFRAGMENTED = (
+    "the blocks of running requests are moved together where decodes read slices of the KV cache; "
+    "VLLM_CONTIGUOUS_PA=0 turns both off"
+)
 _RUNS_AHEAD = (
     "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
 )
@@ -88,16 +96,12 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored("a launch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
     *_ignored("set VLLM_BUCKETING_STRATEGY instead", "VLLM_LINEAR_BUCKETING"),
     *_ignored(
-        "the length of prompts is bucketed by VLLM_PROMPT_SEQ_BUCKET_MIN, _STEP and _MAX",
-        _family(("PROMPT_QUERY",), "MIN", "STEP", "MAX"),
-    ),
-    *_ignored(
         "nothing reads it in the fork either",
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
     ),
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
-    *_ignored(_NOT_DEFRAGMENTED, "VLLM_DEFRAG", same_as=False),
-    *_ignored(_NOT_DEFRAGMENTED, "VLLM_DEFRAG_THRESHOLD VLLM_DEFRAG_WITH_GRAPHS"),
+    *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG", same_as=True),
+    *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG_THRESHOLD VLLM_DEFRAG_WITH_GRAPHS"),
     # Attention and execution.
     *_ignored("set VLLM_CONTIGUOUS_PA instead", "VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH"),
     *_ignored(_PROMPT_ATTENTION, "VLLM_NAIVE_IMPL VLLM_PROMPT_ATTN_IMPL"),
@@ -125,7 +129,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
     *_ignored(
-        "tokens that tie at the k-th place are always kept, at no cost",
+        "tokens that tie at the k-th place are always kept",
         "VLLM_HANDLE_TOPK_DUPLICATES",
         same_as=True,
     ),
@@ -151,7 +155,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_NO_USAGE_STATS, "VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK", same_as=True),
     *_ignored(_NO_USAGE_STATS, "VLLM_USAGE_STATS_SERVER VLLM_USAGE_SOURCE"),
-    # Features that do not exist yet.
+    # Settings of features that have fewer here.
     *_ignored(
         _QUANTIZATION,
         """
@@ -175,9 +179,14 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(
         _RECURRENT,
         """
-        VLLM_USE_HYBRID_CACHE VLLM_USE_NAIVE_MAMBA_CACHE_SHARING VLLM_COMPACT_GDN
-        VLLM_MAMBA_USE_PYTORCH VLLM_MAMBA_USE_SELECTIVE_STATE_UPDATE_REF_PT
-        VLLM_GDN_LEGACY_PHASE_B VLLM_GDN_EXACT_SOLVE VLLM_GDN_COMPUTE_FP32
+        VLLM_USE_HYBRID_CACHE VLLM_USE_NAIVE_MAMBA_CACHE_SHARING VLLM_MAMBA_USE_PYTORCH
+        VLLM_MAMBA_USE_SELECTIVE_STATE_UPDATE_REF_PT
+        """,
+    ),
+    *_ignored(
+        _GATED_DELTA,
+        """
+        VLLM_COMPACT_GDN VLLM_GDN_LEGACY_PHASE_B VLLM_GDN_EXACT_SOLVE VLLM_GDN_COMPUTE_FP32
         """,
     ),
     *_ignored(_LATENT, "VLLM_MLA_DISABLE VLLM_MLA_DISABLE_REQUANTIZATION"),
@@ -202,10 +211,10 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
     # Processes, devices side by side, and the server.
+    *_ignored(_ONE_SUM, "VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"),
     *_ignored(
-        _ONE_DEVICE,
+        _REPLICAS,
         """
-        VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD
         VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
         VLLM_DISABLE_NCCL_FOR_DP_SYNCHRONIZATION
         """,
@@ -273,7 +282,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         VLLM_CUTLASS_SRC_DIR VLLM_PATH VLLM_PATH2 VLLM_REPO VLLM_GAUDI_REPO VLLM_COMMIT
         VLLM_PROJECT_COMMIT VLLM_STABLE_COMMIT VLLM_GAUDI_COMMIT VLLM_COMMUNITY_COMMIT
         VLLM_FORK_COMMIT VLLM_BRANCH VLLM_REF_OVERRIDE VLLM_PLUGIN_PATH VLLM_GAUDI_PREFIX
-        VLLM_VERSION
+        VLLM_VERSION VLLM_COMMIT_HASH VLLM_CUSTOM
         """,
     ),
     *_ignored(

@@ -31,7 +31,7 @@ OTHER_READERS = (
     _read_by(
         "the Habana bridge and the graph compiler, with a value of this engine",
         " ".join(setting.name for setting in BRIDGE_SETTINGS),
-        "set where they are not, see above",
+        "the engine sets those that are unset, see above",
         is_for_workers=True,
     ),
     _read_by(
@@ -61,7 +61,8 @@ OTHER_READERS = (
         HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
         OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
         """,
-        "this version runs in one process, on one card",
+        "several workers exchange tensors by them; --distributed-executor-backend "
+        "external_launcher reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
     ),
     _read_by(
         "huggingface_hub and transformers",

@@ -21,6 +21,7 @@ from vllm.env_bridge import BRIDGE_SETTINGS, BridgeSetting, bridge_settings
 from vllm.env_compat import COMPAT_VARIABLES, CompatVariable
 from vllm.env_fields import WORDS, env, parse
 from vllm.env_others import OTHER_READERS
+from vllm.errors import ConfigError
 
 _PREFIX = "VLLM_"
 
@@ -37,6 +38,7 @@ _simulation = partial(env, section="Gaudi: simulation")
 
 _PROMPT_STEP = "block_size, but at least 128"
 _DECODE_STEP = "block_size of 128, and with other block sizes 128 * 128 / block_size"
+_SEQ_PREFIX, _QUERY_PREFIX = "VLLM_PROMPT_SEQ_BUCKET_", "VLLM_PROMPT_QUERY_BUCKET_"
 
 
 def _linear(what: str, default: str) -> Any:
@@ -411,16 +413,24 @@ class Envs:
         may be empty.
 
         Raises:
-            ConfigError: a value does not parse; names variable, value and accepted form.
+            ConfigError: a value does not parse; names variable, value and accepted form. Or two
+                names of one variable have different values.
         """
         environ = os.environ if environ is None else environ
         types = typing.get_type_hints(cls)
-        values = {
-            f.name: parse(f.name, environ[f.name], types[f.name], f.metadata)
+        given: dict[str, dict[str, Any]] = {
+            f.name: {
+                name: parse(name, environ[name], types[f.name], f.metadata)
+                for name in (f.name, *aliases_of(f.name))
+                if environ.get(name, "").strip() or (name in environ and f.metadata["may_be_empty"])
+            }
             for f in fields(cls)
-            if environ.get(f.name, "").strip() or (f.name in environ and f.metadata["may_be_empty"])
         }
-        return cls(**values)
+        for values in given.values():
+            if len(set(values.values())) > 1:
+                settings = " and ".join(f"{name}={value}" for name, value in values.items())
+                raise ConfigError(f"{settings} are one setting under two names. Set one of them")
+        return cls(**{name: values.popitem()[1] for name, values in given.items() if values})
 
 
 @cache
@@ -554,11 +564,23 @@ def passed_on() -> dict[str, str]:
     }
 
 
+def aliases_of(name: str) -> tuple[str, ...]:
+    """Return the other names of a variable: those that the plugin for Gaudi has given it since.
+
+    >>> aliases_of("VLLM_PROMPT_SEQ_BUCKET_MIN"), aliases_of("VLLM_SKIP_WARMUP")
+    (('VLLM_PROMPT_QUERY_BUCKET_MIN',), ())
+    """
+    if name.startswith(_SEQ_PREFIX):
+        return (_QUERY_PREFIX + name.removeprefix(_SEQ_PREFIX),)
+    return ()
+
+
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """`VLLM_*` names that are set and unknown -> the nearest declared name, or None."""
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()
+    known |= {alias for name in declared for alias in aliases_of(name)}
     known |= {name for reader in OTHER_READERS for name in reader.names}
     candidates = [n.removeprefix(_PREFIX) for n in sorted(declared) if n.startswith(_PREFIX)]
     nearest: dict[str, str | None] = {}
