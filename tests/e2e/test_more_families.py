@@ -71,3 +71,22 @@ def test_a_family_gives_the_tokens_of_transformers_on_the_simulated_card(
         before = bridge.counters()
         check(models(family), references(family))
         assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
+
+
+BUILDS = {
+    "gpt_oss": {"VLLM_HPU_SIM_BRIDGE": "1.19"},
+    "gemma3": {"VLLM_HPU_SIM_ABSENT": "FusedSDPA,FusedRMSNorm,apply_rotary_pos_emb,metrics"},
+    "cohere2": {"card": "gaudi3", "VLLM_FUSED_BLOCK_SOFTMAX": 1},
+    "gemma2": {"card": "gaudi3"},
+}
+"""Simulated builds of the bridge: without what came late, without what no build should lack, and
+with kernels for the softmax of blocks."""
+
+
+@pytest.mark.parametrize("family", BUILDS)
+def test_tokens_do_not_depend_on_the_kernels_that_a_build_has(family, models, references):
+    variables = {"PT_HPU_LAZY_MODE": 1, **FEW_BUCKETS, **BUILDS[family]}
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+        before = bridge.counters()
+        check(models(family), references(family))
+        assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks

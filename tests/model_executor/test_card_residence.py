@@ -45,6 +45,8 @@ OPERATORS = {
     "from_uint4": "convert_from_uint4",
     "moe": "mixture_of_experts.fused_weights",
     "bias_moe": "mixture_of_experts.bias_fused_weights",
+    "bias_mxfp4_moe": "mixture_of_experts.bias_mxfp4_fused_weights",
+    "mxfp4_moe": "mixture_of_experts.mxfp4_fused_weights",
     "fp8_moe": "mixture_of_experts.fp8_fused_weights_dynamic",
 }
 """Method of the bridge -> operator of the card."""
