@@ -151,6 +151,13 @@ def test_an_engine_without_ray_says_what_to_install(monkeypatch):
         executor.start()
 
 
+@pytest.mark.parametrize("backend", [None, "ray"])
+def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(backend):
+    parallel = ParallelConfig(tensor_parallel_size=7, distributed_executor_backend=backend)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(7\) must divide"):
+        make_executor(replace(make_config(), parallel=parallel))
+
+
 class BrokenExecutor(ListExecutor):
     def start_workers(self):
         raise ConfigError("the first error")

@@ -1,12 +1,26 @@
 """The executor that a config asks for."""
 
 from vllm.config import VllmConfig
+from vllm.config.parallel import check_tensor_split
 from vllm.executor.base import Executor
 from vllm.executor.uniproc import UniProcExecutor
 
 
 def make_executor(config: VllmConfig) -> Executor:
-    """The executor of an engine, not yet started."""
+    """Return the executor of an engine, not yet started.
+
+    Raises:
+        ConfigError: the model cannot be divided over the devices, or the launcher of this process
+            does not fit.
+    """
+    arch = config.model.resolved_arch
+    # Before any process starts. Workers check what they build, which may be a draft model.
+    check_tensor_split(
+        config.parallel.tensor_parallel_size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        intermediate_size=arch.intermediate_size,
+    )
     if config.parallel.distributed_executor_backend == "ray":
         from vllm.executor.ray_executor import RayExecutor
 

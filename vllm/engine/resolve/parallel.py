@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vllm import envs
 from vllm.config import DeviceConfig, ModelConfig, ParallelConfig
-from vllm.config.parallel import check_tensor_split, even_partition
+from vllm.config.parallel import even_partition
 from vllm.errors import ConfigError
 from vllm.platforms.cpu_threads import usable_cores
 from vllm.platforms.numa import nodes_of
@@ -21,16 +21,10 @@ def resolve_parallel(
     Raises:
         ConfigError: the model or another setting needs one worker or one stage.
     """
-    arch, size = model.resolved_arch, asked.pipeline_parallel_size
-    check_tensor_split(
-        asked.tensor_parallel_size,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        intermediate_size=arch.intermediate_size,
-    )
+    size = asked.pipeline_parallel_size
     if size == 1:
         return asked
-    num_layers = arch.num_layers
+    num_layers = model.resolved_arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
     num_steps = asked.pipeline_steps_in_flight
     if num_steps is None:
