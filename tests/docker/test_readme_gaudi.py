@@ -1,42 +1,14 @@
 """README_GAUDI.md names only what there is."""
 
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 from tests.docker.dockerfile import parse, read_stages
-from vllm.entrypoints.cli.main import _create_parser
 from vllm.envs import Envs
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README_GAUDI.md").read_text()
-SHELL = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
-
-
-def commands() -> list[list[str]]:
-    """The arguments of every `vllm` command, here or in a container, where `serve` is implied."""
-    found = []
-    for line in SHELL.splitlines():
-        words = shlex.split(line, comments=True)
-        program = "vllm-hpu-env" if words[:2] == ["docker", "run"] else "vllm"
-        if program in words:
-            arguments = words[words.index(program) + 1 :]
-            if program != "vllm" and arguments and arguments[0].startswith("-"):
-                arguments.insert(0, "serve")
-            found.append(arguments[: arguments.index(">")] if ">" in arguments else arguments)
-    return [arguments for arguments in found if arguments]
-
-
-def test_the_commands_are_found():
-    assert [arguments[0] for arguments in commands()].count("generate") >= 4
-
-
-@pytest.mark.parametrize("arguments", commands(), ids=" ".join)
-def test_a_command_has_flags_that_exist(arguments):
-    assert _create_parser(arguments).parse_args(arguments).command == arguments[0]
 
 
 def test_links_lead_somewhere():
