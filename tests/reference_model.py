@@ -32,6 +32,13 @@ def _what_version_4_does(config: dict[str, Any]) -> str:
     heads = config.get("num_heads") or config.get("mamba_n_heads") or 1
     if 1 < groups < heads:
         return "it gives heads the states of other groups"
+    if config.get("swiglu_limit", 7.0) != 7.0:
+        return "it clamps the experts of GPT-OSS at 7, whatever the config says"
+    if config["model_type"] == "granitemoehybrid" and "time_step_limit" in config:
+        return "it does not limit the time steps of Granite"
+    rope = config.get("rope_scaling") or {}
+    if config["model_type"] == "deepseek_v2" and rope.get("mscale_all_dim"):
+        return "it leaves YaRN out of the scores of DeepSeek V2"
     if config["model_type"] == "llama4_text":
         return "it multiplies numbers of two types"
     if config.get("use_sliding_window") is False and config.get("sliding_window"):
