@@ -136,7 +136,7 @@ RUNS = {
     (
         README,
         "vllm bench serve --api-key secret --num-prompts 200 --request-rate 20",
-    ): Run(r"Successful requests:\s+200"),
+    ): Run("200 completed, 0 failed"),
     (README, f"{GENERATE} --max-tokens 64"): Run(r"64 output tokens"),
     (
         README,
@@ -326,6 +326,8 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
     fine = buckets(planned(command_of(f"VLLM_DECODE_BS_BUCKET_STEP=8 {eight}"), models))
     assert f"with 16 in place of 128: {few} buckets in place of {usual}" in TEXT
     assert f"8 in place of 32 makes it {fine}" in TEXT
+    dense, fp8 = (table_of_recipes()[title][6].split()[0] for title in ("8B", "8B, FP8"))
+    assert f"{fp8} of the longest in place of {dense}" in TEXT
     long = planned(command_of(eight.replace("8192", "131072")), models)
     more = long["prompt_buckets"] - int(usual.split()[0])
     assert f"a model of 131,072 tokens has {more} more than one of 8192" in TEXT
@@ -493,6 +495,6 @@ def test_the_servers_answer_and_end(folder, models):
             server.send_signal()
             assert server.wait_for_exit() == 0, server.log_text()
         finally:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
+            process.wait()
         server.assert_nothing_is_left()
