@@ -113,7 +113,7 @@ def apply_without_sink(*args):
 
 
 def apply_without_window(*args):
-    return ORIGINAL(*args[:13])
+    return ORIGINAL(*args[:13], (-1, -1), *args[14:])
 
 
 def apply_raising(*args):

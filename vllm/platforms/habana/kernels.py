@@ -52,7 +52,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         if name not in self._found:
             return "this build of the bridge lacks it"
         cards = PARTS[name].cards
-        if cards and self._card() not in cards:
+        if cards and self._card().upper() not in cards:
             return f"it is a kernel of {' and '.join(cards)}"
         if name not in TRIALS:
             return None

@@ -109,25 +109,40 @@ def _try_window(kernels: TriedKernels, runner: Runner) -> str | None:
     """Find out how a window is given to the kernel, and for which lengths it counts.
 
     The facts are that it has a left and a right side; that some builds want the vendor's slices,
-    which PT_HPU_SDPA_QKV_SLICE_MODE_FWD switches on, and a multiple of their size.
+    which PT_HPU_SDPA_QKV_SLICE_MODE_FWD switches on, and a multiple of their size; and that key
+    heads that several query heads share were kept from it. Sinks, where the card has them, are
+    tried together with it.
     """
     wrong: str | None = None
-    for multiple, lengths in ((BLOCK, (BLOCK, 3 * BLOCK, 2 * SLICE)), (SLICE, (SLICE, 2 * SLICE))):
+    sinks = (torch.randn(4) + 1).bfloat16() if kernels.has("FusedSDPA sink") else None
+    lengths_by_multiple = {BLOCK: (3 * BLOCK, SLICE + BLOCK), SLICE: (SLICE, 2 * SLICE)}
+    for multiple, lengths in lengths_by_multiple.items():
         for left in (1, 0):
             kernels.window_left, kernels.window_multiple = left, multiple
-            found = [_refusal(partial(_try_length, kernels, runner, length)) for length in lengths]
+            cases: list[tuple[int, Tensor | None]] = [(length, None) for length in lengths]
+            if sinks is not None:
+                cases.append((lengths[0], sinks))
+            found = [_refusal(partial(_try_length, kernels, runner, *case)) for case in cases]
             if not any(found):
                 return None
             wrong = wrong or next(text for text in found if text)
     return wrong
 
 
-def _try_length(kernels: TriedKernels, runner: Runner, num_tokens: int) -> str | None:
+def _try_length(
+    kernels: TriedKernels, runner: Runner, num_tokens: int, sinks: Tensor | None
+) -> str | None:
     window = BLOCK - 29
-    query, key, value = _queries_and_keys(num_tokens, num_heads=1, num_kv_heads=1)
+    query, key, value = _queries_and_keys(num_tokens, num_heads=4, num_kv_heads=2)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *some: Tensor) -> Tensor:
+        return kernels.sdpa(
+            *(query, key, value), is_causal=True, window=window, sinks=some[0] if some else None
+        )
+
     age = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
-    want = _attention(query, key, value, (age >= 0) & (age < window))
-    got = runner(partial(kernels.sdpa, is_causal=True, window=window), query, key, value)
+    want = _attention(query, key, value, (age >= 0) & (age < window), sinks)
+    got = runner(run, query, key, value, *(() if sinks is None else (sinks,)))
     return _difference(got, want)
 
 
