@@ -227,9 +227,9 @@ resolve_model_folder("org/large", None, {str(tmp_path)!r})
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
     )
     first, *_, last = result.stdout.splitlines()
-    assert first == "('getting org/large from the hub', 0, 0)"
+    assert first == "('getting org/large from the hub', 0, 0, None)"
     if not is_version_4():  # whose hub counts files only
-        assert last == f"('getting org/large from the hub (MiB)', {len(LARGE) >> 20}, 30)"
+        assert last == f"('getting org/large from the hub (MiB)', {len(LARGE) >> 20}, 30, None)"
 
 
 def test_one_gguf_file_of_a_repository_is_downloaded(endpoint, tmp_path):

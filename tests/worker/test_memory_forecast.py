@@ -148,8 +148,9 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
     is_predicted,
 ):
     variables = FEW_BUCKETS | LAZY | {"VLLM_CONTIGUOUS_PA": 1, "VLLM_GRAPH_RESERVED_MEM": 0}
-    variables["VLLM_DECODE_BLOCK_BUCKET_STEP"] = 250
-    settings = {"num_gpu_blocks_override": 2000, "gpu_memory_utilization": 0.98}
+    variables |= {"VLLM_DECODE_BS_BUCKET_MIN": 64, "VLLM_DECODE_BLOCK_BUCKET_STEP": 250}
+    many = {"max_model_len": 512, "max_num_seqs": 64, "num_gpu_blocks_override": 2000}
+    settings = {**many, "gpu_memory_utilization": 0.98}
     with (
         simulated_hpu(pool_bytes=236 * MIB, **variables) as bridge,
         captured_log() as log,

@@ -10,7 +10,7 @@ from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import FusedKernels
 
-_NATIVE = NativeOps()
+NATIVE = NativeOps()
 """Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
 of ours, as `options` of `moe` is."""
 
@@ -107,7 +107,7 @@ class CardExperts:
                 )
         if has_inputs_first:
             gate_up, down = gate_up.mT, down.mT
-        return _NATIVE.moe(
+        return NATIVE.moe(
             *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
             *(self.options, self.first_expert),
         )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.hpu_experts import CardExperts, in_turn, kept_bias
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu_experts import NATIVE, CardExperts, in_turn, kept_bias
 from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight
 
 _BLOCK_BYTES = 16
@@ -91,7 +90,7 @@ class HPUMxfp4Experts(nn.Module):
         down = self._dense(self.down, self.down_scales, x.dtype)
         if self._is_biased:
             gate_up = _apart(gate_up, 1)
-        return NativeOps().moe(
+        return NATIVE.moe(
             *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
             *(self._card.options, self._card.first_expert),
         )

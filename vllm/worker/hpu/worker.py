@@ -23,7 +23,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.model_memory import model_storages, model_tensors
+from vllm.model_executor.model_memory import model_tensors
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
@@ -211,7 +211,8 @@ class HPUWorker(WorkerBase):
             of_rows = runner.parts.find(DeviceRows)
             adapters = 0 if of_rows is None else of_rows.slots.num_bytes
         if self._drafter is not None:
-            drafts = sum(storage.numel() for storage in model_storages(self._drafter.model))
+            tensors = model_tensors(self._drafter.model)
+            drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return [
             weights_use(total_bytes - free_bytes - states - adapters - drafts),
             draft_use(drafts),
@@ -419,8 +420,10 @@ class HPUWorker(WorkerBase):
             f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
         )
         if uses:
-            text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
-            return ConfigError(text)
+            return ConfigError(
+                f"no memory for {what}: the card has {total}. {division(uses)}, keep some of the "
+                f"weights on the host (--cpu-offload-gb, with --enforce-eager), or {settings}"
+            )
         return ConfigError(
             f"no memory for {what}: the card has {total}, of which weights in "
             f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
