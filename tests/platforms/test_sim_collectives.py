@@ -69,7 +69,9 @@ def test_two_cards_sum_gather_and_broadcast(tmp_path):
         timeout=600,
     )
     found = f"{[6.0] * 3} {[[3.0] * 3, [6.0] * 3]}"
-    assert sorted(done.stdout.splitlines()) == [f"0 {found}", f"1 {found}"], done.stderr
+    # Gloo of torch 2.10 says there how many peers it has.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
+    assert sorted(lines) == [f"0 {found}", f"1 {found}"], done.stderr
 
 
 def test_the_backend_of_the_real_bridge_is_there_with_the_package(lazy, facade, tmp_path):
