@@ -19,6 +19,7 @@ from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_clock import Clock
 from vllm.platforms.habana.sim_graphs import CapturedGraph
 from vllm.sample import sampler
+from vllm.sample.masks import TokenMasks
 from vllm.sample.penalties import Penalties
 
 LAYER_ROWS = ("layer eager", "layer graph", "prefill with context")
@@ -226,6 +227,7 @@ def test_a_kind_of_sampling_with_a_fault_is_found(bridge, monkeypatch):
         "sampling top-p": (sampler, "nucleus_floor", on_card_only(sampler.nucleus_floor, zero)),
         "sampling min-p": (sampler, "logit_floor", on_card_only(sampler.logit_floor, no_floor)),
         "sampling penalties": (Penalties, "apply", no_penalties_on_card),
+        "sampling allowed tokens": (TokenMasks, "_apply_on_card", lambda *_: None),
         "sampling logprobs": (
             sampler,
             "gather_logprobs",
