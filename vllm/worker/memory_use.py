@@ -78,13 +78,15 @@ def unused_share(config: VllmConfig, num_bytes: int) -> MemoryUse:
     return MemoryUse("unused", num_bytes, f"raise {flag}", f"{flag} {utilization:g}")
 
 
-def weights_use(num_bytes: int) -> MemoryUse:
-    """Return the use of the weights of the model."""
-    return MemoryUse(
-        "weights",
-        num_bytes,
-        "use a smaller model or dtype, or more devices (--tensor-parallel-size)",
-    )
+def weights_use(num_bytes: int, *more_fixes: str) -> MemoryUse:
+    """Return the use of the weights of the model.
+
+    Args:
+        num_bytes: of the weights.
+        more_fixes: what else makes them smaller on this device, as imperatives without a capital.
+    """
+    fixes = ("use a smaller model or dtype", "use more devices (--tensor-parallel-size)")
+    return MemoryUse("weights", num_bytes, ", or ".join([*fixes, *more_fixes]))
 
 
 def draft_use(num_bytes: int) -> MemoryUse:

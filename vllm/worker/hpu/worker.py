@@ -214,7 +214,10 @@ class HPUWorker(WorkerBase):
             tensors = model_tensors(self._drafter.model)
             drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return [
-            weights_use(total_bytes - free_bytes - states - adapters - drafts),
+            weights_use(
+                total_bytes - free_bytes - states - adapters - drafts,
+                "keep some of the weights on the host (--cpu-offload-gb, with --enforce-eager)",
+            ),
             draft_use(drafts),
             adapters_use(config, adapters),
             states_use(config, states),
@@ -420,10 +423,8 @@ class HPUWorker(WorkerBase):
             f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
         )
         if uses:
-            return ConfigError(
-                f"no memory for {what}: the card has {total}. {division(uses)}, keep some of the "
-                f"weights on the host (--cpu-offload-gb, with --enforce-eager), or {settings}"
-            )
+            text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
+            return ConfigError(text)
         return ConfigError(
             f"no memory for {what}: the card has {total}, of which weights in "
             f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
