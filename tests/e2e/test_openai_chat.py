@@ -124,7 +124,7 @@ def test_beams_and_the_best_of_several(client, model):
         ({"model": "x"}, openai.NotFoundError, "does not exist"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "maximum context length is 2048 tokens"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"seed": 2**70}, openai.BadRequestError, "less_than_equal"),
+        ({"seed": 2**70}, openai.BadRequestError, "seed must be at most"),
     ],
 )
 def test_errors_are_those_the_client_knows(client, model, fields, kind, text):

@@ -135,7 +135,7 @@ def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed
             assert token_ids == want[index % len(PROMPTS)]
         (pid,) = ranks_of(llm)
         signals = iter([None, None, None, signal.SIGKILL])
-        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by sig"):
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: kill"):
             random_load(llm, random.Random(4), lambda: send(pid, next(signals, None)))
     assert (seen["follow"] > 10) == (num_drafts > 0)
 
