@@ -66,7 +66,7 @@ class PreparedLaunch:
     adapters: SlottedAdapters | None = None
     """Of its tokens; None: no model has any."""
     states: PaddedStates | None = None
-    """Of its rows; None: no layer has states."""
+    """Recurrent states of its requests; None: no layer has any."""
     replaced: TableEmbeddings | None = None
     """Embeddings that are given; None: all are looked up."""
 

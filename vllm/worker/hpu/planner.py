@@ -105,7 +105,7 @@ class PaddedShape:
 
     @property
     def cost(self) -> int:
-        """What a launch of this shape costs, as `padded_cost` counts it."""
+        """Return the cost of a batch of this shape, in the unit of `padded_cost`."""
         if self.bucket.phase is Phase.DECODE:
             return self.bucket.num_tokens + self.read_cost
         return padded_cost(self.bucket)
@@ -458,7 +458,7 @@ class HPULaunchPlanner:
         return any(bucket.phase is phase for bucket in compiled)
 
     def _shape(self, bucket: Bucket) -> PaddedShape:
-        """Of a prefill, or of a decode that gathers its blocks."""
+        """Return the shape of a prefill, or of a decode that gathers its blocks."""
         if bucket.phase is Phase.PREFILL:
             return PaddedShape(bucket, merged_prompts=self._merged_prompts)
         return PaddedShape(bucket, max_shift=self._limits.max_pending_drafts)
