@@ -23,7 +23,7 @@ from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
-from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
+from vllm.entrypoints.shared.server_args import ServerArgs  # noqa: E402
 from vllm.env_bridge import BRIDGE_SETTINGS  # noqa: E402
 from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env_others import OTHER_READERS  # noqa: E402

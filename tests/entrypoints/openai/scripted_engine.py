@@ -13,8 +13,8 @@ from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -19,7 +19,7 @@ from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine,
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.protocol.accepts import show_value
 from vllm.entrypoints.openai.protocol.base import RequestModel
-from vllm.entrypoints.openai.validation_text import describe_validation
+from vllm.entrypoints.shared.validation_text import describe_validation
 
 for module in pkgutil.iter_modules(protocol.__path__, f"{protocol.__name__}."):
     importlib.import_module(module.name)

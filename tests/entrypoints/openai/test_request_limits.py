@@ -28,16 +28,16 @@ from tests.entrypoints.openai.scripted_engine import (
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
-from vllm.entrypoints.http.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
-from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.completion import serving
-from vllm.entrypoints.openai.merge import merge
-from vllm.entrypoints.openai.request_limits import LIMITS, count_values, limits_of
+from vllm.entrypoints.openai.completion.merge import merge
+from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.server.app import _routers, build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.request_limits import LIMITS, count_values, limits_of
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.utils.arguments import flag_of
 

@@ -9,8 +9,9 @@ from fastapi.testclient import TestClient
 
 from tests.entrypoints.openai.fakes import make_app
 from vllm.config import LoRAConfig
-from vllm.entrypoints.openai import serving_lora, serving_models
-from vllm.entrypoints.server.served_adapters import ServedAdapters
+from vllm.entrypoints.openai.routes import adapters as serving_lora
+from vllm.entrypoints.openai.routes import models as serving_models
+from vllm.entrypoints.shared.served_adapters import ServedAdapters
 from vllm.errors import RequestError
 from vllm.lora.request import LoRARequest
 

@@ -9,9 +9,9 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.http.body_route import BodyRoute, Handler
-from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event
-from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.shared.body_route import BodyRoute, Handler
+from vllm.entrypoints.shared.errors import ErrorInfo, describe_error
+from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event
 
 _TYPES = {
     401: "authentication_error",

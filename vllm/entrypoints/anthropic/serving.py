@@ -20,18 +20,18 @@ from vllm.entrypoints.anthropic.protocol import (
     MessagesRequest,
 )
 from vllm.entrypoints.anthropic.request import as_chat_request, prompt_fields
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.sse import event as encode_event
-from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta, prepare_turn
-from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.prompts import trace_headers_of
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
 from vllm.entrypoints.openai.responses.request import make_chat_request
 from vllm.entrypoints.openai.responses.run import engine_id
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.openai.routes.models import check_model
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.prompts import trace_headers_of
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import get_context
+from vllm.entrypoints.shared.sse import event as encode_event
+from vllm.entrypoints.shared.sse import run_until_disconnect
 
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 

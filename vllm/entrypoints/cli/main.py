@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.entrypoints.cli.flag_names import with_flags
+from vllm.entrypoints.shared.program import with_flags
 from vllm.env_bridge import has_vendor_library
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.middleware.asgi import route_path
-from vllm.entrypoints.operations.card_telemetry import card_metrics, card_readings
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.asgi import route_path
+from vllm.entrypoints.shared.card_telemetry import card_metrics, card_readings
+from vllm.entrypoints.shared.context import ServerContext, get_context
 
 router = APIRouter(tags=["metrics"])
 

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.operations.card_telemetry import card_readings
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.card_telemetry import card_readings
+from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)

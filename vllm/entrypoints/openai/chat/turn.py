@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.input.pooling_input import refuse_generation
-from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
@@ -31,16 +30,17 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     merge_deltas,
     tool_constraint,
 )
-from vllm.entrypoints.openai.errors import refuse_failed
-from vllm.entrypoints.openai.prompts import output_budget
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
     check_sampling_fields,
     guided_decoding,
     sampling_params,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.openai.routes.models import check_model
+from vllm.entrypoints.openai.shared.prompts import output_budget
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import TokensPrompt
@@ -50,7 +50,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
     from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
-    from vllm.entrypoints.server.server_args import ServerArgs
+    from vllm.entrypoints.shared.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
 

@@ -8,9 +8,6 @@ from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.pooling_input import require_scores
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import run_until_disconnect
-from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
     list_response,
@@ -27,9 +24,12 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.scoring import cosine, pair_up
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.routes.models import check_model
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.scoring import cosine, pair_up
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import PromptType
 
 router = APIRouter(route_class=BodyRoute)

@@ -3,15 +3,15 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from fastapi import Request
 
     from vllm.config import VllmConfig
     from vllm.engine.async_llm_engine import AsyncLLM
-    from vllm.entrypoints.operations.card_telemetry import CardTelemetry
-    from vllm.entrypoints.server.served_adapters import ServedAdapters
+    from vllm.entrypoints.shared.card_telemetry import CardTelemetry
+    from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.utils.otel import Tracer
 
@@ -61,7 +61,7 @@ class ServerContext:
 
     @cached_property
     def _card_telemetry(self) -> "CardTelemetry | None":
-        from vllm.entrypoints.operations.card_telemetry import CardTelemetry
+        from vllm.entrypoints.shared.card_telemetry import CardTelemetry
         from vllm.platforms import resolve_platform
 
         parallel = self.config.parallel
@@ -85,7 +85,7 @@ class ServerContext:
     def adapters(self) -> "ServedAdapters | None":
         """The LoRA adapters that are served; None if LoRA is off."""
         if self._adapters is None and self.config.lora.enable_lora:
-            from vllm.entrypoints.server.served_adapters import ServedAdapters
+            from vllm.entrypoints.shared.served_adapters import ServedAdapters
 
             self._adapters = ServedAdapters(
                 self.args.lora_modules,

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.anthropic.errors import error_body
-from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.shared.errors import ErrorInfo, describe_error
 
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Health routes for probes: they need no key, are not logged, and neither limited nor delayed."""

@@ -12,7 +12,7 @@ from vllm.engine.metrics.registry import MetricSet
 from vllm.platforms.card_reading import CardReading
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.server.context import ServerContext
+    from vllm.entrypoints.shared.context import ServerContext
 
 _MAX_AGE_S = 5.0
 _PATIENCE_S = 0.5

@@ -24,7 +24,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.protocol.tokenization import DetokenizeRequest
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.utils.arguments import flag_of
 

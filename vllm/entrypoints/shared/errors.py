@@ -23,8 +23,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.http.sse import DONE, ClientDisconnected, event
-from vllm.entrypoints.openai.validation_text import describe_validation
+from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
