@@ -10,7 +10,8 @@ import pytest
 from tests.hpu import captured_log
 from vllm import envs
 from vllm.entrypoints.cli import collect_env
-from vllm.entrypoints.cli.main import main, run_command
+from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.shared.program import run_command
 from vllm.env_bridge import BRIDGE_SETTINGS, bridge_settings
 from vllm.executor.ray_utils import worker_environment
 from vllm.platforms.habana.sim import SimBridge

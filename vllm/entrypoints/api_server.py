@@ -130,8 +130,8 @@ def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, Fast
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
     from vllm.entrypoints.openai.api_server import run_server
+    from vllm.entrypoints.shared.program import run_command
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
     return run_command(

@@ -122,7 +122,7 @@ def _serve(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
+    from vllm.entrypoints.shared.program import run_command
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
 

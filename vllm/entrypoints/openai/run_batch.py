@@ -206,7 +206,7 @@ def _progress(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
+    from vllm.entrypoints.shared.program import run_command
 
     parser = add_arguments(FlexibleArgumentParser(prog="run_batch"))
     return run_command(lambda: run(parser.parse_args(argv)), parser.flag_names)

@@ -1,15 +1,72 @@
-"""Writes error messages for a command line: `--max-model-len` for `max_model_len`.
+"""Runs the main function of a program: its errors become a line for the user, and an exit code.
 
-The engine's errors name the keywords of `LLM()`. For users of the command line they name flags.
+Exit codes: 0 done, 1 the engine or a request of a batch failed, 2 bad flags, settings or input, 130
+interrupted.
+
+The engine's errors name the keywords of `LLM()`, such as `max_model_len`. For users of the command
+line they name flags: `--max-model-len`.
 """
 
+import os
 import re
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 
+from vllm import envs
+from vllm.env_bridge import has_vendor_library
+from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils.arguments import flag_of
 
 _VALUE = r"=(?P<quote>'?)(?P<value>[^\s':,;]+)(?P=quote)(?=[\s:,;.]|$)"
 _NOTHING = "(?!)"
+
+
+def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collection[str]]) -> int:
+    """Run a program's main function; return its exit code, or the code of the error it raises.
+
+    Args:
+        run: the function.
+        flag_names: settings that its command line has flags for, so that an error names the
+            flag. Called when there is an error.
+    """
+    _open_standard_streams()
+    if has_vendor_library():
+        envs.export_bridge_settings()  # before a command imports torch, which imports the bridge
+    try:
+        code = run()
+    except (ConfigError, RequestError) as error:
+        return _fail(error, 2, flag_names())
+    except VllmError as error:
+        return _fail(error, 1, flag_names())
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has closed it; the interpreter must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code or 0
+
+
+def _open_standard_streams() -> None:
+    """Open streams that the program was started without, as by a supervisor, on the null device.
+    Sockets would have their numbers otherwise, and processes that are started get these."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _fail(error: VllmError, code: int, names: Collection[str]) -> int:
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        text = with_flags(text, names)
+    sys.stderr.write(f"error: {text}\n")
+    return code
 
 
 def with_flags(message: str, names: Collection[str]) -> str:
