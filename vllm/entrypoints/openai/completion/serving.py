@@ -42,7 +42,6 @@ from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.errors import error_events, refuse_failed
-from vllm.entrypoints.shared.request_limits import check_prompt_logprobs
 from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -137,7 +136,7 @@ class _Completion:
             )
             prompts.append(CompletionPrompt(context, body, tokenized))
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        check_prompt_logprobs(body, num_prompt_tokens, context.args)
+        body.check_prompt_logprobs(num_prompt_tokens, context.args)
         return cls(context, body, request_id, prompts, trace_headers)
 
     # ---- all at once ----------------------------------------------------------------------
