@@ -25,7 +25,6 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
 from vllm.entrypoints.openai.responses.request import make_chat_request
 from vllm.entrypoints.openai.responses.run import engine_id
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import trace_headers_of
 from vllm.entrypoints.shared import off_loop
@@ -61,7 +60,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Count the prompt tokens that a request would have."""
     context = get_context(request)
-    check_model(context, body.model)
+    context.check_model(body.model)
     fields, name = prompt_fields(body), "output_config.format"
     chat = await off_loop.run(lambda: make_chat_request(fields, format_field=name))
     prompt = await run_until_disconnect(

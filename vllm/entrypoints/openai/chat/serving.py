@@ -12,7 +12,6 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, p
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared import beam_requests
 from vllm.entrypoints.openai.shared.chunks import (
     ChunkWriter,
@@ -187,7 +186,7 @@ async def _complete(answer_format: _ChatFormat) -> Response:
 async def _search_beams(
     context: ServerContext, body: ChatCompletionRequest, request_id: str
 ) -> dict[str, Any]:
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     check_sampling_fields(body)
     prompt = await chat_prompt(
         context,

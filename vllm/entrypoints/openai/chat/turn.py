@@ -36,7 +36,6 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared.prompts import output_budget
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
@@ -144,7 +143,7 @@ class ChatTurn:
         trace_headers: Mapping[str, str] | None,
     ) -> None:
         self.request_id = request_id
-        self.model = check_model(context, body.model)
+        self.model = context.check_model(body.model)
         self.prompt = prompt
         self.params = params
         self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
@@ -257,7 +256,7 @@ async def prepare_turn(
         NotFoundError: there is no such model.
         RequestError: something else is wrong with it; names the field.
     """
-    check_model(context, body.model)
+    context.check_model(body.model)
     refuse_generation(context.config.model.pooler)
     check_sampling_fields(body)
     check_tools(context, body)

@@ -21,7 +21,6 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared import beam_requests
 from vllm.entrypoints.openai.shared.chunks import (
     ChunkWriter,
@@ -80,7 +79,7 @@ class _Completion:
         prompts: list[CompletionPrompt],
         trace_headers: Any,
     ) -> None:
-        self.model = check_model(context, body.model)
+        self.model = context.check_model(body.model)
         self._context = context
         self._engine = context.engine
         self._body = body
@@ -101,7 +100,7 @@ class _Completion:
         Raises:
             RequestError: something is wrong with it.
         """
-        check_model(context, body.model)
+        context.check_model(body.model)
         check_sampling_fields(body)
         given, embeds = body.prompts(), body.embeds()
         if not given and not embeds:

@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.pooling.run import (
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import get_context
 
@@ -27,7 +26,7 @@ router = APIRouter(route_class=BodyRoute)
 async def classify(body: ClassificationRequest, request: Request) -> Response:
     """A probability per label, and the likeliest label, for each input."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     pooler = require_task(pooler_of(context), "classify", "score")
     own_id = response_id(request, "classify")
     prompts = prompts_of(body.input)

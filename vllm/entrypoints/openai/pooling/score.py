@@ -24,7 +24,6 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
@@ -41,7 +40,7 @@ _ERRORS = error_responses(400)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Score pairs of texts: one text with each of several, or pair by pair."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     own_id = response_id(request, "score")
     first, second = pair_up(body.text_1, body.text_2)
     scores, outputs = await _score(context, request, body, first, second, own_id)
@@ -57,7 +56,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Order documents by how well they answer a query, best first."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     own_id = response_id(request, "rerank")
     first, second = pair_up(body.query, body.documents)
     scores, outputs = await _score(context, request, body, first, second, own_id)

@@ -1,4 +1,4 @@
-"""GET /v1/models, and the names that requests may give as `model`."""
+"""GET /v1/models: the names that requests may give as `model`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,6 @@ from vllm.entrypoints.openai.protocol.base import (
     error_responses,
 )
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.errors import NotFoundError
 
 router = APIRouter()
 
@@ -37,24 +36,7 @@ async def list_models(request: Request) -> ModelList:
 async def show_model(model: str, request: Request) -> ModelCard:
     """One of the names."""
     context = get_context(request)
-    return _card(context, _path(context, check_model(context, model)))
-
-
-def check_model(context: ServerContext, name: str | None) -> str:
-    """Check a model name of a request. Returns the name for the response.
-
-    Args:
-        context: of a server whose engine is ready.
-        name: as in the request; None or "" is the first name of the server.
-
-    Raises:
-        NotFoundError: no model has this name.
-    """
-    if not name:
-        return context.model_names[0]
-    if name not in context.model_names and context.adapter(name) is None:
-        raise NotFoundError(f"The model `{name:.200}` does not exist.", param="model")
-    return name
+    return _card(context, _path(context, context.check_model(model)))
 
 
 def _path(context: ServerContext, name: str) -> BaseModelPath:

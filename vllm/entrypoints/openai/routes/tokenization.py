@@ -15,7 +15,6 @@ from vllm.entrypoints.openai.protocol.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from vllm.entrypoints.openai.routes.models import check_model
 from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
@@ -38,7 +37,7 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
 
 
 async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
-    check_model(context, body.model)
+    context.check_model(body.model)
     if isinstance(body, TokenizeChatRequest):
         prompt = await chat_prompt(context, body)
     else:
@@ -75,7 +74,7 @@ async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Respon
 
 
 async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
-    check_model(context, body.model)
+    context.check_model(body.model)
     engine = context.engine
     await engine.get_tokenizer()  # raises if there is none
     vocab_size = context.config.model.resolved_arch.vocab_size
