@@ -225,8 +225,8 @@ class LLM(PoolingMethods):
             limit="max_logprobs",
         )
         processor = self.llm_engine.input_processor
-        tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
-        eos, others = processor.end_tokens
+        tokenized = [processor.prompts.tokenize(cast(PromptType, prompt)) for prompt in prompts]
+        eos, others = processor.prompts.end_tokens
         end_tokens = others if eos is None else others | {eos}
 
         def run(

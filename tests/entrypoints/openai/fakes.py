@@ -64,7 +64,7 @@ class FakeAsyncLLM:
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)

@@ -40,7 +40,7 @@ class InlineEngine(FakeEngine):
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt)
+        return self.input_processor.prompts.tokenize(prompt)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)

@@ -78,7 +78,7 @@ class ScriptedEngine:
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
@@ -96,7 +96,7 @@ class ScriptedEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        token_ids = self.input_processor.tokenize(prompt).token_ids
+        token_ids = self.input_processor.prompts.tokenize(prompt).token_ids
         self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
         is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
         text, steps, is_done = "", self._steps(), False

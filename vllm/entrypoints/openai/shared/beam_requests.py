@@ -62,7 +62,7 @@ async def search(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    eos, others = engine.input_processor.end_tokens
+    eos, others = engine.input_processor.prompts.end_tokens
     end_tokens = others if eos is None else others | {eos}
     (found,) = await search_beams_async(
         [token_ids],
