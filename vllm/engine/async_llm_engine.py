@@ -38,9 +38,9 @@ from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
+from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState

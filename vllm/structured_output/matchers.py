@@ -21,8 +21,8 @@ from vllm.structured_output.backends import (
     import_backend,
     make_backend,
 )
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
-from vllm.structured_output.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.short_turns import start_in_short_turns
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.messages import Grammar, IntArray
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.backends.vocabulary import Vocabulary
 
 BACKENDS = ("xgrammar", "llguidance")
 
