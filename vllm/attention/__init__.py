@@ -18,7 +18,7 @@ from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import AttentionMetadata
-from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, StateMetadata, States
+from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, States
 
 __all__ = [
     "Attention",
@@ -37,7 +37,6 @@ __all__ = [
     "ReadsContext",
     "ReplacedTokens",
     "StateLayer",
-    "StateMetadata",
     "States",
     "TableEmbeddings",
     "share_context",

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from vllm.messages import Grammar
-from vllm.structured_output.backends import BACKENDS, Backend, BackendError, make_backend
+from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.backends.interface import Backend, BackendError
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.json_schema import PreparedSchema, SchemaError
 from vllm.structured_output.regex import translate

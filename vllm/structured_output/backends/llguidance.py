@@ -9,7 +9,7 @@ import llguidance
 import numpy as np
 
 from vllm.messages import IntArray
-from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
+from vllm.structured_output.backends.interface import MAX_WHITESPACE, BackendError
 from vllm.structured_output.backends.vocabulary import Vocabulary
 
 _REGEX_PROBLEM = re.compile(r"regex parse error:\n(.*)\n( *\^+)\nerror: (.*)")
