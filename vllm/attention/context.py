@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor, nn
 
-from vllm.attention.metadata import AttentionMetadata
+from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
 
@@ -130,7 +130,7 @@ class LaunchParts(TypedDict, total=False):
 
 
 class StateMetadata(Protocol):
-    """Which states the tokens of a launch belong to, on one kind of device."""
+    """The states that the tokens of a launch belong to, on one kind of device."""
 
     def run(self, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run the sequences of the launch, and store their new states.

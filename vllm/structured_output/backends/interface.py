@@ -1,4 +1,4 @@
-"""What the grammar libraries have in common: a backend, its grammars, and its error."""
+"""The contract of a grammar library: its backend, its grammars, and its error."""
 
 from typing import Any, Protocol
 
