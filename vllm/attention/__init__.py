@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the layer, what a launch looks like, and the backends."""
+"""Attention over the paged KV cache: layers, metadata of a forward pass, and backends."""
 
 from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.metadata import AttentionMetadata

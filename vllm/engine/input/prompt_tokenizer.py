@@ -39,7 +39,7 @@ class PromptTokenizer:
         config: complete and consistent.
         tokenizer: None: only token ids are accepted. May be replaced at any time.
         generation_defaults: from the model's generation_config.json; of it, only
-            "eos_token_ids" is used here: end tokens besides the tokenizer's.
+            "eos_token_ids" is used here: end tokens in addition to the tokenizer's.
     """
 
     def __init__(
