@@ -29,7 +29,7 @@ from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import TextLengthBound
-from vllm.utils.deadline_worker import DeadlineWorker
+from vllm.utils.process.deadline_worker import DeadlineWorker
 
 STOPPED = Finished(FinishReason.STOP)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -140,7 +140,7 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
                 pass
         assert (await other)[-1].finished
         assert (await collect(engine))[-1].finished
-        assert engine.num_unfinished_requests == 0 and engine._admission.num_waiting == 0
+        assert engine.num_unfinished_requests == 0 and engine._requests._admission.num_waiting == 0
 
     run(check)
 

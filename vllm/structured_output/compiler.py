@@ -15,15 +15,15 @@ from vllm.logger import init_logger
 from vllm.messages import Grammar
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
-from vllm.utils.deadline_worker import (
+from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
     DeadlineWorker,
     WorkerError,
     make_server,
 )
-from vllm.utils.fork_server import ForkServer
-from vllm.utils.short_turns import start_in_short_turns
+from vllm.utils.process.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from vllm.structured_output.backends.interface import (
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.transformers_utils.tokenizer import load_tokenizer
-from vllm.utils.short_turns import start_in_short_turns
+from vllm.utils.background_work import start_in_short_turns
 
 logger = init_logger(__name__)
 

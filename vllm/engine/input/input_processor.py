@@ -32,7 +32,7 @@ from vllm.messages import AdapterRef, EngineRequest, Grammar
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.utils.pace import Pace, no_rest
+from vllm.utils.background_work import Pace, no_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection
 
 from vllm import envs
-from vllm.env_bridge import has_vendor_library
+from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils.arguments import flag_of
 

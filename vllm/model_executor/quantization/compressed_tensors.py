@@ -18,14 +18,14 @@ from torch import Tensor
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Source, whole
-from vllm.model_executor.layers.stored_linear import (
+from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
     StoredTensor,
     add_parameter,
     on_host,
 )
-from vllm.model_executor.layers.stored_scales import (
+from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,
@@ -43,7 +43,7 @@ from vllm.model_executor.quantization.settings import (
     wrong,
 )
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.text.patterns import compile_pattern
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 _CLASS = "Linear"

@@ -20,7 +20,7 @@ from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
-from vllm.utils.deadline_worker import (
+from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
     DeadlineWorker,

@@ -1,0 +1,236 @@
+"""The JSON file of `QUANT_CONFIG`: FP8 as Intel Neural Compressor describes it, measured or
+quantized. Reads the file, and knows nothing of scales or layers."""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.errors import ConfigError
+from vllm.utils.text.patterns import compile_pattern
+
+IncMode = Literal["MEASURE", "QUANTIZE"]
+
+SCALE_METHODS = (
+    "unit_scale",
+    "maxabs_arbitrary",
+    "maxabs_pow2",
+    "maxabs_pow2_opt_weight",
+    "maxabs_hw",
+    "maxabs_hw_opt_weight",
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2",
+    "act_maxabs_pow2_weights_pcs_opt_pow2",
+    "act_maxabs_hw_weights_pcs_maxabs_pow2",
+    "act_maxabs_hw_weights_pcs_opt_pow2",
+    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw",
+    "maxabs_pcs_pow2",
+)
+"""Values of `scale_method`. The last two have no scales of inputs."""
+
+_DYNAMIC = SCALE_METHODS[-2:]
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("method", "scale_format", "hp_dtype", "use_qdq", "quantize_weight", "measure_on_hpu"),
+        *("mod_dict", "seperate_measure_files", "verbose", "int4_weights"),
+    }
+)
+"""Settings of the library that change neither measurements nor scales here."""
+
+_KNOWN = _WITHOUT_EFFECT | {
+    *("mode", "observer", "scale_method", "dump_stats_path", "fp8_config", "measure_exclude"),
+    *("allowlist", "blocklist", "dynamic_quantization", "device_for_scales", "scale_params"),
+    *("ignore_modules_wo_measures", "recalc_scales", "calibration_sample_interval", "fake_quant"),
+}
+
+
+_SCALE_PARAMS = {"input_backoff", "weight_backoff"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncConfig:
+    """What one of these files asks for."""
+
+    path: str
+    """The file, for errors."""
+    mode: IncMode
+    scale_method: str = "maxabs_hw"
+    """One of SCALE_METHODS."""
+    dump_stats_path: str = "stats"
+    """Beginning of the paths of the measurement files."""
+    allowed_types: tuple[str, ...] = ()
+    allowed_names: tuple[str, ...] = ()
+    blocked_types: tuple[str, ...] = ()
+    blocked_names: tuple[str, ...] = ()
+    """Regular expressions, each for a part of a module name."""
+    measures_outputs: bool = False
+    device_for_scales: Literal["GAUDI2", "GAUDI3"] | None = None
+    """Whose range scales are made for; None: that of the device that runs."""
+    input_backoff: float = 0.25
+    """Largest measured input, as a share of the range of e4m3."""
+    weight_backoff: float = 0.5
+    ignores_missing: bool = False
+    """A layer that was not measured stays as it is; False: it is an error."""
+    recalculates: bool = False
+    """Scales are computed anew, also where there is a file of them."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Each token has a scale of its own, so that nothing has to be measured."""
+        return self.scale_method in _DYNAMIC
+
+    def covers(self, name: str, *type_names: str) -> bool:
+        """Whether the lists let the module of this name, which has these types, take part."""
+        types = set(type_names)
+        if types & set(self.blocked_types) or _is_match(name, self.blocked_names):
+            return False
+        if not self.allowed_types and not self.allowed_names:
+            return True
+        return bool(types & set(self.allowed_types)) or _is_match(name, self.allowed_names)
+
+
+def _is_match(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def read_inc_config(path: str) -> IncConfig:
+    """Read a file of `QUANT_CONFIG`.
+
+    Raises:
+        ConfigError: it cannot be read, or a value in it is wrong or not supported.
+    """
+    what = "the JSON configuration file of Intel Neural Compressor"
+    given = read_json_object(path, what, "Correct it, or write it with `vllm calibrate`")
+    reader = _Reader(path, given)
+    for key in given:
+        if key not in _KNOWN:
+            near = difflib.get_close_matches(key, _KNOWN, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_sorted())}"
+            raise reader.wrong(key, hint)
+    mode = reader.choice("mode", ("MEASURE", "QUANTIZE"), "QUANTIZE")
+    reader.choice("observer", ("maxabs",), "maxabs")
+    reader.choice("fp8_config", ("E4M3",), "E4M3")
+    is_dynamic = reader.flag("dynamic_quantization")
+    if reader.flag("fake_quant"):
+        raise reader.wrong("fake_quant", "leave it out: products run in fp8")
+    default = _DYNAMIC[0] if is_dynamic else "maxabs_hw"
+    scale_method = reader.choice("scale_method", SCALE_METHODS, default)
+    if is_dynamic != (scale_method in _DYNAMIC):
+        wanted = _DYNAMIC if is_dynamic else SCALE_METHODS[:-2]
+        raise reader.wrong(
+            "scale_method",
+            f"with dynamic_quantization={str(is_dynamic).lower()} it must be one of "
+            f"{', '.join(wanted)}",
+        )
+    if given.get("calibration_sample_interval", 1) != 1:
+        raise reader.wrong("calibration_sample_interval", "1 is supported: every step is measured")
+    stats = given.get("dump_stats_path", "stats")
+    if not isinstance(stats, str) or (not stats and not is_dynamic):
+        raise reader.wrong("dump_stats_path", "it must be the beginning of a path")
+    params = given.get("scale_params") or {}
+    if not isinstance(params, Mapping) or not params.keys() <= _SCALE_PARAMS:
+        known = " and ".join(sorted(_SCALE_PARAMS))
+        raise reader.wrong("scale_params", f"it must be an object with the keys {known}, or fewer")
+    allowed, blocked = reader.module_list("allowlist"), reader.module_list("blocklist")
+    device = reader.choice("device_for_scales", (None, "GAUDI2", "GAUDI3"), None)
+    return IncConfig(
+        path=path,
+        mode=mode,
+        scale_method=scale_method,
+        dump_stats_path=stats,
+        allowed_types=allowed[0],
+        allowed_names=allowed[1],
+        blocked_types=blocked[0],
+        blocked_names=blocked[1],
+        measures_outputs=reader.choice("measure_exclude", ("OUTPUT", "NONE"), "OUTPUT") == "NONE",
+        device_for_scales=device,
+        input_backoff=reader.share(params, "input_backoff", 0.25),
+        weight_backoff=reader.share(params, "weight_backoff", 0.5),
+        ignores_missing=reader.flag("ignore_modules_wo_measures"),
+        recalculates=reader.flag("recalc_scales"),
+    )
+
+
+def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: of the file.
+        what: the file is, for errors.
+        advice: what to do about a damaged one.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON, or something else than an object.
+    """
+    try:
+        given = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read {what}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {what} is not valid JSON: {error}. {advice}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: {what} must be an object, got {type(given).__name__}. {advice}")
+    return given
+
+
+def _sorted() -> list[str]:
+    return sorted(_KNOWN)
+
+
+class _Reader:
+    def __init__(self, path: str, given: Mapping[str, Any]) -> None:
+        self.path = path
+        self.given = given
+
+    def wrong(self, key: str, accepted: str) -> ConfigError:
+        return ConfigError(
+            f"QUANT_CONFIG {self.path}: {key} is {self.given.get(key)!r}; {accepted}"
+        )
+
+    def choice(self, key: str, accepted: tuple[Any, ...], default: Any) -> Any:
+        """One of the accepted values; upper and lower case are the same."""
+        value = self.given.get(key, default)
+        for each in accepted:
+            is_text = isinstance(value, str) and isinstance(each, str)
+            if value is each or (is_text and value.lower() == each.lower()):
+                return each
+        named = ", ".join(str(each) for each in accepted if each is not None)
+        raise self.wrong(key, f"supported: {named}")
+
+    def flag(self, key: str) -> bool:
+        value = self.given.get(key, False)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if not isinstance(value, bool):
+            raise self.wrong(key, "it must be true or false")
+        return value
+
+    def share(self, params: Mapping[str, Any], key: str, default: float) -> float:
+        value = params.get(key, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (math.isfinite(value) and 0 < value <= 1):
+            raise self.wrong("scale_params", f"{key} must be above 0 and at most 1")
+        return float(value)
+
+    def module_list(self, key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Types and names of modules."""
+        value = self.given.get(key) or {}
+        accepted = 'it must be {"types": [class names], "names": [parts of module names]}'
+        if not isinstance(value, Mapping) or set(value) - {"types", "names"}:
+            raise self.wrong(key, accepted)
+        lists = [value.get(part) or [] for part in ("types", "names")]
+        for entries in lists:
+            if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
+                raise self.wrong(key, accepted)
+        for pattern in lists[1]:
+            try:
+                compile_pattern(pattern)
+            except ValueError as error:
+                raise self.wrong(
+                    key, f"the name {pattern!r} is not a regular expression: {error}"
+                ) from None
+        return tuple(lists[0]), tuple(lists[1])

@@ -1,0 +1,56 @@
+"""The low-rank products of adapters in torch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm.ops.interface import Ops
+from vllm.ops.low_rank import (
+    AdaptedHeads,
+    AdaptedLayer,
+    AdaptedRows,
+    LowRank,
+    PlainAdapter,
+    PreparedAdapter,
+)
+from vllm.utils.background_work import Rest, no_rest
+
+
+class NativeAdapters(Ops):
+    """The adapters of `Ops` in torch."""
+
+    def prepare_adapter(
+        self,
+        layers: Sequence[AdaptedLayer],
+        parts: Sequence[LowRank | None],
+        dtype: torch.dtype,
+        rest: Rest = no_rest,
+    ) -> PreparedAdapter:
+        return PlainAdapter(parts)
+
+    def add_low_rank(
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+    ) -> Tensor:
+        if isinstance(layer, AdaptedHeads):
+            for number, head in enumerate(layer.heads):
+                self.add_low_rank(y[:, number], x[:, number], head, rows)
+            return y
+        if x.shape != (len(rows.of_rows), layer.in_features) or len(y) != len(x):
+            raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
+        for number in rows.of_rows.unique().tolist():
+            if number < 0:
+                continue
+            adapter = rows.adapters[number] if number < len(rows.adapters) else None
+            if adapter is None:
+                raise IndexError(f"a row has the adapter {number}, which is not there")
+            assert isinstance(adapter, PlainAdapter)
+            chosen = (rows.of_rows == number).nonzero().flatten().to(x.device)
+            inputs = x[chosen].float()
+            for index, (offset, size) in enumerate(layer.parts, layer.first_part):
+                part = adapter.parts[index]
+                if part is not None:
+                    a, b = part.a.to(inputs), part.b.to(inputs)
+                    sums = y[chosen, offset : offset + size].float() + inputs @ a.T @ b.T
+                    y[chosen, offset : offset + size] = sums.to(y.dtype)
+        return y
