@@ -26,11 +26,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("a", "is written as name=path"),
-        ('{"name": "a"}', "is written as name=path"),
+        ("a", "must be written as name=path"),
+        ('{"name": "a"}', "must be written as name=path"),
         ('{"name": "a", "path": ', "is not JSON"),
         ("a=/nope", "'a': /nope is no folder"),
-        ("base=", "is written as name=path"),
+        ("base=", "must be written as name=path"),
         ("base={folder}", "the name 'base' of a LoRA adapter"),
     ],
 )
