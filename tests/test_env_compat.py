@@ -13,7 +13,7 @@ import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs

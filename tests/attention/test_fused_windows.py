@@ -11,9 +11,9 @@ from tests.attention.launches import random_cache
 from tests.hpu import needs_simulated_device
 from vllm.attention.backends import padded
 from vllm.attention.backends.hpu_metadata import build_prefill_metadata
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, bridge_sdpa, naive_sdpa
-from vllm.attention.metadata import AttentionLayer
 
 pytestmark = needs_simulated_device
 

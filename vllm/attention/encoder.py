@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import CacheScales
 from vllm.attention.backends.encoder_attn import full_attention
-from vllm.attention.cache_scales import CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec

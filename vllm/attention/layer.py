@@ -5,8 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.attention.backends.cache_scales import CacheScale, CacheScales
 from vllm.attention.backends.native_attn import prompt_attention
-from vllm.attention.cache_scales import CacheScale, CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import CacheScale, CacheScales
 from vllm.attention.backends.flat_pa import (
     DecodeBlocks,
     Softmax,
@@ -25,7 +26,6 @@ from vllm.attention.backends.merged_prefill import (
     is_context_hidden,
 )
 from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
-from vllm.attention.cache_scales import CacheScale, CacheScales
 
 __all__ = [
     "SDPAKernel",

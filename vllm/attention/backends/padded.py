@@ -23,8 +23,8 @@ from vllm.attention.backends.hpu_attn import (
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, naive_sdpa
-from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
 

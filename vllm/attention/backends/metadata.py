@@ -1,4 +1,4 @@
-"""What attention layers and launches know of each other.
+"""Facts that attention layers and launches know of each other.
 
 Only the launch knows which tokens belong to which request, whether they are padded, and how a
 device attends to them.
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vllm.attention.cache_scales import CacheScales
+from vllm.attention.backends.cache_scales import CacheScales
 
 
 class AttentionLayer(Protocol):

@@ -26,8 +26,8 @@ class CacheScale:
     inverse: Tensor
     """[1] float32: what new ones are multiplied by."""
     by_head: tuple[Tensor, Tensor] | None = None
-    """[G, 1] float32 each: what the numbers of each head are multiplied by besides, stored ones and
-    new ones; the others are 1 then. None: heads have one scale."""
+    """[G, 1] float32 each: what the numbers of each head are multiplied by in addition, stored ones
+    and new ones; the others are 1 then. None: heads have one scale."""
 
     @classmethod
     def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":
