@@ -45,7 +45,6 @@ class _TextFormatter(logging.Formatter):
     """Lines of at most `MAX_LINE` characters: a longer one is cut in the middle."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as lines."""
         return "\n".join(cut_line(line) for line in super().format(record).split("\n"))
 
 
