@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from tests.hpu import captured_log
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa, naive_sdpa
 from vllm.errors import ConfigError
+from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu import HPUOps
 from vllm.ops.native import NativeOps
 from vllm.platforms import hpu
+from vllm.platforms.habana.kernels import BridgeKernels
 from vllm.platforms.habana.parts import OLDEST, OPERATORS, PARTS, parse_names, parse_release
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.sim import SimBridge
@@ -165,6 +167,44 @@ def test_a_trial_finds_out_how_the_card_takes_a_window(lazy, monkeypatch, act, l
     assert (lazy.kernels.window_left, lazy.kernels.window_multiple) == (left, multiple)
     fitted = FusedSDPA(lazy.kernels).fitted(has_windows=True, has_sinks=False)
     assert (fitted.window_multiple, fitted.has_sinks) == (multiple, False)
+
+
+def bias_moe_with_gates_before_ups(kernels, x, ids, weights, gate_up, *args, **options):
+    halves = [both.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for both in gate_up]
+    return BIAS_MOE(kernels, x, ids, weights, halves, *args, **options)
+
+
+def bias_moe_of_one_layout(kernels, *args, has_inputs_first=False):
+    return BIAS_MOE(kernels, *args, has_inputs_first=False)
+
+
+def bias_moe_without_limit(kernels, *args, **options):
+    return BIAS_MOE(kernels, *args[:8], 1e9, *args[9:], **options)
+
+
+BIAS_MOE = BridgeKernels.bias_moe
+
+
+@pytest.mark.parametrize(
+    "act", [bias_moe_with_gates_before_ups, bias_moe_of_one_layout, bias_moe_without_limit]
+)
+def test_experts_with_biases_are_plain_matmuls_where_the_operator_is_wrong(lazy, monkeypatch, act):
+    monkeypatch.setattr(BridgeKernels, "bias_moe", act)
+    with captured_log() as log:
+        ops = HPUOps(lazy)
+        ops.expect_experts(ExpertOptions())
+        assert log == [], "experts without biases try nothing"
+        options = ExpertOptions(limit=7.0)
+        ops.expect_experts(options)
+        ops.expect_experts(options)
+    [line] = log
+    assert line.startswith("mixture_of_experts with biases is not used, ")
+    assert line.endswith("one matmul of torch after the other computes the experts")
+    given = (torch.randn(3, 32), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
+    given += (torch.randn(2, 48, 32), torch.randn(2, 32, 24), torch.randn(2, 48))
+    given += (torch.randn(2, 32),)
+    got = ops.moe(*(x.to("hpu") for x in given), options).cpu()
+    torch.testing.assert_close(got, NativeOps().moe(*given, options), rtol=1e-4, atol=1e-3)
 
 
 def test_trials_leave_the_random_numbers_of_the_process_alone(lazy):

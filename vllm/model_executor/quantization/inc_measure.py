@@ -122,6 +122,7 @@ class MeasuredExperts(DenseExperts):
 
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
+        super().finish(layer)
         weights = [w.abs().amax((1, 2)).float() for w in (layer.gate_up, layer.down)]
         start_measuring(layer, torch.stack(weights, dim=1))
 

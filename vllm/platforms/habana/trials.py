@@ -215,6 +215,36 @@ def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
     return _difference(runner(run, maxima, sums, rows).view(shape), want)
 
 
+def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Four of six experts, weights in both layouts; some inputs are beyond the limit."""
+    alpha, limit, first, hidden, size = 1.702, 7.0, 1, 64, 128
+    x = (torch.randn(12, hidden) * 2).bfloat16()
+    ids = torch.rand(12, 6).topk(2).indices
+    weights = torch.rand(12, 2).bfloat16()
+    gate_up = torch.randn(4, 2 * size, hidden).mul(hidden**-0.5 * 2).bfloat16()
+    down = torch.randn(4, hidden, size).mul(size**-0.5).bfloat16()
+    biases = (torch.randn(4, 2 * size).bfloat16(), torch.randn(4, hidden).bfloat16())
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, *of_experts: Tensor) -> Tensor:
+        lists = [given.unbind(0) for given in of_experts]
+        has_inputs_first = lists[0][0].shape[0] == hidden
+        return kernels.bias_moe(
+            *(x, ids, weights, *lists, alpha, limit, first), has_inputs_first=has_inputs_first
+        )
+
+    inner = torch.einsum("th,eoh->teo", x.float(), gate_up.float()) + biases[0].float()
+    gate, up = inner[..., ::2].clamp(max=limit), inner[..., 1::2].clamp(-limit, limit)
+    middle = gate * torch.sigmoid(alpha * gate) * (up + 1)
+    each = torch.einsum("tes,ehs->teh", middle, down.float()) + biases[1].float()
+    shares = torch.zeros(12, 6).scatter(1, ids, weights.float())[:, first : first + 4]
+    want = (shares[..., None] * each).sum(1)
+    for pair in ((gate_up, down), (gate_up.mT.contiguous(), down.mT.contiguous())):
+        got = runner(run, x, ids, weights, *pair, *biases)
+        if (wrong := _difference(got, want)) is not None:
+            return wrong
+    return None
+
+
 def _blocks() -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.randn(5, 2, 3, 1, BLOCK) * 3
     bias = torch.zeros(5, 1, 1, 1, BLOCK)
@@ -228,5 +258,6 @@ TRIALS: dict[str, Trial] = {
     "FusedSDPA sink": _reproducible(_try_sinks),
     "block_softmax": _reproducible(_try_block_softmax),
     "block_softmax_adjustment": _reproducible(_try_adjustment),
+    "mixture_of_experts with biases": _reproducible(_try_biased_experts),
 }
 """Name of a part -> trial."""
