@@ -174,8 +174,8 @@ def bias_moe_with_gates_before_ups(kernels, x, ids, weights, gate_up, *args, **o
     return BIAS_MOE(kernels, x, ids, weights, halves, *args, **options)
 
 
-def bias_moe_of_one_layout(kernels, *args, has_inputs_first=False):
-    return BIAS_MOE(kernels, *args, has_inputs_first=False)
+def bias_moe_of_one_layout(kernels, *args):
+    return BIAS_MOE(kernels, *args[:10])
 
 
 def bias_moe_without_limit(kernels, *args, **options):

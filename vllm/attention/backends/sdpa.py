@@ -9,13 +9,14 @@ multiple of G), D head size.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.errors import ConfigError
 from vllm.platforms.habana.bridge import FusedKernels
 
@@ -118,13 +119,16 @@ class FusedSDPA:
     """It takes windows where the number of new tokens is a multiple of this; None: it does not."""
     has_sinks: bool = False
     """It takes sinks."""
+    slicing: PromptSlicing = UNSLICED
+    """Prompts that attend in slices of their queries."""
 
     def fitted(self, *, has_windows: bool, has_sinks: bool) -> "FusedSDPA":
         """Return the kernel for a model, with what the card can do of what the model needs."""
         multiple = None
         if has_windows and self.kernels.has("FusedSDPA window_size"):
             multiple = self.kernels.window_multiple
-        return FusedSDPA(self.kernels, multiple, has_sinks and self.kernels.has("FusedSDPA sink"))
+        has_sinks = has_sinks and self.kernels.has("FusedSDPA sink")
+        return replace(self, window_multiple=multiple, has_sinks=has_sinks)
 
     def __call__(
         self,
@@ -174,9 +178,9 @@ class FusedSDPA:
         return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
 
 
-def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
+def bridge_sdpa(kernels: FusedKernels, slicing: PromptSlicing = UNSLICED) -> SDPAKernel:
     """Return the fused kernel of a card; where the bridge lacks it, plain torch operators."""
-    return FusedSDPA(kernels) if kernels.has("FusedSDPA") else naive_sdpa
+    return FusedSDPA(kernels, slicing=slicing) if kernels.has("FusedSDPA") else naive_sdpa
 
 
 def flex_sdpa(

@@ -226,10 +226,10 @@ def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
     biases = (torch.randn(4, 2 * size).bfloat16(), torch.randn(4, hidden).bfloat16())
 
     def run(x: Tensor, ids: Tensor, weights: Tensor, *of_experts: Tensor) -> Tensor:
-        lists = [given.unbind(0) for given in of_experts]
-        has_inputs_first = lists[0][0].shape[0] == hidden
+        gates_ups, downs, *biases = (given.unbind(0) for given in of_experts)
         return kernels.bias_moe(
-            *(x, ids, weights, *lists, alpha, limit, first), has_inputs_first=has_inputs_first
+            *(x, ids, weights, gates_ups, downs, biases[0], biases[1]),
+            *(alpha, limit, first, gates_ups[0].shape[0] == hidden),
         )
 
     inner = torch.einsum("th,eoh->teo", x.float(), gate_up.float()) + biases[0].float()

@@ -18,6 +18,7 @@ from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
+from vllm.config.hpu import PromptSlicing
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -99,7 +100,8 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
         self._idle_warm_up: IdleWarmUp | None = None
-        self._forecast = MemoryForecast()
+        self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
+        self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
 
@@ -113,7 +115,7 @@ class HPUWorker(WorkerBase):
                     draft_model = self._read_drafter(draft_config, bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
-                kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
+                kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device, self._slicing)
                 self.runner = self._make_runner(self.model, kernel)
                 if draft_config is not None and draft_model is not None:
                     self._add_drafter(draft_config, draft_model, kernel)
@@ -467,9 +469,11 @@ def _host_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-def _prompt_kernel(config: VllmConfig, kernels: FusedKernels, device: torch.device) -> SDPAKernel:
+def _prompt_kernel(
+    config: VllmConfig, kernels: FusedKernels, device: torch.device, slicing: PromptSlicing
+) -> SDPAKernel:
     if config.hpu.prompt_attention == "fused":
-        return bridge_sdpa(kernels)
+        return bridge_sdpa(kernels, slicing)
     if config.hpu.prompt_attention == "flex":
         require_flex(device)
         return flex_sdpa
