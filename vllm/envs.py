@@ -284,6 +284,12 @@ class Envs:
         "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not on a simulated "
         "card, and never tried on a real one.",
     )
+    VLLM_PROMPT_USE_FP8_FUSEDSDPA: bool = _execution(
+        False,
+        "Fused attention of prompts in FP8, with --quantization inc, --kv-cache-dtype fp8_inc and "
+        "files of `vllm calibrate` with ranges of queries. Layers with windows or sinks, and cards "
+        "whose kernel does not pass its trial, stay with bfloat16.",
+    )
     VLLM_HPU_FSDPA_SLICE_ENABLED: bool | None = _execution(
         None,
         "Fused attention of long prompts runs over slices of their queries. Each slice has a mask "

@@ -40,6 +40,7 @@ class Layer:
     """What the launch asks of an attention layer."""
 
     sliding_window = chunk_size = alibi_slopes = logits_soft_cap = sinks = cache_scales = None
+    prompt_scales = None
     scale = 0.25
 
     def __init__(self, cache, **options) -> None:
@@ -135,7 +136,7 @@ def test_short_prompts_are_not_sliced(masks):
 
 
 def replay(slicing: PromptSlicing) -> tuple[Tensor, int]:
-    """Return what a graph, made with one launch, gives for another one, and the workspace it took."""
+    """Return what a graph of one launch gives for another one, and the workspace it took."""
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
     first, second = (Launch(context, {}) for context in (200, 193))
     layer = first.layer

@@ -118,7 +118,21 @@ def apply_without_window(*args):
     return ORIGINAL(*args[:13], (-1, -1), *args[14:])
 
 
-def apply_raising(*args):
+def fp8_without_weight_scale(*args, **scales):
+    return ORIGINAL_FP8(*args, **{**scales, "d_scale_s": None})
+
+
+def fp8_with_scales_swapped(*args, **scales):
+    swapped = {"d_scale_q": scales["d_scale_v"], "d_scale_v": scales["d_scale_q"]}
+    return ORIGINAL_FP8(*args, **scales | swapped)
+
+
+def fp8_with_inverse_scales(*args, **scales):
+    inverse = {name: 1 / x for name, x in scales.items() if "_scale_" in name}
+    return ORIGINAL_FP8(*args, **scales | inverse)
+
+
+def apply_raising(*args, **options):
     raise RuntimeError("sink is not supported\nby this build")
 
 
@@ -131,10 +145,17 @@ def window_of_slices_only(*args):
     return ORIGINAL(*args)
 
 
+ORIGINAL_FP8 = simulated_kernels.fp8_fused_sdpa
 ORIGINAL = simulated_kernels.FusedSDPA.apply
 WRONG = {
     "FusedSDPA sink": [
         (apply_without_sink, "it computes other values than torch does (error "),
+        (apply_raising, "the card refuses it (RuntimeError: sink is not supported)"),
+    ],
+    "fp8_fused_sdpa": [
+        (fp8_without_weight_scale, "it computes other values than torch does (error "),
+        (fp8_with_scales_swapped, "it computes other values than torch does (error "),
+        (fp8_with_inverse_scales, "it computes other values than torch does (error "),
         (apply_raising, "the card refuses it (RuntimeError: sink is not supported)"),
     ],
     "FusedSDPA window_size": [
@@ -147,8 +168,11 @@ WRONG = {
     ("name", "act", "reason"), [(name, *case) for name, cases in WRONG.items() for case in cases]
 )
 def test_a_kernel_that_computes_something_else_is_not_used(lazy, monkeypatch, name, act, reason):
-    monkeypatch.setattr(simulated_kernels.FusedSDPA, "apply", staticmethod(act))
     kernels = lazy.kernels
+    if name == "fp8_fused_sdpa":
+        monkeypatch.setattr(kernels, "_fp8_sdpa", act)
+    else:
+        monkeypatch.setattr(simulated_kernels.FusedSDPA, "apply", staticmethod(act))
     with captured_log() as log:
         assert not kernels.has(name) and not kernels.has(name)
     assert kernels.why_unused(name).startswith(reason)

@@ -91,6 +91,8 @@ class HPUConfig:
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
     """Decode reads the KV cache as one slice; with prefix caching, where that costs less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
+    fp8_prompts: bool = field(default=False, metadata=_variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA"))
+    """Fused attention of prompts in fp8, in layers that have measured scales and an fp8 cache."""
     slices_prompts: bool | None = field(
         default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_ENABLED")
     )

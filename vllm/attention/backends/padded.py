@@ -24,7 +24,7 @@ from vllm.attention.backends.hpu_attn import (
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_sight
 from vllm.attention.backends.prompt_masks import Sight, SlicedMask
-from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, naive_sdpa
+from vllm.attention.backends.sdpa import Fp8SDPA, FusedSDPA, SDPAKernel, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
@@ -146,7 +146,15 @@ def _is_fused(kernel: SDPAKernel, kind: LayerKind) -> bool:
 def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:
     """Return the kernel with what a layer has besides a mask; without one it gets the window."""
     attend = _whole_kernel_for(layer, kernel, mask)
-    return partial(mask.attend, attend) if isinstance(mask, SlicedMask) else attend
+    fp8 = None
+    # Windows and sinks of a kernel in fp8 are not documented for every build.
+    if attend is kernel and isinstance(kernel, FusedSDPA) and kernel.has_fp8:
+        scales = layer.prompt_scales
+        fp8 = None if scales is None else Fp8SDPA(kernel.kernels, scales)
+        attend = attend if fp8 is None else fp8
+    if isinstance(mask, SlicedMask):
+        attend = partial(mask.attend, attend)
+    return attend if fp8 is None else partial(fp8.round_inputs, attend)
 
 
 def _whole_kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:

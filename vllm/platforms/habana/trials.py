@@ -18,6 +18,11 @@ LIMIT = 2e-2
 """Largest error in bfloat16, as a share of the largest value. A kernel that leaves a key out, or
 takes one too many, is ten times as far off."""
 
+FP8 = torch.float8_e4m3fn
+FP8_LIMIT = 5e-2
+"""The same where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale that
+is applied twice, or the wrong way round, is far beyond it."""
+
 BLOCK = 128
 SLICE = 1024
 """Lengths that a kernel with a window may want multiples of: any of ours, or what the vendor's
@@ -77,14 +82,14 @@ def _refusal(run: Callable[[], str | None]) -> str | None:
         return f"the card refuses it ({type(error).__name__}: {lines[0]})"
 
 
-def _difference(got: Tensor, want: Tensor) -> str | None:
+def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
     """What is wrong with a result; None: nothing."""
     if got.shape != want.shape:
         return f"it returns {list(got.shape)}, not {list(want.shape)}"
     error = float((got - want).abs().max() / want.abs().max())
-    if error <= LIMIT:
+    if error <= limit:
         return None
-    return f"it computes other values than torch does (error {error:.2g}, limit {LIMIT:.0e})"
+    return f"it computes other values than torch does (error {error:.2g}, limit {limit:.0e})"
 
 
 def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
@@ -167,6 +172,36 @@ def _attention(
         scores = torch.cat((scores, extra), dim=-1)
     out: Tensor = scores.softmax(-1)[..., : key.shape[2]] @ values
     return out
+
+
+def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Find out whether scales mean what we take them for: each is another power of two, and the
+    numbers are those of fp8. Causal with padding, and with a mask."""
+    lengths = torch.tensor([BLOCK - 27], dtype=torch.int32)
+    inputs = [x.to(FP8) for x in _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)]
+    factors = torch.tensor([[0.5], [2.0], [0.25], [64.0], [1 / 64]])
+    query, key, value = (x.float() * y for x, y in zip(inputs, factors, strict=False))
+    mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
+    mask[..., 0] = True
+    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
+
+    def run(query: Tensor, key: Tensor, value: Tensor, factors: Tensor, seen: Tensor) -> Tensor:
+        by = factors.unbind(0)
+        has_mask = seen.dtype == torch.bool
+        return kernels.fp8_sdpa(
+            *((by[0], by[1], by[2]), (by[3], by[4]), query, key, value),
+            seen if has_mask else None,
+            is_causal=not has_mask,
+            softmax_mode="fast",
+            valid_seq_len=None if has_mask else seen,
+        )
+
+    for given, seen, num_tokens in ((lengths, causal, int(lengths)), (mask, mask, BLOCK)):
+        got = runner(run, *inputs, factors, given)[:, :, :num_tokens]
+        want = _attention(query, key, value, seen)[:, :, :num_tokens]
+        if (wrong := _difference(got, want, FP8_LIMIT)) is not None:
+            return wrong
+    return None
 
 
 def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
@@ -256,6 +291,7 @@ def _blocks() -> tuple[Tensor, Tensor, Tensor]:
 TRIALS: dict[str, Trial] = {
     "FusedSDPA window_size": _reproducible(_try_window),
     "FusedSDPA sink": _reproducible(_try_sinks),
+    "fp8_fused_sdpa": _reproducible(_try_fp8),
     "block_softmax": _reproducible(_try_block_softmax),
     "block_softmax_adjustment": _reproducible(_try_adjustment),
     "mixture_of_experts with biases": _reproducible(_try_biased_experts),
