@@ -113,7 +113,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_WINDOW_OF_KERNEL, "VLLM_FUSEDSDPA_SLIDE_THLD VLLM_FUSEDSDPA_SLIDE_RIGHT"),
     *_ignored(
-        "the slices of fused attention are parts of one graph",
+        "all slices of fused attention belong to the graph of their forward pass",
         "VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS",
         same_as=False,
     ),

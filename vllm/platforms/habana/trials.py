@@ -20,7 +20,7 @@ takes one too many, is ten times as far off."""
 
 FP8 = torch.float8_e4m3fn
 FP8_LIMIT = 5e-2
-"""The same where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale that
+"""Largest error where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale that
 is applied twice, or the wrong way round, is far beyond it."""
 
 BLOCK = 128
@@ -175,8 +175,8 @@ def _attention(
 
 
 def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Find out whether scales mean what we take them for: each is another power of two, and the
-    numbers are those of fp8. Causal with padding, and with a mask."""
+    """Find out whether scales mean what is documented: each is a different power of two, and the
+    inputs are fp8 already. Causal with padding, and with a mask."""
     lengths = torch.tensor([BLOCK - 27], dtype=torch.int32)
     inputs = [x.to(FP8) for x in _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)]
     factors = torch.tensor([[0.5], [2.0], [0.25], [64.0], [1 / 64]])
@@ -251,7 +251,7 @@ def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Four of six experts, weights in both layouts; some inputs are beyond the limit."""
+    """Run four of six experts, with weights in both layouts; some inputs are beyond the limit."""
     alpha, limit, first, hidden, size = 1.702, 7.0, 1, 64, 128
     x = (torch.randn(12, hidden) * 2).bfloat16()
     ids = torch.rand(12, 6).topk(2).indices
