@@ -20,8 +20,8 @@ takes one too many, is ten times as far off."""
 
 FP8 = torch.float8_e4m3fn
 FP8_LIMIT = 5e-2
-"""Largest error where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale that
-is applied twice, or the wrong way round, is far beyond it."""
+"""Largest error where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale
+that is applied twice, or the wrong way round, is far beyond it."""
 
 BLOCK = 128
 SLICE = 1024
