@@ -25,7 +25,6 @@ ABSENT = {
     "results that are bit for bit the same": "text:batch_invariant",
     "there is one engine, of the V1 design": "module:vllm.core.block_manager",
     "nothing reads it in the fork either": "variable:VLLM_PROMPT_BS_BUCKET_LIMIT",
-    "fused attention is not sliced": "text:fsdpa_slice",
     "the compile cache it controls": "text:standalone_compile",
     "weights are read one tensor at a time": "text:load_force_sync",
     "no setting has to be unlocked": "text:experimental_flags",

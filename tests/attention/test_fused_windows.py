@@ -35,6 +35,7 @@ class Layer:
         self.sliding_window, self.scale = window, SCALE
         self.sinks = None if sinks is None else sinks.to(device)
         self.alibi_slopes = self.chunk_size = self.logits_soft_cap = self.cache_scales = None
+        self.prompt_scales = None
 
 
 def attend(

@@ -78,3 +78,14 @@ class CacheScales:
 
     key: CacheScale
     value: CacheScale
+
+
+@dataclass(frozen=True)
+class PromptScales:
+    """The scales of a layer whose prompts may attend in fp8; each is one number for all heads."""
+
+    query: CacheScale
+    cache: CacheScales
+    """Keys and values are rounded as they are for the cache."""
+    weights: CacheScale
+    """Of the softmax."""

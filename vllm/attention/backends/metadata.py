@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vllm.attention.backends.cache_scales import CacheScales
+from vllm.attention.backends.cache_scales import CacheScales, PromptScales
 
 
 class AttentionLayer(Protocol):
@@ -38,6 +38,8 @@ class AttentionLayer(Protocol):
     value_scales: Tensor
     cache_scales: CacheScales | None
     """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
+    prompt_scales: PromptScales | None
+    """On the device, of prompts that may attend in fp8; None: they may not."""
 
 
 class AttentionMetadata(Protocol):
