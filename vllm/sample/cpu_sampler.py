@@ -48,6 +48,9 @@ class CPUSampler(Sampler):
     def __init__(self, kernels: SamplingKernels) -> None:
         super().__init__()
         self._kernels = kernels
+        names = tuple("k" + param.name.title().replace("_", "") for param in Param)
+        if kernels.params != names:
+            raise AssertionError(f"the C++ kernels have the parameters {kernels.params}: {names}")
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""
