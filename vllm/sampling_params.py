@@ -46,7 +46,7 @@ class RequestOutputKind(IntEnum):
 
 
 class Door(Flag):
-    """Where users set a sampling parameter that is a number, besides `SamplingParams`."""
+    """Doors through which users set a number of `SamplingParams`."""
 
     NONE = 0
     API = auto()

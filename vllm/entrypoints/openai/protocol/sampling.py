@@ -67,8 +67,8 @@ def _number_fields(*, are_bounded: bool) -> dict[str, Any]:
     """Return the fields of `API_NUMBERS` for a body.
 
     Args:
-        are_bounded: their ranges are part of the body's schema; if not, `SamplingParams` alone
-            refuses what is out of range.
+        are_bounded: their ranges are part of the body's schema; if not, only
+            `SamplingParams` refuses what is out of range.
     """
     fields = {}
     for name, number in numbers_at(Door.API).items():
