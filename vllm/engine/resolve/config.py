@@ -571,8 +571,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "parallel": _parallel,
     "structured_output": _structured_output,
 }
-"""What is resolved, in this order -> a function whose parameters are what it reads.
+"""Name -> a function whose parameters are the names that it reads, in the order of their calls.
 
-`given` (the user's settings) and `platform` are there before. Each name is written once; those of
-`VllmConfig` become the config.
+`given` (the user's settings) and `platform` are there before. Each name is written once. The names
+that are fields of `VllmConfig` become the config.
 """
