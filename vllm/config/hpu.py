@@ -23,7 +23,7 @@ _NO_FLAG = {"cli": False}
 _MAX_SLICE_THRESHOLD = 8192
 _SLICE_STEP = 1024
 """The default threshold is the budget of a step, at most the first of these; the default slice is
-half of it, in steps of the second. Both are those that the vendor documents."""
+half of it, in steps of the second. The vendor documents both."""
 
 
 VARIABLE = "variable"
