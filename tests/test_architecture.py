@@ -1,6 +1,7 @@
 """The layers of docs/design as a test, read from the sources with `ast`: nothing is imported."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -294,3 +295,9 @@ def test_an_upward_import_is_recognised(tmp_path, monkeypatch):
     assert len(list(wrong_imports(path))) == 1
     path.write_text("from vllm import envs\nfrom vllm.config import CacheConfig\nfrom . import z\n")
     assert not list(wrong_imports(path))
+
+
+def test_one_module_of_the_tests_knows_the_way_into_an_engine():
+    way = re.compile(r"(?<!self)\._(?:worker|running_worker|fused|decode_step|connector)\b")
+    knowing = {p.name for p in (ROOT / "tests").rglob("*.py") if way.search(p.read_text())}
+    assert knowing == {"reach.py"}
