@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.utils.long_text import cut_line
+from vllm.utils.text.long_text import cut_line
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"

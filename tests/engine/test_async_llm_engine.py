@@ -140,7 +140,7 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
                 pass
         assert (await other)[-1].finished
         assert (await collect(engine))[-1].finished
-        assert engine.num_unfinished_requests == 0 and engine._admission.num_waiting == 0
+        assert engine.num_unfinished_requests == 0 and engine._requests._admission.num_waiting == 0
 
     run(check)
 

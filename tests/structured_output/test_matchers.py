@@ -24,7 +24,7 @@ from vllm.structured_output.backends import BACKENDS, make_backend
 from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.structured_output.vocabulary import Vocabulary
-from vllm.utils.short_turns import TURN_S
+from vllm.utils.background_work import TURN_S
 
 
 class Libraries:

@@ -22,7 +22,7 @@ from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, Exper
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 
 class Ops(AttentionOps):

@@ -24,7 +24,7 @@ from vllm.structured_output.backends import (
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import load_tokenizer
-from vllm.utils.short_turns import start_in_short_turns
+from vllm.utils.background_work import start_in_short_turns
 
 logger = init_logger(__name__)
 

@@ -34,7 +34,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
-from vllm.utils.pace import Pace, no_rest
+from vllm.utils.background_work import Pace, no_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

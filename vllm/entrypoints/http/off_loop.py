@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
-from vllm.utils.short_turns import in_short_turns
+from vllm.utils.background_work import in_short_turns
 
 T = TypeVar("T")
 

@@ -1,7 +1,12 @@
-"""Short turns of the interpreter, for work in the background that is code in Python."""
+"""Work in the background that leaves the processor and the interpreter to steps.
+
+Python code in another thread gives the interpreter back often (`in_short_turns`). A thread
+that works for long rests in between while steps run (`Pace`).
+"""
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -50,3 +55,41 @@ def in_short_turns(work: Callable[[], T]) -> T:
 def start_in_short_turns(work: Callable[[], None], name: str) -> None:
     """Run `work` in a thread of this name, in short turns."""
     threading.Thread(target=in_short_turns, args=(work,), name=name, daemon=True).start()
+
+
+Rest = Callable[[], None]
+"""Called by the work between two pieces of it, each of a fraction of a millisecond."""
+
+_WORK_S = 0.0005
+"""Processor time without a rest."""
+_SHARE = 12
+"""While steps run, a rest takes so many times as long as the work before it."""
+_LONGEST_REST_S = 0.02
+
+
+class Pace:
+    """How fast one thread works in the background: as fast as it can, or in short turns while
+    others must not wait.
+
+    Made and used in that thread.
+
+    Args:
+        is_busy: whether others must not wait. Called in that thread.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._start = time.thread_time()
+
+    def rest(self) -> None:
+        """See `Rest`."""
+        worked = time.thread_time() - self._start
+        if worked < _WORK_S:
+            return
+        if self._is_busy():
+            time.sleep(min(_SHARE * worked, _LONGEST_REST_S))
+        self._start = time.thread_time()
+
+
+def no_rest() -> None:
+    """The `Rest` of work that nobody has to wait for."""
