@@ -14,11 +14,7 @@ import pytest
 
 HEAD = """
 import gc, json, os, signal, subprocess, sys, threading, time, _thread
-<<<<<<< HEAD
-from vllm.utils import forked_process as forked
-=======
 from vllm.utils.process import forked_process as forked
->>>>>>> main
 from vllm.utils.process.forked_process import ForkedProcess, can_fork
 """
 
