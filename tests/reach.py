@@ -1,4 +1,4 @@
-"""The way from an engine to its parts: the one place of the tests that knows it.
+"""The way from an engine to its parts, which no other module of the tests knows.
 
 An engine is an `LLM`, an `LLMEngine` or an `EngineCore` whose worker is in this process.
 """
