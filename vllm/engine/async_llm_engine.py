@@ -28,13 +28,14 @@ from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
 from vllm.engine.core_calls import CoreCalls
-from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.preparation import Preparation
+from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
+from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import CoreOutput, Refused

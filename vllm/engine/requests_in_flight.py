@@ -14,9 +14,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from vllm.engine.fan_out import fan_out
-from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
+from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission
 from vllm.engine.process.wire import CoreOutput, Refused
 from vllm.engine.replicas.core_replicas import CoreReplicas

@@ -296,6 +296,10 @@ class Ops(AttentionOps):
             None: the device has no kernel for it; it has to be dequantized.
         """
 
+    def expect_experts(self, options: ExpertOptions) -> None:
+        """Get ready for `moe` with these options; models call this while they are loaded. Compiled
+        code could not ask what the device has."""
+
     @abstractmethod
     def prepare_experts(
         self,

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
-from vllm.entrypoints.http.early_app import EarlyApp
-from vllm.entrypoints.http.http_protocol import with_body_timeout
-from vllm.entrypoints.http.tls import refresh_certificate
 from vllm.entrypoints.pages.page_paths import page_paths
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.server.early_app import EarlyApp
+from vllm.entrypoints.server.http_protocol import with_body_timeout
+from vllm.entrypoints.server.tls import refresh_certificate
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
 from vllm.utils.process.process_memory import keep_for_good

@@ -6,13 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from vllm.engine.metrics.registry import MetricSet
 from vllm.platforms.card_reading import CardReading
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.server.context import ServerContext
 
 _MAX_AGE_S = 5.0
 _PATIENCE_S = 0.5
@@ -73,13 +69,6 @@ class CardTelemetry:
         finally:
             self._end_of_last = time.monotonic()
             running.set_result(None)
-
-
-async def card_readings(context: "ServerContext") -> Sequence[CardReading]:
-    """Return the newest readings of the cards of a server; none before its engine is ready for the
-    first time, and of devices without such sensors."""
-    telemetry = context.card_telemetry
-    return () if telemetry is None else await telemetry.latest()
 
 
 def card_metrics(readings: Iterable[CardReading]) -> MetricSet:

@@ -4,9 +4,9 @@ import asyncio
 import itertools
 from contextlib import aclosing
 
-from vllm.entrypoints.beam_search import check_beam_width, search_beams_async
-from vllm.entrypoints.openai.errors import refuse_failed
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams_async
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import BeamSearchSequence, RequestOutput
@@ -62,7 +62,7 @@ async def search(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    eos, others = engine.input_processor.end_tokens
+    eos, others = engine.input_processor.prompts.end_tokens
     end_tokens = others if eos is None else others | {eos}
     (found,) = await search_beams_async(
         [token_ids],

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.http.own_cancellation import OwnCancellation
+from vllm.entrypoints.shared.own_cancellation import OwnCancellation
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

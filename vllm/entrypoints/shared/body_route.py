@@ -13,10 +13,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.openai.request_limits import check_limits, check_num_values
-from vllm.entrypoints.server.context import get_context
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import get_context
+from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

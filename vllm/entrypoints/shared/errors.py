@@ -13,7 +13,7 @@ anything else         500, without details    Internal Server Error
 The type shows a client whether its request has failed or the whole engine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -23,8 +23,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.http.sse import DONE, ClientDisconnected, event
-from vllm.entrypoints.openai.validation_text import describe_validation
+from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
@@ -79,6 +79,19 @@ class ErrorInfo:
             "param": None if self.param is None else _as_text(self.param),
             "code": self.status,
         }
+
+
+ERROR_BODIES: dict[str, Callable[[ErrorInfo], dict[str, Any]]] = {}
+"""Beginning of a path -> what writes the body of an error there. An API with a format of its own
+adds it; for all other paths it is `ErrorInfo.body`."""
+
+
+def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
+    """Write the body of an error in the format of the API that a path belongs to."""
+    for beginning, write in ERROR_BODIES.items():
+        if path.startswith(beginning):
+            return write(info)
+    return info.body()
 
 
 def describe_error(error: BaseException) -> ErrorInfo:

@@ -8,7 +8,7 @@ from fastapi import Request
 
 from vllm.config import VllmConfig
 from vllm.engine.input.prompt_embeds import needs_tokens
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 

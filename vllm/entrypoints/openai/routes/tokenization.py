@@ -6,12 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.input_processor import InputProcessor
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
-from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.tokenization import (
     DetokenizeRequest,
@@ -20,8 +15,12 @@ from vllm.entrypoints.openai.protocol.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.prompts import tokenize
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.errors import RequestError
 
 router = APIRouter(route_class=BodyRoute)
@@ -38,7 +37,7 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
 
 
 async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
-    check_model(context, body.model)
+    context.check_model(body.model)
     if isinstance(body, TokenizeChatRequest):
         prompt = await chat_prompt(context, body)
     else:
@@ -75,7 +74,7 @@ async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Respon
 
 
 async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
-    check_model(context, body.model)
+    context.check_model(body.model)
     engine = context.engine
     await engine.get_tokenizer()  # raises if there is none
     vocab_size = context.config.model.resolved_arch.vocab_size

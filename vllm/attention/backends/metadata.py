@@ -1,4 +1,4 @@
-"""What attention layers and launches know of each other.
+"""Facts that attention layers and launches know of each other.
 
 Only the launch knows which tokens belong to which request, whether they are padded, and how a
 device attends to them.
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vllm.attention.cache_scales import CacheScales
+from vllm.attention.backends.cache_scales import CacheScales, PromptScales
 
 
 class AttentionLayer(Protocol):
@@ -38,6 +38,8 @@ class AttentionLayer(Protocol):
     value_scales: Tensor
     cache_scales: CacheScales | None
     """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
+    prompt_scales: PromptScales | None
+    """On the device, of prompts that may attend in fp8; None: they may not."""
 
 
 class AttentionMetadata(Protocol):

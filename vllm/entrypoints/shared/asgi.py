@@ -8,8 +8,7 @@ from starlette._utils import get_route_path
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.anthropic.errors import error_body
-from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.shared.errors import ErrorInfo, describe_error, error_body
 
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Health routes for probes: they need no key, are not logged, and neither limited nor delayed."""
@@ -37,9 +36,7 @@ def get_header(scope: Scope, name: bytes) -> str | None:
 
 async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) -> None:
     """Answer with an error in the format of the requested API."""
-    is_anthropic = route_path(scope).startswith("/v1/messages")
-    body = error_body(info) if is_anthropic else info.body()
-    headers = dict(info.headers)
+    body, headers = error_body(route_path(scope), info), dict(info.headers)
     await JSONResponse(body, status_code=info.status, headers=headers)(scope, receive, send)
 
 

@@ -3,16 +3,20 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
+from vllm.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastapi import Request
 
     from vllm.config import VllmConfig
     from vllm.engine.async_llm_engine import AsyncLLM
-    from vllm.entrypoints.operations.card_telemetry import CardTelemetry
-    from vllm.entrypoints.server.served_adapters import ServedAdapters
+    from vllm.entrypoints.shared.card_telemetry import CardTelemetry
+    from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
+    from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
 
 
@@ -61,7 +65,7 @@ class ServerContext:
 
     @cached_property
     def _card_telemetry(self) -> "CardTelemetry | None":
-        from vllm.entrypoints.operations.card_telemetry import CardTelemetry
+        from vllm.entrypoints.shared.card_telemetry import CardTelemetry
         from vllm.platforms import resolve_platform
 
         parallel = self.config.parallel
@@ -69,12 +73,12 @@ class ServerContext:
         read = platform.card_reader(parallel.num_local_replicas * parallel.world_size)
         return None if read is None else CardTelemetry(read)
 
-    @property
-    def card_telemetry(self) -> "CardTelemetry | None":
-        """The sensors of the engine's cards on this machine; None: there are none, or it is not
-        known yet."""
+    async def card_readings(self) -> "Sequence[CardReading]":
+        """Return the newest readings of the engine's cards on this machine; none before the engine
+        is ready for the first time, and of devices without such sensors."""
         is_known = self.has_been_ready or self.engine.startup.is_ready
-        return self._card_telemetry if is_known else None
+        telemetry = self._card_telemetry if is_known else None
+        return () if telemetry is None else await telemetry.latest()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -85,7 +89,7 @@ class ServerContext:
     def adapters(self) -> "ServedAdapters | None":
         """The LoRA adapters that are served; None if LoRA is off."""
         if self._adapters is None and self.config.lora.enable_lora:
-            from vllm.entrypoints.server.served_adapters import ServedAdapters
+            from vllm.entrypoints.shared.served_adapters import ServedAdapters
 
             self._adapters = ServedAdapters(
                 self.args.lora_modules,
@@ -98,6 +102,21 @@ class ServerContext:
     def adapter(self, name: str | None) -> "LoRARequest | None":
         """The adapter that a request names as `model`; None for the model itself."""
         return None if self.adapters is None else self.adapters.find(name)
+
+    def check_model(self, name: str | None) -> str:
+        """Check a model name of a request, and return the name for the response.
+
+        Args:
+            name: as in the request; None or "" is the first name of the server.
+
+        Raises:
+            NotFoundError: no model has this name.
+        """
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names and self.adapter(name) is None:
+            raise NotFoundError(f"The model `{name:.200}` does not exist.", param="model")
+        return name
 
 
 def get_context(request: "Request") -> ServerContext:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from vllm.entrypoints.openai.protocol.base import now, usage_dict
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.context import ServerContext
 
 _encode = msgspec.json.Encoder().encode
 

@@ -27,7 +27,7 @@ class OwnCancellation:
 
     def is_the_only_one(self) -> bool:
         """Whether a CancelledError that the task got is due to `request` alone; it is then taken
-        back, and the task goes on as one that was not cancelled."""
+        back, and the task continues as if it had not been cancelled."""
         if not self.is_requested:
             return False
         uncancel = getattr(self._task, "uncancel", None)  # since Python 3.11

@@ -5,7 +5,7 @@ import os
 import ssl
 from typing import TYPE_CHECKING
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 

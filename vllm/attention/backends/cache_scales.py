@@ -26,8 +26,8 @@ class CacheScale:
     inverse: Tensor
     """[1] float32: what new ones are multiplied by."""
     by_head: tuple[Tensor, Tensor] | None = None
-    """[G, 1] float32 each: what the numbers of each head are multiplied by besides, stored ones and
-    new ones; the others are 1 then. None: heads have one scale."""
+    """[G, 1] float32 each: what the numbers of each head are multiplied by in addition, stored ones
+    and new ones; the others are 1 then. None: heads have one scale."""
 
     @classmethod
     def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":
@@ -78,3 +78,14 @@ class CacheScales:
 
     key: CacheScale
     value: CacheScale
+
+
+@dataclass(frozen=True)
+class PromptScales:
+    """The scales of a layer whose prompts may attend in fp8; each is one number for all heads."""
+
+    query: CacheScale
+    cache: CacheScales
+    """Keys and values are rounded as they are for the cache."""
+    weights: CacheScale
+    """Of the softmax."""

@@ -1,4 +1,4 @@
-"""Requests with a body go to their route by its path, without a search through all routes.
+"""Finds the route of a request with a body by its path, without a search through all routes.
 
 FastAPI asks one route after the other, in routers within routers, and opens two stacks for
 dependencies that these routes do not have: as much time as the rest of a short request.
@@ -10,14 +10,14 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.middleware.asgi import replay, route_path
+from vllm.entrypoints.shared.asgi import replay, route_path
+from vllm.entrypoints.shared.body_route import BodyRoute
 
 
 class DirectRoutes:
     """The innermost middleware: answers POST to the path of a `BodyRoute` itself.
 
-    All else, and a request without a body, goes to FastAPI. Exceptions get the handlers of the
+    FastAPI answers all else, and requests without a body. Exceptions get the handlers of the
     server in both cases.
 
     Args:

@@ -141,5 +141,5 @@ def _read_module(text: str) -> tuple[str, str, str | None]:
         if given.keys() <= known and all(isinstance(value, str) for value in values):
             return values[0], values[1], values[2] or None
     raise RequestError(
-        f'an adapter is written as name=path or {{"name": "...", "path": "..."}}, got {text!r}'
+        f'an adapter must be written as name=path or {{"name": "...", "path": "..."}}, got {text!r}'
     )
