@@ -29,6 +29,7 @@ from vllm.ops.cpu.stored import pack_stored
 from vllm.ops.cpu.weight_format import WeightFormat
 from vllm.ops.stored_weight import (
     Fp8Weight,
+    GroupedWeight,
     GroupScales,
     MinimumWeight,
     Mxfp4Weight,
@@ -54,14 +55,15 @@ FACTOR_GROUP = 256
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-def random_gptq(num_out: int, num_in: int) -> PackedWeight:
+def random_gptq(num_out: int, num_in: int) -> GroupedWeight:
     """A weight as from a checkpoint."""
     low, high = -(2**31), 2**31 - 1
     num_groups = num_in // GPTQ_GROUP
-    return PackedWeight.from_gptq(
-        torch.randint(low, high, (num_in // 8, num_out), dtype=torch.int32),
-        torch.randint(low, high, (num_groups, num_out // 8), dtype=torch.int32),
-        torch.rand(num_groups, num_out).half(),
+    return GroupedWeight(
+        words=torch.randint(low, high, (num_in // 8, num_out), dtype=torch.int32),
+        bits=4,
+        scales=torch.rand(num_groups, num_out).half().float(),
+        zeros=torch.randint(1, 17, (num_groups, num_out), dtype=torch.int16),
     )
 
 
@@ -85,6 +87,7 @@ def stored_weights(weight: torch.Tensor) -> dict[str, StoredWeight]:
     blocks = torch.randint(0, 256, (num_out, num_in // 32, 16), dtype=torch.uint8)
     exponents = torch.randint(118, 124, (num_out, num_in // 32), dtype=torch.uint8)
     return {
+        "gptq": random_gptq(num_out, num_in),
         "fp8": fp8,
         "fp8_blocks": Fp8Weight(
             numbers=fp8.numbers, scales=torch.rand(num_out, num_in // 128), block_inputs=128
@@ -113,7 +116,6 @@ def make_sides(
         "packed": [PackedWeight.pack(weight.clone()) for _ in plain],
         "int8": [PackedWeight.quantize(weight, WeightFormat.INT8) for _ in plain],
         "int4": [PackedWeight.quantize(weight, WeightFormat.INT4) for _ in plain],
-        "gptq": [random_gptq(num_out, num_in) for _ in plain],
     }
     for name, stored in stored_weights(weight).items():
         packed[name] = [pack(stored) for _ in plain]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.test_stored_weights import fp8, minimums, mxfp4, whole
+from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
@@ -45,8 +45,8 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
             for name, weight_format in formats.items()
         }
         if num_in == 1096:
-            packed["gptq"] = random_gptq(128, 1024, 128)
-            packed["gptq in groups of 8"] = random_gptq(128, 1032, 8)
+            packed["gptq"] = pack_stored(nibbles(128, 1024, 128))
+            packed["gptq in groups of 8"] = pack_stored(nibbles(128, 1032, 8))
             packed["fp8 in blocks"] = pack_stored(fp8(70, 1024, 128))
             packed["fp8 in small blocks"] = pack_stored(fp8(64, 512, 16))
             packed["fp8"] = pack_stored(fp8(70, 1096, 1096))
@@ -59,14 +59,6 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
                 part = x[:rows, : of_format.in_features]
                 run = partial(of_format.linear, part)
                 yield f"linear {name} [{num_out}, {num_in}] {rows} rows", run
-
-
-def random_gptq(num_out: int, num_in: int, group: int) -> PackedWeight:
-    """Groups of so many inputs with zero points."""
-    words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32)
-    num_groups = num_in // group
-    zeros = torch.randint(-(2**31), 2**31 - 1, (num_groups, num_out // 8), dtype=torch.int32)
-    return PackedWeight.from_gptq(words, zeros, torch.rand(num_groups, num_out).half())
 
 
 def experts() -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.test_stored_weights import fp8, minimums, mxfp4, whole
+from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
@@ -168,24 +168,12 @@ def test_stored_experts_agree_with_single_layers(isa, dtype, name):
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * size)
 
 
-def gptq_weights(num: int, num_out: int, num_in: int, g_idx: Tensor) -> list[PackedWeight]:
-    return [
-        PackedWeight.from_gptq(
-            torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32),
-            torch.randint(-(2**31), 2**31 - 1, (num_in // 32, num_out // 8), dtype=torch.int32),
-            torch.rand(num_in // 32, num_out) / 64,
-            g_idx,
-        )
-        for _ in range(num)
-    ]
-
-
 def test_experts_may_read_their_inputs_in_an_order_of_their_own(isa):
     orders = [torch.arange(128)[torch.randperm(128)] // 32 for _ in range(4)]
     gate, up, down = (
-        [gptq_weights(1, out, 128, order)[0] for order in orders] for out in (128, 128, 128)
+        [pack_stored(nibbles(128, 128, 32, groups)) for groups in orders] for _ in range(3)
     )
-    x, (topk_ids, topk_weights) = torch.randn(9, 128), choices_of(9, 4, 2)
+    x, (topk_ids, topk_weights) = torch.randn(9, 128) / 16, choices_of(9, 4, 2)
     got = PackedExperts(gate, up, down).forward(x, topk_ids, topk_weights)
     want = composed([gate, up, down], x, topk_ids, topk_weights)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

@@ -50,6 +50,17 @@ def whole(num_out: int, num_in: int, block: int, is_ordered: bool = False) -> Gr
     )
 
 
+def nibbles(num_out: int, num_in: int, block: int, groups: Tensor | None = None) -> GroupedWeight:
+    shape = num_in // block, num_out
+    return GroupedWeight(
+        words=torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32),
+        bits=4,
+        scales=torch.rand(shape).half().float(),
+        zeros=torch.randint(0, 17, shape, dtype=torch.int16),
+        groups=groups,
+    )
+
+
 WEIGHTS = {
     "fp8, a scale per block": lambda: fp8(200, 320, 128),
     "fp8, small blocks": lambda: fp8(72, 192, 32),
@@ -209,10 +220,9 @@ def test_every_number_of_mxfp4_is_multiplied_exactly(isa):
 def test_sums_of_the_largest_numbers_do_not_overflow(isa):
     """All inputs are 127 steps, all weights the largest number of their format."""
     ones, num_in = torch.ones(1, 256), 256
-    words = torch.full((num_in // 8, 64), -1, dtype=torch.int32)  # 15 everywhere
-    no_zeros = torch.zeros(2, 8, dtype=torch.int32)  # GPTQ stores zero points minus one
-    gptq = PackedWeight.from_gptq(words, no_zeros, torch.ones(2, 64).half())
-    packed = {"gptq": (gptq, 14.0)}
+    whole_numbers = nibbles(64, num_in, 128)
+    whole_numbers.words.fill_(-1), whole_numbers.scales.fill_(1), whole_numbers.zeros.fill_(1)
+    packed = {"4 bits": (pack_stored(whole_numbers), 14.0)}
     for bits in (4, 5):
         weight = minimums(64, num_in, bits, 32, 256)
         weight.codes.fill_((1 << bits) - 1)

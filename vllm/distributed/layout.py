@@ -32,8 +32,8 @@ class RankLayout:
     """Ranks of one engine. Those that share a layer are consecutive, as they exchange the most.
 
     >>> layout = RankLayout(tensor_size=2, pipeline_size=2)
-    >>> layout.tensor_groups, layout.pipeline_groups
-    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    >>> layout.tensor_groups
+    [[0, 1], [2, 3]]
     >>> layout.tensor_rank(3), layout.pipeline_rank(3)
     (1, 1)
     """
@@ -93,12 +93,4 @@ class RankLayout:
         return [
             list(range(first, first + self.tensor_size))
             for first in range(0, self.world_size, self.tensor_size)
-        ]
-
-    @property
-    def pipeline_groups(self) -> list[list[int]]:
-        """Ranks that pass hidden states on, from the first stage to the last."""
-        return [
-            list(range(first, self.world_size, self.tensor_size))
-            for first in range(self.tensor_size)
         ]

@@ -68,7 +68,7 @@ class Int8Weight(StoredWeight):
         return self.numbers.float() * self.scales[:, None]
 
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
 
 
@@ -345,7 +345,7 @@ def unpack_awq(words: Tensor) -> Tensor:
     """Eight outputs in each word [R, W] int32 of AWQ -> [R, 8 * W] uint8 in their order."""
     eights = unpack_bits(words, 4).unflatten(1, (-1, 8))
     out = torch.empty_like(eights)
-    out[..., list(_AWQ_ORDER)] = eights
+    out[..., list(AWQ_ORDER)] = eights
     return out.flatten(1)
 
 

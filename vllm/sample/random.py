@@ -30,24 +30,11 @@ def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
         stream: numbers of different streams are independent of each other.
 
     Returns:
-        [n] for `uniforms_at`.
+        [n] for `exponentials_at`.
     """
     # Twice, so that neither adding to the seed nor changing the stream shifts along one sequence.
     keys = _mix(seeds.astype(np.uint64) + _GOLDEN)
     return _mix(keys + np.array([stream + 1], np.uint64) * _GOLDEN)
-
-
-def uniforms_at(keys: KeyArray, positions: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The number at each position of each key's stream.
-
-    Args:
-        keys: [n] from `stream_keys`.
-        positions: [n] integers, at least 0.
-
-    Returns:
-        [n] float32 in (0, 1): odd multiples of 2**-24, so that neither end can be reached.
-    """
-    return _fractions(_bits_at(keys, positions))
 
 
 def exponentials_at(

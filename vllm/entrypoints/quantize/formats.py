@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.entrypoints.quantize.rounding import Grid, Rounded
-from vllm.ops.stored_weight import pack_bits
-
-_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours is in each place of a word, from the lowest bits on."""
+from vllm.ops.stored_weight import AWQ_ORDER, pack_bits
 
 
 def gptq_tensors(rounded: Rounded, bits: int) -> dict[str, Tensor]:
@@ -53,7 +50,7 @@ def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
     """Eight outputs of an input in a word."""
 
     def words(numbers: Tensor) -> Tensor:
-        eights = numbers.unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)]
+        eights = numbers.unflatten(1, (-1, 8))[..., list(AWQ_ORDER)]
         return pack_bits(eights.flatten(1), 4)
 
     return {

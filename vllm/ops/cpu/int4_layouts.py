@@ -14,7 +14,6 @@ SMALLEST_BLOCK = 8
 _BLOCKS = (128, 64, 32, 16, SMALLEST_BLOCK)  # inputs that share a scale, csrc/cpu/linear_format.h
 NO_ZERO = 8
 """The zero point where the kernels are given none."""
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word, from the lowest bits on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,66 +39,8 @@ class Int4Groups:
     """Inputs that share a scale in the kernels: the largest size that divides a group."""
 
 
-def read_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, zero_offset: int
-) -> Int4Groups:
-    """The groups of a GPTQ weight; see `PackedWeight.from_gptq`.
-
-    Args:
-        qweight: [in_features / 8, out_features]
-        qzeros: [G, out_features / 8]
-        scales: [G, out_features]
-        g_idx: [in_features] or None.
-        zero_offset: what to add to a stored zero point.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or the groups are not of equal size.
-    """
-    shape = torch.Size((qweight.shape[-1], 8 * qweight.shape[0]))
-    zeros = _nibbles(qzeros, range(8)) + zero_offset
-    order = None if g_idx is None else order_of(g_idx, shape[1], len(scales))
-    return make_groups(shape, qweight, scales, zeros, order)
-
-
-def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Groups:
-    """The groups of an AWQ weight; see `PackedWeight.from_awq`.
-
-    Args:
-        qweight: [in_features, out_features / 8]
-        qzeros: [G, out_features / 8]
-        scales: [G, out_features]
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    shape = torch.Size((8 * qweight.shape[-1], qweight.shape[0]))
-    return make_groups(shape, qweight, scales, _nibbles(qzeros, _AWQ_PLACES), None)
-
-
-def _nibbles(words: Tensor, places: range | tuple[int, ...]) -> Tensor:
-    """Eight numbers of 4 bits in each word [G, W] -> [G, 8 * W] uint8; places[i] has number i."""
-    shifts = torch.tensor(places, dtype=torch.int32) * 4
-    return (words[..., None].int() >> shifts & 15).flatten(-2).to(torch.uint8)
-
-
-def order_of(g_idx: Tensor, num_inputs: int, num_groups: int) -> Tensor | None:
-    """The inputs sorted by group, [num_inputs] int32; None when they are.
-
-    Raises:
-        ValueError: g_idx does not divide so many inputs into groups of equal size.
-    """
-    if g_idx.shape != (num_inputs,):
-        raise ValueError(f"g_idx is {list(g_idx.shape)} for {num_inputs} inputs")
-    groups = g_idx.long()
-    if groups.min() < 0 or groups.max() >= num_groups:
-        raise ValueError(
-            f"g_idx goes from {groups.min()} to {groups.max()}, there are {num_groups} groups"
-        )
-    sizes = groups.bincount(minlength=num_groups)
-    if (sizes != sizes[0]).any():
-        raise ValueError(
-            f"the groups of g_idx have {sizes.min()} to {sizes.max()} inputs: they must be equal"
-        )
+def order_of(groups: Tensor) -> Tensor | None:
+    """Return the inputs sorted by their groups [in_features] as int32; None when they are."""
     if (groups[1:] >= groups[:-1]).all():
         return None
     return groups.argsort(stable=True).int()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
+from vllm.ops.cpu.int4_layouts import Int4Groups
 from vllm.ops.cpu.int4_minimums import MinimumGroups, minimum_panels
 from vllm.ops.cpu.library import CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.symbols import Ids, Rows
@@ -43,7 +43,7 @@ class ByteGroups:
 class PackedWeight:
     """The weight of a linear layer [out_features, in_features] as the kernels read it.
 
-    Made by `pack`, `quantize`, `from_gptq`, `from_awq`, `from_int8` or `from_bytes`.
+    Made by `pack`, `quantize` or one of the methods named `from_...`.
     A row's result does not depend on the rows beside it, nor on the number of threads.
     """
 
@@ -180,58 +180,6 @@ class PackedWeight:
         quantize_weight = _kernels().of[weight.dtype].quantize_weight
         _check_memory(quantize_weight(packed._address, weight.data_ptr(), _num_threads()))
         return packed
-
-    @classmethod
-    def from_gptq(
-        cls,
-        qweight: Tensor,
-        qzeros: Tensor,
-        scales: Tensor,
-        g_idx: Tensor | None = None,
-        *,
-        is_v2: bool = False,
-    ) -> "PackedWeight":
-        """Take over the 4-bit weight of a GPTQ checkpoint [out_features, in_features].
-
-        A weight is scales[g] * (q - zero[g]), g the group of its input.
-
-        Args:
-            qweight: [in_features / 8, out_features] int32, eight inputs in a word, the first in
-                the lowest bits.
-            qzeros: [G, out_features / 8] int32, zero points of eight outputs in a word.
-            scales: [G, out_features].
-            g_idx: [in_features], the group of each input; None: in_features / G neighbours each.
-                Inputs that a group has from everywhere ("act order") are gathered at run time.
-            is_v2: zero points are stored as they are; otherwise ("gptq", the first format)
-                less one.
-
-        Raises:
-            ValueError: shapes or dtypes do not fit, groups are unequal, or their size is neither a
-                multiple of 8 nor the whole row.
-        """
-        return cls.from_groups(
-            qweight,
-            read_gptq(qweight, qzeros, scales, g_idx, zero_offset=0 if is_v2 else 1),
-            is_awq=False,
-        )
-
-    @classmethod
-    def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> "PackedWeight":
-        """Take over the 4-bit weight of an AWQ checkpoint [out_features, in_features].
-
-        A weight is scales[g] * (q - zero[g]), in_features / G neighbouring inputs a group.
-
-        Args:
-            qweight: [in_features, out_features / 8] int32: outputs 0, 2, 4, 6, 1, 3, 5, 7 of
-                eight in a word, from the lowest bits on.
-            qzeros: [G, out_features / 8] int32, in the same order.
-            scales: [G, out_features].
-
-        Raises:
-            ValueError: shapes or dtypes do not fit, or the size of a group is neither a multiple
-                of 8 nor the whole row.
-        """
-        return cls.from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
 
     @classmethod
     def from_minimums(cls, weight: MinimumWeight) -> "PackedWeight":

@@ -56,7 +56,7 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
         if not has_equal_groups(weight):
             return _pack_unequal(weight)
         if weight.groups is not None:
-            order = order_of(weight.groups, num_in, len(weight.scales))
+            order = order_of(weight.groups)
         if _is_int4(weight):
             return _pack_int4(weight, order)
         if _has_blocks(num_in // len(weight.scales), num_in):
