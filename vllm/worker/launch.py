@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from vllm.messages import IntArray, SchedulerOutput
 
 
@@ -21,6 +23,12 @@ class Launch:
     """[n] tokens of each row in this pass."""
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[n] number of drafts among them, which are the last ones; None if no row has drafts."""
+
+    @property
+    def starts(self) -> IntArray:
+        """[n] where the tokens of each row begin among those of the launch."""
+        count = self.num_scheduled_tokens
+        return np.cumsum(count, dtype=np.int32) - count
 
 
 class LaunchPlanner(Protocol):

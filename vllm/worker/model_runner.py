@@ -327,8 +327,7 @@ class ModelRunner:
         hidden_states = self._forward(model_input)
         if self.reader is not None:
             self.reader.read(launch, hidden_states, self._inner)
-        starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
-        pending = self.parts.read(launch, hidden_states, starts)
+        pending = self.parts.read(launch, hidden_states)
         rows = launch.rows[model_input.sampled]
         num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         if num_drafts is not None:

@@ -70,13 +70,8 @@ class PromptLogprobs(RowPart):
         is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]
         return is_inside & np.isin(rows, list(self._wanted))
 
-    def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
-        """Log-probabilities of the tokens that follow this launch's prompt positions.
-
-        Args:
-            launch: n rows.
-            hidden_states: [T, hidden].
-            starts: [n] where the tokens of each row begin in them.
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Compute log-probabilities of the tokens that follow this launch's prompt positions.
 
         Returns:
             (row, one entry per position p of the launch with p + 1 inside the prompt, for token
@@ -84,7 +79,7 @@ class PromptLogprobs(RowPart):
         """
         if not self._wanted:
             return []
-        batch = self._batch
+        batch, starts = self._batch, launch.starts
         found: list[PendingRows] = []
         for index, row in enumerate(launch.rows.tolist()):
             if row not in self._wanted:

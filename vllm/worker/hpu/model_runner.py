@@ -218,7 +218,7 @@ class HPUModelRunner(ModelRunner):
 
     def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
         if launch.bucket.phase is Phase.PREFILL:
-            self.parts.send(launch, launch.starts)
+            self.parts.send(launch)
         packed, indices = self.launches.inputs.pack(launch)
         num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
         drafts = None
@@ -234,7 +234,7 @@ class HPUModelRunner(ModelRunner):
             return LaunchResult.unsampled(launch.rows[indices], num_drafts)
         pending: list[PendingRows] = []
         if launch.bucket.phase is Phase.PREFILL:
-            pending = self.parts.read(launch, hidden_states, launch.starts)
+            pending = self.parts.read(launch, hidden_states)
         places, within = self._sampled_places(launch, indices, num_drafts)
         num_logits = len(launch.rows) * launch.tokens_with_logits
         rows = np.full(num_logits, self.sampling.padding_row, np.int32)

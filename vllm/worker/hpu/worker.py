@@ -34,7 +34,6 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
-from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
@@ -55,7 +54,6 @@ from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
 from vllm.worker.memory_use import (
     MemoryUse,
-    adapters_use,
     division,
     draft_use,
     states_use,
@@ -206,20 +204,17 @@ class HPUWorker(WorkerBase):
         """
         config, runner = self.config, self.runner
         states = runner.cache_layout.state_bytes * self._num_rows
-        adapters, drafts = 0, 0
-        if isinstance(runner, HPUModelRunner):
-            of_rows = runner.parts.find(DeviceRows)
-            adapters = 0 if of_rows is None else of_rows.slots.num_bytes
+        drafts, parts = 0, runner.parts.memory_uses()
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
             drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return [
             weights_use(
-                total_bytes - free_bytes - states - adapters - drafts,
+                total_bytes - free_bytes - states - drafts - sum(use.num_bytes for use in parts),
                 "keep some of the weights on the host (--cpu-offload-gb, with --enforce-eager)",
             ),
             draft_use(drafts),
-            adapters_use(config, adapters),
+            *parts,
             states_use(config, states),
         ]
 
