@@ -33,7 +33,7 @@ test: lint unit ## set up, then run everything that has to pass
 lint: $(VENV)/.installed-dev ## format, lint, types, architecture, English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy vllm
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/python tools/structure.py

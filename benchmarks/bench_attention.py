@@ -19,7 +19,7 @@ from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 from vllm.config import SchedulerConfig
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams

@@ -32,13 +32,13 @@ from vllm.bucketing import (
     StepLimits,
     generate_buckets,
 )
-from vllm.bucketing.bucket_plan import decode_steps
-from vllm.bucketing.capture_plan import Capture, capture_graphs
-from vllm.bucketing.catalog import padded_cost
-from vllm.bucketing.closure import missing_buckets, unused_buckets
-from vllm.bucketing.generate import buckets_from_file
+from vllm.bucketing.catalog.bucket_plan import decode_steps
+from vllm.bucketing.catalog.capture_plan import Capture, capture_graphs
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.closure import missing_buckets, unused_buckets
 from vllm.bucketing.ledger import split_graph_memory
 from vllm.bucketing.step_limits import ceil_div, trim_decodes
+from vllm.bucketing.strategies.generate import buckets_from_file
 
 GIB, MIB = 1 << 30, 1 << 20
 

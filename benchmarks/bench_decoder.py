@@ -16,8 +16,8 @@ from common import make_llm, make_parser, report
 from kernels import best_in_turns_us
 
 from vllm.attention import LaunchContext, RaggedMetadata
+from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
 

@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from gaudi_sim.bridge import SimBridge, SimulatedKernels
+from gaudi_sim.graphs.capture import capture
+from gaudi_sim.graphs.cost import cost_of
+from gaudi_sim.kernels.kernels import register
 from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.bucketing.bucket import decode
 from vllm.config import (
@@ -30,16 +34,12 @@ from vllm.config import (
 from vllm.distributed import TPGroup
 from vllm.model_executor.loader import load_model
 from vllm.ops import set_ops
-from vllm.ops.hpu import HPUOps
-from vllm.platforms.habana.sim import SimBridge, SimulatedKernels
-from vllm.platforms.habana.sim_capture import capture
-from vllm.platforms.habana.sim_graph_cost import cost_of
-from vllm.platforms.habana.sim_kernels import register
+from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
-from vllm.worker.hpu.execution import GraphExecution, make_execution
-from vllm.worker.hpu.input import fields_of, padded_sizes
-from vllm.worker.hpu.model import HPUModel
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
+from vllm.worker.hpu.launches.input import fields_of, padded_sizes
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
 
 _BLOCK_SIZE = 128

@@ -17,7 +17,7 @@ from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
 MAX_POSITIONS, BLOCK_SIZE = 8192, 128

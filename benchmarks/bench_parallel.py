@@ -25,7 +25,7 @@ from vllm import LLM
 from vllm.config import ParallelConfig
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
 from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
-from vllm.executor.rank_group import RankGroup
+from vllm.executor.ranks.rank_group import RankGroup
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import require_cpu_kernels
 

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 
-from vllm.engine.process.replica_router import ReplicaRouter
+from vllm.engine.replicas.replica_router import ReplicaRouter
 from vllm.messages import EngineRequest
 from vllm.sampling_params import SamplingParams
 

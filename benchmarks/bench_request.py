@@ -35,7 +35,7 @@ from vllm.engine.process.wire import (
 from vllm.entrypoints.server.app import load_server
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason, SchedulerStats
-from vllm.utils.process_memory import keep_for_good
+from vllm.utils.process.process_memory import keep_for_good
 
 TOKEN = 300
 """The token of all outputs."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm.config import SchedulerConfig
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from vllm.env_bridge import BRIDGE_SETTINGS
+from vllm.env.bridge import BRIDGE_SETTINGS
 from vllm.envs import BRIDGE_SETTINGS_MARK
-from vllm.utils.process_memory import keep_for_good
+from vllm.utils.process.process_memory import keep_for_good
 
 # The tests start some hundred processes. Each would compile all of the package again if nobody may
 # keep the bytecode.
@@ -65,8 +65,8 @@ def pytest_collection_finish() -> None:
 def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
     """It takes over two seconds to start, and each engine of a test would have one of its own."""
     from vllm.structured_output import compiler
-    from vllm.utils import deadline_worker
-    from vllm.utils.fork_server import ForkServer
+    from vllm.utils.process import deadline_worker
+    from vllm.utils.process.fork_server import ForkServer
 
     class KeptServer(ForkServer):
         """Forks for all engines of this process that have one tokenizer; none of them ends it."""
@@ -88,8 +88,8 @@ def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
     """So a test need not say that it uses one: making it ends the test, with the reason."""
+    from gaudi_sim import bridge as sim
     from tests.hpu import HAS_SIMULATED_DEVICE, NO_SIMULATED_DEVICE
-    from vllm.platforms.habana import sim
 
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_SIMULATED_DEVICE:

@@ -15,16 +15,16 @@ from pytest import MonkeyPatch
 from torch.utils import backend_registration
 
 import vllm.ops
+from gaudi_sim.bridge import SimBridge
 from vllm import envs
 from vllm.core.scheduler import Scheduler
+from vllm.cost_model import cards
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
 from vllm.messages import SchedulerOutput
 from vllm.platforms import resolve_platform
-from vllm.platforms.habana import sim_spec
-from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils.process_memory import keep_for_good
+from vllm.utils.process.process_memory import keep_for_good
 from vllm.worker.hpu.worker import HPUWorker
 
 MODES = {
@@ -115,7 +115,7 @@ def simulated_hpu(
     run inside: a process has one table of operators.
 
     Args:
-        card: a key of `sim_spec.CARDS`.
+        card: a key of `cards.CARDS`.
         pool_bytes: memory of the card; None is what the real one has.
         has_profiling_run: measure the memory of launches at a start. False is for tests of tokens:
             a start takes half the time, since the profiling run compiles its launches for a cache
@@ -133,8 +133,8 @@ def simulated_hpu(
         for name, value in values.items():
             patch.setenv(name, str(int(value)) if isinstance(value, bool) else str(value))
         if pool_bytes is not None:
-            spec = replace(sim_spec.CARDS[card], pool_bytes=pool_bytes)
-            patch.setitem(sim_spec.CARDS, card, spec)
+            spec = replace(cards.CARDS[card], pool_bytes=pool_bytes)
+            patch.setitem(cards.CARDS, card, spec)
         if not has_profiling_run:
             patch.setattr(HPUWorker, "_profile", lambda *_: _LAUNCH_BYTES)
         patch.setattr(vllm.ops, "_ops", None)

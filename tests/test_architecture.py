@@ -14,11 +14,8 @@ PACKAGE = ROOT / "vllm"
 LEAVES = {
     "assets",
     "config",
-    "env_bridge",
-    "env_compat",
-    "env_fields",
-    "env_others",
-    "env_ranks",
+    "cost_model",
+    "env",
     "envs",
     "errors",
     "guided_decoding_params",
@@ -142,6 +139,7 @@ CONFINED = {
 }
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+SIMULATOR = sorted((ROOT / "gaudi_sim").rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -222,6 +220,27 @@ def test_external_packages_stay_where_they_belong(external):
             for line, name in imports(path)
             if name.partition(".")[0] == external
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_door_leads_to_the_simulated_card():
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in SOURCES
+        for _, name in imports(path)
+        if name.partition(".")[0] == "gaudi_sim"
+    }
+    assert importers == {"platforms/hpu.py"}
+
+
+def test_the_simulated_card_imports_the_ground_only():
+    allowed = LEAVES | {"platforms"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SIMULATOR
+        for line, name in imports(path)
+        if name.startswith("vllm.") and name.split(".")[1] not in allowed
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from tools import generate_docs
-from vllm.env_compat import COMPAT_VARIABLES
-from vllm.env_others import OTHER_READERS
+from vllm.env.compat import COMPAT_VARIABLES
+from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.entrypoints.server.server_args import ServerArgs
-from vllm.env_compat import _VARIABLES, COMPAT_VARIABLES
-from vllm.env_others import OTHER_READERS
+from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES
+from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -135,7 +135,7 @@ def names_of_refused() -> set[str]:
     ("stale", "marker"),
     [
         ("this version runs no models with recurrent state", "architecture:BambaForCausalLM"),
-        ("the KV cache is not defragmented", "module:vllm.worker.hpu.block_moves"),
+        ("the KV cache is not defragmented", "module:vllm.worker.hpu.memory.block_moves"),
         ("this version runs in one process, on one card", "flag:tensor_parallel_size"),
         ("there is no prefix caching", "text:prefix_caching"),
         ("there is no merged prefill", "variable:VLLM_MERGED_PREFILL"),

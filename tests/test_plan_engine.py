@@ -8,9 +8,9 @@ import pytest
 from tests.hpu import captured_log, simulated_hpu
 from tools import plan_engine
 from vllm import envs
+from vllm.cost_model.cards import GIB
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.platforms.habana.sim_spec import GIB
 
 
 def plan(launch_gib: float = 1, **settings):

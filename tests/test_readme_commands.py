@@ -29,7 +29,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import read_args
-from vllm.worker.hpu.memory import divide_memory, make_ledger
+from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 
 README, GAUDI = PAGES
 COMMANDS = [command for page in PAGES for command in read_commands(page)]

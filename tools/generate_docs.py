@@ -24,9 +24,9 @@ from vllm.config.fields import ConfigField, config_fields, config_sections  # no
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
 from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
-from vllm.env_bridge import BRIDGE_SETTINGS  # noqa: E402
-from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
-from vllm.env_others import OTHER_READERS  # noqa: E402
+from vllm.env.bridge import BRIDGE_SETTINGS  # noqa: E402
+from vllm.env.compat import COMPAT_VARIABLES  # noqa: E402
+from vllm.env.others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
 from vllm.model_executor.models.interface import CausalLM, PoolingModel  # noqa: E402
 from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 from vllm.bucketing import plan_buckets  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
+from vllm.cost_model.cards import CARDS, GIB  # noqa: E402
 from vllm.distributed import RankLayout, Stage, TPGroup  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.errors import ConfigError  # noqa: E402
@@ -31,16 +32,15 @@ from vllm.model_executor.layers.linear import ParallelLinear  # noqa: E402
 from vllm.model_executor.layers.weight_method import MethodLayer  # noqa: E402
 from vllm.model_executor.loader.model_loader import build_model  # noqa: E402
 from vllm.model_executor.model_memory import model_tensors  # noqa: E402
-from vllm.model_executor.quantization.inc_measure import (  # noqa: E402
+from vllm.model_executor.quantization.inc.measure import (  # noqa: E402
     can_be_fp8,
     experts_can_be_fp8,
     head_can_be_fp8,
 )
-from vllm.platforms.habana.sim_spec import CARDS, GIB  # noqa: E402
 from vllm.platforms.hpu import simulated_card  # noqa: E402
 from vllm.utils import FlexibleArgumentParser  # noqa: E402
-from vllm.worker.hpu.memory import beside_states, divide_memory  # noqa: E402
-from vllm.worker.hpu.planner import launch_shapes  # noqa: E402
+from vllm.worker.hpu.launches.planner import launch_shapes  # noqa: E402
+from vllm.worker.hpu.memory.memory import beside_states, divide_memory  # noqa: E402
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache  # noqa: E402
 
 
@@ -49,7 +49,7 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
 
     Args:
         config: of the engine, resolved for a card.
-        card: a key of `sim_spec.CARDS`.
+        card: a key of `cost_model.cards.CARDS`.
         launch_bytes: assumed memory of launches.
 
     Raises:

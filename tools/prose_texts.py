@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-PYTHON_FOLDERS = ("vllm", "benchmarks", "tools", "examples", "tests")
+PYTHON_FOLDERS = ("vllm", "gaudi_sim", "benchmarks", "tools", "examples", "tests")
 
 _HELP_FIELDS = ("vllm/config/", "vllm/entrypoints/server/server_args.py")
 """Docstrings of fields in these are help texts of flags."""
 _HELP_FILES = (
     "vllm/envs.py",
-    "vllm/env_compat.py",
-    "vllm/env_others.py",
+    "vllm/env/compat.py",
+    "vllm/env/others.py",
     "vllm/engine/resolve/compat_args.py",
     "vllm/entrypoints/openai/cli_args.py",
 )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.engine.llm_engine import LLMEngine
     from vllm.entrypoints.llm import LLM
-    from vllm.executor.ray_utils import initialize_ray_cluster
+    from vllm.executor.ray.utils import initialize_ray_cluster
     from vllm.inputs import PromptType, TextPrompt, TokensPrompt
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.outputs import (
@@ -34,7 +34,7 @@ _HOME = {
     "AsyncLLMEngine": "vllm.engine.async_llm_engine",
     "EngineArgs": "vllm.engine.arg_utils",
     "AsyncEngineArgs": "vllm.engine.arg_utils",
-    "initialize_ray_cluster": "vllm.executor.ray_utils",
+    "initialize_ray_cluster": "vllm.executor.ray.utils",
     "ModelRegistry": "vllm.model_executor.models.registry",
     "PromptType": "vllm.inputs",
     "TextPrompt": "vllm.inputs",

@@ -5,8 +5,8 @@ per deployment are config fields; a variable is for what must be known before a 
 (logging, device selection) or is part of the compatibility surface.
 Values arrive where they are used inside a config dataclass. This module does not log: the logger,
 which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
-and why are in `env_compat`. What a field declares is in `env_fields`. What this package sets for
-the Habana bridge is in `env_bridge`.
+and why are in `env/compat`. What a field declares is in `env/fields`. What this package sets for
+the Habana bridge is in `env/bridge`.
 """
 
 import difflib
@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
 
-from vllm.env_bridge import BRIDGE_SETTINGS, BridgeSetting, bridge_settings
-from vllm.env_compat import COMPAT_VARIABLES, CompatVariable
-from vllm.env_fields import WORDS, env, parse
-from vllm.env_others import OTHER_READERS
+from vllm.env.bridge import BRIDGE_SETTINGS, BridgeSetting, bridge_settings
+from vllm.env.compat import COMPAT_VARIABLES, CompatVariable
+from vllm.env.fields import WORDS, env, parse
+from vllm.env.others import OTHER_READERS
 from vllm.errors import ConfigError
 
 _PREFIX = "VLLM_"

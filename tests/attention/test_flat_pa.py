@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gaudi_sim.bridge import SimulatedKernels
 from tests.attention.cache_traffic import CacheTraffic
 from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
 from vllm.attention.backends.flat_pa import (
@@ -19,8 +20,7 @@ from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     count_decode_blocks,
 )
-from vllm.ops.native import NativeOps
-from vllm.platforms.habana.sim import SimulatedKernels
+from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
 SCALE = HEAD_SIZE**-0.5

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import random_cache
 from tests.hpu import needs_simulated_device
 from vllm.attention.backends import padded
@@ -13,7 +14,6 @@ from vllm.attention.backends.hpu_metadata import build_prefill_metadata
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, bridge_sdpa, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
-from vllm.platforms.habana.sim import SimBridge
 
 pytestmark = needs_simulated_device
 

@@ -34,7 +34,7 @@ from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     build_prefill_metadata,
 )
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
 SCALE = HEAD_SIZE**-0.5

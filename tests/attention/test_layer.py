@@ -13,7 +13,7 @@ from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 LENGTH, BLOCK_SIZE = 43, 16
 OPTIONS = {

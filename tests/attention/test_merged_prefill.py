@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import UNUSED, Cache, StaticOnly, flat, padded_caches, random_cache
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.hpu_attn import derive_merged_blocks, prefill_attention
@@ -21,8 +22,7 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.sdpa import SDPAKernel, bridge_sdpa, naive_sdpa, torch_sdpa
 from vllm.messages import NULL_BLOCK_ID
-from vllm.ops.native import NativeOps
-from vllm.platforms.habana.sim import SimBridge
+from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
 SCALE = HEAD_SIZE**-0.5

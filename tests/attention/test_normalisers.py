@@ -14,7 +14,7 @@ from vllm.attention.backends.flat_pa import (
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, count_decode_blocks
 from vllm.attention.backends.normalisers import NORMALISERS, parse_normaliser
 from vllm.errors import ConfigError
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 SCALE = 0.25
 SETTINGS = [*NORMALISERS, "wsum,head_amax", 10.0, 0.0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import flat, padded_caches, random_cache
 from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
@@ -24,9 +25,8 @@ from vllm.attention.backends.hpu_metadata import (
 )
 from vllm.attention.backends.normalisers import NORMALISERS
 from vllm.attention.backends.sdpa import bridge_sdpa
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
-from vllm.platforms.habana.sim import SimBridge
 
 SCALE = 0.25
 VARIANTS: dict[str, dict[str, Any]] = {

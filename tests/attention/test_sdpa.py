@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gaudi_sim.bridge import SimBridge
 from vllm.attention.backends.sdpa import (
     FusedSDPA,
     bridge_sdpa,
@@ -15,7 +16,6 @@ from vllm.attention.backends.sdpa import (
     torch_sdpa,
 )
 from vllm.errors import ConfigError
-from vllm.platforms.habana.sim import SimBridge
 
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

@@ -3,8 +3,8 @@
 from typing import Any
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import missing_buckets
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import missing_buckets
 from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits
 

@@ -2,8 +2,8 @@ import pytest
 
 from tests.bucketing.helpers import make_limits, pairs, triples
 from vllm.bucketing.bucket import decode, prefill
-from vllm.bucketing.bucket_file import parse_buckets
-from vllm.bucketing.generate import buckets_from_file
+from vllm.bucketing.strategies.bucket_file import parse_buckets
+from vllm.bucketing.strategies.generate import buckets_from_file
 from vllm.errors import ConfigError
 
 

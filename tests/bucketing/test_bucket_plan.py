@@ -8,7 +8,7 @@ import pytest
 from tests.bucketing.helpers import pairs, triples
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import Phase, plan_buckets, prove
-from vllm.bucketing.closure import unused_buckets
+from vllm.bucketing.catalog.closure import unused_buckets
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.errors import ConfigError
 

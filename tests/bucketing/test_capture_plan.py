@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tests.bucketing.helpers import GIB, MIB, SEED_DECODES, SEED_PROMPTS
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
-from vllm.bucketing.capture_plan import (
+from vllm.bucketing.catalog.capture_plan import (
     Capture,
     CaptureStep,
     PhaseGraphs,

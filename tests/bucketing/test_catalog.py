@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from tests.bucketing.helpers import SEED_DECODES, SEED_PROMPTS
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
-from vllm.bucketing.catalog import Catalog, padded_cost
-from vllm.bucketing.cover_index import CoverSearch, CoverTable, make_index
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
+from vllm.bucketing.catalog.cover_index import CoverSearch, CoverTable, make_index
 
 sizes = st.integers(1, 12)
 prefills = st.builds(prefill, sizes, sizes, st.integers(0, 6))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.bucketing.helpers import SEED_DECODES, SEED_PROMPTS, close, make_limits
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
-from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import missing_buckets, prove, unused_buckets
-from vllm.bucketing.generate import generate_buckets
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import missing_buckets, prove, unused_buckets
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.step_limits import StepLimits
+from vllm.bucketing.strategies.generate import generate_buckets
 from vllm.errors import ConfigError
 
 small_limits = st.builds(

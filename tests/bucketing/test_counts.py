@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits, make_settings
-from vllm.bucketing.exponential import ExponentialRange
-from vllm.bucketing.linear import linear_decode_buckets, linear_prefill_buckets
-from vllm.bucketing.sparse import (
+from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
+from vllm.bucketing.strategies.exponential import ExponentialRange
+from vllm.bucketing.strategies.linear import linear_decode_buckets, linear_prefill_buckets
+from vllm.bucketing.strategies.sparse import (
     SparseSettings,
     sparse_decode_buckets,
     sparse_prefill_buckets,
     sparse_range,
 )
-from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
 
 PUBLISHED = make_limits(
     max_num_batched_tokens=8192,

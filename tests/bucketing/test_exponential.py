@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits
-from vllm.bucketing.exponential import (
+from vllm.bucketing.strategies.exponential import (
     ExponentialRange,
     ExponentialSettings,
     exponential_context,

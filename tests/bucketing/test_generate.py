@@ -4,7 +4,6 @@ import pytest
 
 from tests.bucketing.helpers import GIB, SEED_DECODES, SEED_PROMPTS, make_limits, make_settings
 from vllm.bucketing.bucket import Phase, prefill
-from vllm.bucketing.generate import generate_buckets
 from vllm.bucketing.log_lines import (
     bucket_config_line,
     captured_line,
@@ -12,6 +11,7 @@ from vllm.bucketing.log_lines import (
     warmup_line,
 )
 from vllm.bucketing.settings import BucketSettings
+from vllm.bucketing.strategies.generate import generate_buckets
 
 SEED_PROMPT_CONFIG = (
     "Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]"

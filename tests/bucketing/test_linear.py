@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits, make_settings, pairs, triples
 from vllm.bucketing.bucket import Bucket, Phase
-from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.linear import (
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
+from vllm.bucketing.strategies.linear import (
     linear_decode_buckets,
     linear_prefill_buckets,
     linear_range,
 )
-from vllm.bucketing.step_limits import split_by_token_budget, trim_decodes
 from vllm.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.bucketing.helpers import close
 from vllm.bucketing.bucket import Phase
-from vllm.bucketing.catalog import Catalog
+from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.step_limits import StepLimits
 from vllm.config import SchedulerConfig
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import pytest
 from tests.bucketing.helpers import close
 from vllm.bucketing import Catalog, StepLimits, prove
 from vllm.bucketing.bucket import decode, prefill
-from vllm.bucketing.shrink import shrink_launches
+from vllm.bucketing.catalog.shrink import shrink_launches
 
 
 def make_limits(**changes) -> StepLimits:

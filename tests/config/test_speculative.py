@@ -2,8 +2,8 @@
 
 import pytest
 
+from vllm.config.arch.speculators import method_of_config
 from vllm.config.speculative import DraftOptions, SpeculativeConfig
-from vllm.config.speculators import method_of_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 

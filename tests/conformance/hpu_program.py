@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vllm.ops
+from gaudi_sim.bridge import SimulatedKernels
+from gaudi_sim.kernels.kernels import register
 from tests.tiny_models import _FAMILIES
 from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
@@ -28,16 +30,14 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import is_encoder
-from vllm.ops.hpu import HPUOps
-from vllm.platforms.habana.sim import SimulatedKernels
-from vllm.platforms.habana.sim_kernels import register
+from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
-from vllm.worker.hpu.input import fields_of, padded_sizes
-from vllm.worker.hpu.model import HPUModel, LaunchModel
-from vllm.worker.hpu.planner import PaddedShape
-from vllm.worker.hpu.resident import ResidentTokens
+from vllm.worker.hpu.launches.input import fields_of, padded_sizes
+from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentTokens
+from vllm.worker.hpu.pooling_model import _TYPED, WholePromptModel
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.pooling.hpu_model import _TYPED, WholePromptModel
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 9

@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import fx
 
+from gaudi_sim.graphs.capture import capture
+from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import (
     GENERATORS,
     SHAPES,
@@ -21,8 +23,6 @@ from tests.conformance.hpu_program import (
 from tests.tiny_pooling_models import MODELS, REWARD_MODELS
 from vllm.config.families import FAMILIES
 from vllm.model_executor.models.registry import ModelRegistry, is_encoder
-from vllm.platforms.habana.sim_capture import capture
-from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
 
 _FIRST = "LlamaForCausalLM"
 _ALIASES = {name for family in FAMILIES.values() for name in family.also_published_as}

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from gaudi_sim.graphs.capture import capture
+from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import SHAPES, resident_tokens
-from vllm.platforms.habana.sim_capture import capture
-from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
 from vllm.sample.masks import TokenMasks, bit_values, num_words
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED, FILTERED_LARGE, GREEDY, RANDOM
 from vllm.sample.warmup import warmup_launches
-from vllm.worker.hpu.input import fields_of, padded_sizes
+from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 
 NUM_ROWS = 4
 VOCAB_SIZE = 600

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from vllm.core.block_hash import is_of_first_group
-from vllm.core.cache_events import public_hash
+from vllm.core.kv.block_hash import is_of_first_group
+from vllm.core.kv.cache_events import public_hash
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 

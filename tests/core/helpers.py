@@ -15,10 +15,10 @@ from tests.core.cache_follower import CacheFollower
 from tests.core.fake_runner import FakeRunner
 from tests.core.reference import root_content
 from vllm.config import SchedulerConfig
-from vllm.core.cache_events import CacheEventLog
-from vllm.core.draft_control import DraftControl
+from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.cache_events import CacheEventLog
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.core.helpers import Loop, make_request, make_scheduler
 from tests.core.reference import VOCAB_SIZE, expected_result
-from vllm.core.draft_control import DraftControl
+from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from tests.core.helpers import check_pool
-from vllm.core.block_pool import BlockPool
+from vllm.core.kv.block_pool import BlockPool
 from vllm.messages import NULL_BLOCK_ID
 
 

@@ -1,7 +1,7 @@
 """Events of the prefix cache. That they tell all of any load is checked in every `Loop`."""
 
 from tests.core.helpers import Loop, make_request, make_scheduler
-from vllm.core.cache_events import CacheEventLog, public_hash
+from vllm.core.kv.cache_events import CacheEventLog, public_hash
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 

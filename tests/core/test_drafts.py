@@ -20,8 +20,8 @@ from tests.core.test_any_load import (
     run_program,
     setups,
 )
-from vllm.core.draft_control import DraftControl
 from vllm.core.draft_sources import ModelDrafts
+from vllm.core.drafting.draft_control import DraftControl
 from vllm.messages import Finished, FinishReason
 from vllm.request import Request
 

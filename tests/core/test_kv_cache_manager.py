@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
-from vllm.core.block_hash import block_hashes, group_keys, root_hash
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.block_hash import block_hashes, group_keys, root_hash
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import NULL_BLOCK_ID
 from vllm.request import Request

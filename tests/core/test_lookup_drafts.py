@@ -8,9 +8,9 @@ import pytest
 from tests.core.helpers import make_request
 from tests.core.test_any_load import random_event, random_setup, run_program
 from vllm.config.speculative import LOOKUP_DRAFTS, DraftOptions
-from vllm.core.draft_control import DraftControl, StepCost
-from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts
-from vllm.core.token_index import TokenIndex
+from vllm.core.drafting.draft_control import DraftControl, StepCost
+from vllm.core.drafting.lookup_drafts import NgramDrafts, SuffixDrafts
+from vllm.core.drafting.token_index import TokenIndex
 from vllm.request import Request
 
 

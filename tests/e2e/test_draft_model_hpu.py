@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
 from tests.speculators import cut_last_layer
@@ -17,7 +18,6 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.platforms.habana.sim import SimBridge
 
 PARAMS = [params.clone() for params in test_hpu_drafts.PARAMS]
 for params in PARAMS:

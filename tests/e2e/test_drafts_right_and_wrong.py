@@ -13,7 +13,7 @@ from tests.e2e.test_every_draft import COMMON, METHODS
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
-from vllm.core.lookup_drafts import NgramDrafts
+from vllm.core.drafting.lookup_drafts import NgramDrafts
 
 ROOMY = COMMON | {"num_gpu_blocks_override": 33, "skip_tokenizer_init": True}
 RIGHT, LIES = "is right", "lies"
@@ -45,7 +45,9 @@ def make(method: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         config["prompt_lookup_min"] = 1
         if lies:
             monkeypatch.setattr(NgramDrafts, "_propose", another_token)
-            monkeypatch.setattr("vllm.core.lookup_drafts.SuffixDrafts._propose", another_token)
+            monkeypatch.setattr(
+                "vllm.core.drafting.lookup_drafts.SuffixDrafts._propose", another_token
+            )
     return replace(made, config=config)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
 from tests.e2e.logprob_checks import logprobs_of, wanted_logprobs
 from tests.e2e.reference import Reference, generate, random_prompts
 from tests.e2e.test_hpu_parity import BUCKETS, FEWER_TO_COMPILE
 from tests.hpu import MODES, simulated_hpu
 from tests.tiny_models import FAMILIES, MORE_FAMILIES
 from vllm import LLM, SamplingParams
-from vllm.platforms.habana.sim import SimBridge
 
 pytestmark = pytest.mark.exhaustive
 

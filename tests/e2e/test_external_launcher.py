@@ -13,8 +13,8 @@ from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.process.core_replicas import CoreReplicas
 from vllm.engine.process.startup_state import StartupState
+from vllm.engine.replicas.core_replicas import CoreReplicas
 from vllm.errors import ConfigError
 from vllm.executor.external import ExternalExecutor
 

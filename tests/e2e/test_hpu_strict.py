@@ -16,7 +16,7 @@ from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
-from vllm.worker.launch_result import LaunchResult
+from vllm.worker.batch.launch_result import LaunchResult
 
 NUM_REQUESTS = {"HPU graphs": 100, "torch.compile": 50, "eager": 50}
 NUM_DECODES = {"HPU graphs": 4}

@@ -9,7 +9,7 @@ import torch
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.worker.hpu.block_copies import CardBlockCopies
+from vllm.worker.hpu.memory.block_copies import CardBlockCopies
 
 PREFIX = "import os\nimport sys\ndef foo(a, b):\n    return a + b\n" * 3
 PROMPTS = [f"# file {number}\n{PREFIX}" for number in range(4)]

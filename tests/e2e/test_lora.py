@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
-from vllm.core.cache_events import CacheEventLog
+from vllm.core.kv.cache_events import CacheEventLog
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.reader import AdapterReader
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
-from vllm.worker.adapters import RaggedRows
+from vllm.worker.parts.adapters import RaggedRows
 
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gaudi_sim.bridge import SimBridge
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.lora_files import (
     ALL,
@@ -14,9 +15,9 @@ from tests.lora_files import (
     write_stacked_expert_adapter,
 )
 from tests.tiny_models import make_tiny_model
-from vllm import LLM, SamplingParams, env_ranks
+from vllm import LLM, SamplingParams
+from vllm.env import ranks as env_ranks
 from vllm.lora.request import LoRARequest
-from vllm.platforms.habana.sim import SimBridge
 
 ENGINE = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2}
 PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90, 7)]

@@ -9,7 +9,8 @@ from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LONG_PROMPTS
-from vllm import LLM, SamplingParams, env_ranks
+from vllm import LLM, SamplingParams
+from vllm.env import ranks as env_ranks
 from vllm.platforms.hpu import HPUPlatform
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

@@ -31,7 +31,8 @@ from tests.hpu import (
     steps_in_flight,
 )
 from tests.tiny_models import make_tiny_model
-from vllm import LLM, env_ranks
+from vllm import LLM
+from vllm.env import ranks as env_ranks
 from vllm.errors import ConfigError, EngineDeadError
 
 FAILING = "tests.executor.failing_workers"

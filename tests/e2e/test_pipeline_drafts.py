@@ -23,9 +23,10 @@ from tests.e2e.test_speculators import (
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tools.save_sharded_state import save
-from vllm import LLM, env_ranks
+from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
 from vllm.engine import engine_core
+from vllm.env import ranks as env_ranks
 from vllm.errors import WeightLoadError
 from vllm.model_executor.speculators.eagle import Eagle3
 from vllm.ops.cpu.library import load_cpu_kernels

@@ -26,7 +26,7 @@ from tools.save_sharded_state import save
 from vllm import LLM, RequestOutput, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
-from vllm.executor.rank_group import RankError
+from vllm.executor.ranks.rank_group import RankError
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.program import Program

@@ -10,7 +10,8 @@ from tests.e2e.test_pipeline_parallel import executor_of, in_stages
 from tests.e2e.test_pooling import CHUNKS, ENGINE
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.tiny_pooling_models import make_pooling_model
-from vllm import LLM, env_ranks
+from vllm import LLM
+from vllm.env import ranks as env_ranks
 from vllm.errors import ConfigError
 
 LENGTHS = (1, 7, 30, 18, 24, 29)

@@ -8,8 +8,9 @@ from tests.e2e.reference import assert_same_tokens, generate
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES
-from vllm import LLM, SamplingParams, env_ranks
+from vllm import LLM, SamplingParams
 from vllm.engine.input.prompt_embeds import cache_keys
+from vllm.env import ranks as env_ranks
 from vllm.errors import ConfigError, RequestError
 from vllm.transformers_utils.transformers_version import is_version_4
 

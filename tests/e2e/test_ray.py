@@ -24,9 +24,9 @@ from vllm.platforms.cpu_threads import count_cores
 
 ray: Any = pytest.importorskip("ray")
 
-from vllm.executor import ray_executor  # noqa: E402
-from vllm.executor.rank_group import RankError  # noqa: E402
-from vllm.executor.ray_placement import Placement, place_ranks  # noqa: E402
+from vllm.executor.ranks.rank_group import RankError  # noqa: E402
+from vllm.executor.ray import executor as ray_executor  # noqa: E402
+from vllm.executor.ray.placement import Placement, place_ranks  # noqa: E402
 
 EXTENSION = "tests.e2e.worker_extension.WorkerExtension"
 RAY: dict[str, Any] = ENGINE | {

@@ -16,7 +16,7 @@ from vllm.distributed import Meeting
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.executor.multiproc import MultiprocExecutor
-from vllm.executor.rank_group import RankError, RankGroup
+from vllm.executor.ranks.rank_group import RankError, RankGroup
 
 
 class Held(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from tests.engine.tokenizers_for_tests import BUNDLED_MODEL
 from vllm.config import CacheConfig, ModelArch, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import CapacityError, EngineAsleepError
-from vllm.executor.worker_call import call_worker
+from vllm.executor.ranks.worker_call import call_worker
 from vllm.messages import (
     EngineOutput,
     EngineRequest,

@@ -29,7 +29,7 @@ from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import TextLengthBound
-from vllm.utils.deadline_worker import DeadlineWorker
+from vllm.utils.process.deadline_worker import DeadlineWorker
 
 STOPPED = Finished(FinishReason.STOP)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

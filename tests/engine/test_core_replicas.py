@@ -13,8 +13,8 @@ from tests.engine.test_async_llm_engine import collect, params
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
-from vllm.engine.process.core_replicas import CoreReplicas
 from vllm.engine.process.wire import CoreFailed
+from vllm.engine.replicas.core_replicas import CoreReplicas
 from vllm.errors import (
     CapacityError,
     ConfigError,

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.input import huge_texts
 from vllm.engine.input.huge_texts import HugeTexts
-from vllm.utils.deadline_worker import make_server
+from vllm.utils.process.deadline_worker import make_server
 
 
 def test_nobody_waits_for_the_start_of_a_process_that_is_no_longer_needed(monkeypatch, tmp_path):

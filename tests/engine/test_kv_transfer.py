@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine.test_replica_router import make_request
 from vllm.config import ConnectorConfig, KVTransferConfig
-from vllm.core.block_hash import block_hashes
-from vllm.core.cache_events import CacheEventLog
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.block_hash import block_hashes
+from vllm.core.kv.cache_events import CacheEventLog
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.request_queue import RequestQueue
 from vllm.distributed.kv_transfer import KVConnector, block_folder
 from vllm.distributed.kv_transfer.block_folder import BlockFolder

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.fakes import make_config
-from vllm import env_ranks, envs
+from vllm import envs
 from vllm.config import DeviceConfig, ObservabilityConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
@@ -16,6 +16,7 @@ from vllm.engine.resolve import parallel as resolve_module
 from vllm.engine.resolve import replicas
 from vllm.engine.resolve.parallel import resolve_parallel
 from vllm.engine.resolve.replicas import replica_configs, resolve_device
+from vllm.env import ranks as env_ranks
 from vllm.errors import ConfigError
 from vllm.platforms import resolve_platform
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vllm.engine.process.replica_router import PrefixMemory, ReplicaRouter
+from vllm.engine.replicas.replica_router import PrefixMemory, ReplicaRouter
 from vllm.messages import CacheKey, EngineRequest
 from vllm.sampling_params import SamplingParams
 

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gaudi_sim import execute as sim_execute
+from gaudi_sim.bridge import SimBridge, SimulatedKernels
+from gaudi_sim.card.device import HpuTensor
+from gaudi_sim.graphs.graphs import CapturedGraph
 from tests.hpu import needs_simulated_device
 from tests.platforms.conftest import lazy, vendor  # noqa: F401
 from vllm import envs
@@ -18,13 +22,9 @@ from vllm.hpu_check import CHECKS, NAMES, collectives, device, run
 from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
-from vllm.platforms.habana import sim_execute
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge, SimulatedKernels
-from vllm.platforms.habana.sim_device import HpuTensor
-from vllm.platforms.habana.sim_graphs import CapturedGraph
 from vllm.sample.masks import TokenMasks
-from vllm.worker.hpu.resident import ResidentTokens
+from vllm.worker.hpu.launches.resident import ResidentTokens
 
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
 EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}

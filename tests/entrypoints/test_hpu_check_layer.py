@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.clock import Clock
+from gaudi_sim.graphs.graphs import CapturedGraph
+from gaudi_sim.kernels import fp8 as sim_fp8
+from gaudi_sim.kernels import uint4 as sim_uint4
 from vllm.attention.backends import hpu_attn
+from vllm.cost_model import cards
 from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
-from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
-from vllm.platforms.habana import sim_fp8, sim_spec, sim_uint4
+from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.hpu.quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.platforms.habana.experts import FusedExperts
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_clock import Clock
-from vllm.platforms.habana.sim_graphs import CapturedGraph
 from vllm.sample import sampler
 from vllm.sample.masks import TokenMasks
 from vllm.sample.penalties import Penalties
@@ -35,8 +37,8 @@ STEP_ROWS = ("decode attention", "prefill attention", "prefill with context", *S
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimBridge]:
     """A card of so little memory that a copy of its cache costs a test nothing."""
-    small = replace(sim_spec.CARDS["gaudi2"], pool_bytes=2**30)
-    monkeypatch.setitem(sim_spec.CARDS, "gaudi2", small)
+    small = replace(cards.CARDS["gaudi2"], pool_bytes=2**30)
+    monkeypatch.setitem(cards.CARDS, "gaudi2", small)
     yield SimBridge("gaudi2", is_lazy=True)
 
 

@@ -18,7 +18,7 @@ from vllm.entrypoints.quantize import run
 from vllm.entrypoints.quantize.layerwise import Inputs, decoder_layers, linear_layers
 from vllm.entrypoints.quantize.linear_modules import use_linear_modules
 from vllm.entrypoints.quantize.rounding import Grid
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.transformers_utils.transformers_version import is_version_4
 
 AWQ = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod
-from vllm.executor.worker_call import call_worker
+from vllm.executor.ranks.worker_call import call_worker
 from vllm.messages import SchedulerOutput
 
 

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from vllm.executor import rank_process
-from vllm.executor.rank_process import RankLoop
-from vllm.executor.rank_wire import (
+from vllm.executor.ranks import rank_process
+from vllm.executor.ranks.rank_process import RankLoop
+from vllm.executor.ranks.rank_wire import (
     CallRank,
     FrameReader,
     ReleaseRequests,

@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from vllm.executor import ray_caretaker
+from vllm.executor.ray import caretaker as ray_caretaker
 
 
 def test_what_is_left_is_ended_and_no_process_that_has_its_number_by_now():

@@ -9,8 +9,8 @@ import pytest
 
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
-from vllm.executor import ray_placement
-from vllm.executor.ray_utils import initialize_ray_cluster
+from vllm.executor.ray import placement as ray_placement
+from vllm.executor.ray.utils import initialize_ray_cluster
 
 ray = pytest.importorskip("ray")
 

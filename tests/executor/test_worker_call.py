@@ -4,7 +4,7 @@ import pytest
 
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.executor.worker_call import call_worker, resolve_worker_class
+from vllm.executor.ranks.worker_call import call_worker, resolve_worker_class
 
 HERE = "tests.executor.test_worker_call"
 

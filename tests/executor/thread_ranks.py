@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.executor import Executor, StepHandleLike, WorkerMethod
-from vllm.executor.worker_call import call_worker, make_worker
+from vllm.executor.ranks.worker_call import call_worker, make_worker
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.utils.futures import when_all
 

@@ -19,7 +19,7 @@ from vllm.ops.low_rank import (
     LowRank,
     PlainAdapter,
 )
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import SingleExperts
 
 

@@ -21,7 +21,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM

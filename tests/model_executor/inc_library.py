@@ -61,8 +61,8 @@ def run(method: str, x: Tensor) -> dict[str, Any]:
 def main() -> None:
     card, *methods = sys.argv[1:]
     os.environ |= {"VLLM_HPU_SIM": card, "PT_HPU_LAZY_MODE": "1"}
+    from gaudi_sim.vendor import install_vendor
     from vllm.platforms import resolve_platform
-    from vllm.platforms.habana.sim_vendor import install_vendor
 
     resolve_platform("hpu").bridge  # noqa: B018  (starts the card)
     install_vendor()

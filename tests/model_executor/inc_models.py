@@ -10,7 +10,7 @@ from tests.model_executor.helpers import logits_of, make_config
 from vllm.config import IncConfig
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.quantization import inc_measure
+from vllm.model_executor.quantization.inc import measure as inc_measure
 
 
 def write(path: Path, content) -> Path:

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gaudi_sim.bridge import SimBridge
 from tests.gpt_oss_checkpoint import write_gpt_oss
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.model_executor.helpers import make_config
@@ -25,17 +26,16 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
-from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.model_loader import log_dequantized
 from vllm.model_executor.quantization.registry import format_names
 from vllm.ops import get_ops, set_ops
-from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_quantized import HPUNarrowWeight
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.hpu.quantized import HPUNarrowWeight
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import GroupedWeight
 from vllm.platforms.habana.operators import QuantizedKernels
-from vllm.platforms.habana.sim import SimBridge
 from vllm.transformers_utils.gguf.folder import unpack
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"

@@ -13,7 +13,7 @@ from tests.quantized_checkpoints import write
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 WIDE = {"intermediate_size": 192}
 MIXER = ("x_proj", "dt_proj")

@@ -18,11 +18,11 @@ from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
-from vllm.model_executor.quantization.gguf_blocks import needs_package
+from vllm.model_executor.quantization.gguf.blocks import needs_package
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import BLOCK_TYPES
 

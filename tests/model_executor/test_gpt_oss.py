@@ -12,7 +12,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import Mxfp4Weight
 
 pytest.importorskip("transformers.models.gpt_oss")

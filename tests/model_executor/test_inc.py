@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 from tests.model_executor.helpers import load
 from tests.model_executor.inc_models import measure, quantize, without, write
 from vllm.config import IncConfig
-from vllm.config.inc import read_inc_config
+from vllm.config.quantization.inc import read_inc_config
 from vllm.distributed import TPGroup
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
 from vllm.entrypoints.calibration.folder import CalibrationFolder, link_attention
 from vllm.errors import ConfigError
-from vllm.model_executor.quantization.inc import Inc
-from vllm.model_executor.quantization.inc_files import (
+from vllm.model_executor.quantization.inc.files import (
     Node,
     find_file,
     merged,
     read_file,
     write_file,
 )
-from vllm.model_executor.quantization.inc_scales import (
+from vllm.model_executor.quantization.inc.inc import Inc
+from vllm.model_executor.quantization.inc.scales import (
     METHODS,
     input_scale,
     round_weight,
@@ -32,7 +32,7 @@ from vllm.model_executor.quantization.inc_scales import (
 )
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import Fp8Weight
 
 # What neural-compressor-pt 3.10 wrote of two small layers, on torch 2.13.

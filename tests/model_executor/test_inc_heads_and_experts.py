@@ -5,13 +5,13 @@ import torch
 
 from tests.model_executor.helpers import load
 from tests.model_executor.inc_models import measure, quantize, without, write
-from vllm.model_executor.layers.stored_experts import RoundedExperts
-from vllm.model_executor.layers.stored_linear import StoredHead
-from vllm.model_executor.quantization.inc_files import find_file, read_file
-from vllm.model_executor.quantization.inc_scales import METHODS, round_weight
+from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
+from vllm.model_executor.layers.stored.stored_linear import StoredHead
+from vllm.model_executor.quantization.inc.files import find_file, read_file
+from vllm.model_executor.quantization.inc.scales import METHODS, round_weight
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 HEAD = "lm_head"
 

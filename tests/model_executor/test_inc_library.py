@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.model_executor.inc_library import Model
-from vllm.config.inc import SCALE_METHODS
-from vllm.model_executor.quantization.inc_scales import (
-    METHODS,
-    RANGES,
-    input_scale,
-    weight_scales,
-)
+from vllm.config.quantization.inc import SCALE_METHODS
+from vllm.model_executor.quantization.inc.scales import METHODS, RANGES, input_scale, weight_scales
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("neural_compressor") is None,

@@ -14,8 +14,8 @@ from vllm.distributed import Stage, TPGroup
 from vllm.entrypoints.calibration.folder import CalibrationFolder
 from vllm.entrypoints.calibration.ranks import expand, unify
 from vllm.errors import ConfigError
-from vllm.model_executor.quantization import inc_measure
-from vllm.model_executor.quantization.inc_files import Measurements, Node, read_file, write_file
+from vllm.model_executor.quantization.inc import measure as inc_measure
+from vllm.model_executor.quantization.inc.files import Measurements, Node, read_file, write_file
 
 OP = "model.layers.1.mlp.experts.moe_op"
 PATH = Path("some_file.json")

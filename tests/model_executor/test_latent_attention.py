@@ -26,7 +26,7 @@ from vllm.model_executor.models.deepseek import deepseek_routing
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.worker.kv_cache import cache_layout, layers_with_cache
 
 

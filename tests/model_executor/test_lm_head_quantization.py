@@ -10,7 +10,7 @@ from tests.model_executor.helpers import make_config
 from tests.quantized_checkpoints import write
 from vllm.assets import BUNDLED_MODEL
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.stored_linear import StoredHead
+from vllm.model_executor.layers.stored.stored_linear import StoredHead
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUPacked

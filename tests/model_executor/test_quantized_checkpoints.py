@@ -13,9 +13,9 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.transformers_utils.hf_config import read_hf_config
 
 

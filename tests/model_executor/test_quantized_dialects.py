@@ -13,7 +13,7 @@ from tests.quantized_checkpoints import FORMATS, made_once, write
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 MIXED_LAYERS = ("layers.0.mlp", "layers.1.self_attn")

@@ -19,7 +19,7 @@ from vllm.model_executor.quantization.compressed_tensors import CompressedTensor
 from vllm.model_executor.quantization.gptq import GPTQ
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 FOLDER = Path(__file__).parents[1] / "reference_checkpoints"
 FORMATS = {"autogptq": GPTQ, "autoawq": AWQ, "compressed_tensors": CompressedTensors}

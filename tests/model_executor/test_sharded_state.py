@@ -23,7 +23,7 @@ from tools.save_sharded_state import save
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.loader import load_model
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 INPUT_IDS = prompt_of(12)
 

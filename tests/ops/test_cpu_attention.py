@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Weights are rounded to bf16 (2^-9 relative) and so is the result, whose size is that of a value.

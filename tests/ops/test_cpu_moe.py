@@ -14,7 +14,7 @@ from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.cpu.weight_format import WeightFormat
 from vllm.ops.expert_options import ExpertOptions
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import StoredWeight
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

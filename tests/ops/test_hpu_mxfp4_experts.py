@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from gaudi_sim.bridge import SimBridge
 from tests.hpu import needs_simulated_device
 from tests.ops.test_hpu_ops import CLAMPED, SCALED, CountsOfExperts, assert_products, mxfp4_experts
 from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_mxfp4_experts import HPUMxfp4Experts
-from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.native import NativeOps
-from vllm.platforms.habana.sim import SimBridge
+from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
+from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.native.operators import NativeOps
 
 pytestmark = needs_simulated_device
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gaudi_sim.bridge import SimBridge
+
 # These run here too, with the `ops` of this file.
 from tests.ops.test_ops_parity import (  # noqa: F401
     packed_qkv,
@@ -22,11 +24,11 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_of_extreme_gates,
 )
 from vllm.ops.expert_options import ExpertOptions
-from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts
+from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.hpu.quantized import HPUFp8Experts
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import ExpertProducts
 from vllm.ops.stored_weight import (
     Fp8Weight,
@@ -37,7 +39,6 @@ from vllm.ops.stored_weight import (
     Mxfp4Weight,
 )
 from vllm.platforms.habana.bridge import FusedKernels
-from vllm.platforms.habana.sim import SimBridge
 
 NATIVE = NativeOps()
 TOLERANCES = {

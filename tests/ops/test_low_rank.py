@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 NATIVE = NativeOps()
 LAYERS = [

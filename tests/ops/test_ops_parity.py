@@ -16,7 +16,7 @@ from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.expert_options import ExpertGroups, Routing
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 NATIVE = NativeOps()

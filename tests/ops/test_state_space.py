@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.native import NativeOps
-from vllm.ops.state_space import (
+from vllm.ops.native.operators import NativeOps
+from vllm.ops.native.state_space import (
     convolve,
     scan_channels,
     scan_heads,

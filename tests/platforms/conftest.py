@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import vllm.ops
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.vendor import install_vendor, uninstall_vendor
 from vllm import envs
 from vllm.platforms import hpu, registry
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_vendor import install_vendor, uninstall_vendor
 
 STUBS = Path(__file__).parents[1] / "stubs"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gaudi_sim.bridge import SimBridge
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge
 
 MIB, GIB = 2**20, 2**30
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.vendor import kernels as simulated_kernels
 from tests.hpu import captured_log
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa, naive_sdpa
 from vllm.errors import ConfigError
-from vllm.ops.hpu import HPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms import hpu
 from vllm.platforms.habana.parts import OLDEST, OPERATORS, PARTS, parse_names, parse_release
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_vendor import kernels as simulated_kernels
 from vllm.platforms.habana.trials import TRIALS
 
 IMPORTED = [name for name, part in PARTS.items() if part.module != OPERATORS]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from gaudi_sim.bridge import SimBridge
 from tests.hpu import captured_log
 from vllm import envs
 from vllm.entrypoints.cli import collect_env
 from vllm.entrypoints.cli.main import main, run_command
-from vllm.env_bridge import BRIDGE_SETTINGS, bridge_settings
-from vllm.executor.ray_utils import worker_environment
-from vllm.platforms.habana.sim import SimBridge
+from vllm.env.bridge import BRIDGE_SETTINGS, bridge_settings
+from vllm.executor.ray.utils import worker_environment
 from vllm.platforms.hpu import create_hpu_platform
 
 STUBS = Path(__file__).parents[1] / "stubs"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.hpu import captured_log
-from vllm import env_ranks
+from vllm.env import ranks as env_ranks
 from vllm.platforms import hpu
 from vllm.platforms.card_reading import CardReading
 from vllm.platforms.habana.telemetry import CardReader

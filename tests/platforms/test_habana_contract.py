@@ -86,6 +86,7 @@ BRIDGE_CALLS = {
         [("torch.hpu.Event.record", 1, ()), ("torch.hpu.Event.query", 1, ())],
     ),
     "synchronize": (lambda b: b.synchronize(), [("torch.hpu.synchronize", 0, ())]),
+    "now_s": (lambda b: b.now_s(), []),
     "mark_step": (lambda b: b.mark_step(), [("torch.core.mark_step", 0, ())]),
     "wrap_in_hpu_graph": (
         lambda b: b.wrap_in_hpu_graph(torch.nn.Linear(2, 2)),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
 from tests.hpu import needs_simulated_device
 from vllm.distributed import CardLink, Collectives, TorchCollectives
 from vllm.errors import CollectiveError
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_card import SimulationError
 
 _EXCHANGE = """
 import os
@@ -23,7 +23,7 @@ import sys
 import torch
 from torch import distributed as dist
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge
+from gaudi_sim.bridge import SimBridge
 
 child = os.fork()  # both have imported everything
 rank, store = int(child == 0), sys.argv[1]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_card import SimulationError
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
 
 
 def on_card(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_card import SimulationError
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
 
 MIB = 2**20
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm.platforms.habana.sim import SimBridge
+from gaudi_sim.bridge import SimBridge
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {"gaudi2": 240.0, "gaudi3": 448.0}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_card import SimulationError
-from vllm.platforms.habana.sim_graphs import CapturedGraph, input_hash
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
+from gaudi_sim.graphs.graphs import CapturedGraph, input_hash
 
 
 class Layer(nn.Module):

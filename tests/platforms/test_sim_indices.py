@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm.platforms.habana.sim import SimBridge
+from gaudi_sim.bridge import SimBridge
 
 OUTSIDE = [-1, 5, 1000]
 

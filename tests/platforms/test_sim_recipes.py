@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.recipes import RecipeCache
 from vllm.errors import ConfigError
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_recipes import RecipeCache
 
 
 def compilations_of(config: str, *, model: str = "gaudi2", is_strict: bool = False) -> int:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_vendor.graphs import HPUGraph
-from vllm.platforms.habana.sim_vendor.graphs import graph as capture
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.vendor.graphs import HPUGraph
+from gaudi_sim.vendor.graphs import graph as capture
 
 GIB = 2**30
 MODES = [

@@ -7,16 +7,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_card import SimulationError
-from vllm.platforms.habana.sim_vendor import install_vendor, uninstall_vendor
-from vllm.platforms.habana.sim_vendor.graphs import HPUGraph, graph, wrap_in_hpu_graph
-from vllm.platforms.habana.sim_vendor.kernels import FusedSDPA, apply_rotary_pos_emb
-from vllm.platforms.habana.sim_vendor.metrics import (
-    MetricNotFound,
-    metric_global,
-    metric_localcontext,
-)
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
+from gaudi_sim.vendor import install_vendor, uninstall_vendor
+from gaudi_sim.vendor.graphs import HPUGraph, graph, wrap_in_hpu_graph
+from gaudi_sim.vendor.kernels import FusedSDPA, apply_rotary_pos_emb
+from gaudi_sim.vendor.metrics import MetricNotFound, metric_global, metric_localcontext
 
 NAMES = [
     "torch.core.mark_step",

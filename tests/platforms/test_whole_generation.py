@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
 from tests.platforms.test_habana_contract import BRIDGE_CALLS, DOCUMENTED, KERNEL_CALLS
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.real import RealBridge
-from vllm.platforms.habana.sim import SimBridge
 
 MAX_TOKENS = 6
 FEW_BUCKETS = {

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gaudi_sim.bridge import SimBridge
 from tests.sample.helpers import CPU, make_request, make_state, repeatable, rows
-from vllm.platforms.habana.sim import SimBridge
 from vllm.sample.masks import MaskFiller, TokenMasks, bit_values, num_words, pack_allowed
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState

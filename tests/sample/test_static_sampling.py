@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gaudi_sim.bridge import SimBridge
 from tests.sample.helpers import CPU, make_request, make_state, repeatable, rows
 from vllm.messages import EngineRequest
-from vllm.platforms.habana.sim import SimBridge
 from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
@@ -31,7 +31,7 @@ from vllm.sample.warmup import (
     stages_of,
     warmup_launches,
 )
-from vllm.worker.hpu.host_buffers import HostBuffers
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
 
 VOCAB_SIZE = 600
 MAX_MODEL_LEN = 200

@@ -11,8 +11,8 @@ import pytest
 from tests.bucketing.helpers import make_limits
 from tests.seeds.table import DOCUMENTS, KINDS, Statement, read_table
 from vllm.bucketing import BucketSettings
-from vllm.env_compat import COMPAT_VARIABLES
-from vllm.env_others import OTHER_READERS
+from vllm.env.compat import COMPAT_VARIABLES
+from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 from vllm.model_executor.models.registry import ModelRegistry
 

@@ -14,7 +14,7 @@ from vllm.errors import CapacityError, RequestError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.utils.deadline_worker import (
+from vllm.utils.process.deadline_worker import (
     DeadlineExceeded,
     DeadlineWorker,
     WorkerDied,

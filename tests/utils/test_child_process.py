@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
-from vllm.utils import child_process
-from vllm.utils.child_process import ChildProcess, describe_exit
+from vllm.utils.process import child_process
+from vllm.utils.process.child_process import ChildProcess, describe_exit
 
 WAIT_S = 60
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from vllm.utils.deadline_worker import (
+from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
     DeadlineWorker,

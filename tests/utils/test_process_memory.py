@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm.utils import process_memory
-from vllm.utils.process_memory import MemoryTrim, can_discard, discard, release_freed_memory
+from vllm.utils.process import process_memory
+from vllm.utils.process.process_memory import MemoryTrim, can_discard, discard, release_freed_memory
 
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the addresses")
 PAGE = mmap.PAGESIZE

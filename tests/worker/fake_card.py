@@ -16,13 +16,8 @@ from tests.worker.hpu_helpers import input_sizes
 from vllm.attention.backends.hpu_metadata import PADDING_GROUP
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
-from vllm.worker.hpu.input import (
-    RESIDENT,
-    unpack_decode,
-    unpack_merged,
-    unpack_prefill,
-)
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.input import RESIDENT, unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.launches.planner import PaddedShape
 
 NEVER = -99
 """In place of a token or a content: none was written."""

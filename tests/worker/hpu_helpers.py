@@ -17,25 +17,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from gaudi_sim.card.device import active_card
 from tests.core.fake_runner import drafts_of
 from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket
-from vllm.bucketing.shrink import shrink_launches
+from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.core.drafts import DraftSource
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
-from vllm.platforms.habana.sim_device import active_card
 from vllm.sampling_params import SamplingParams
 from vllm.utils.ragged import positions_within
-from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
-from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
-from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.batch.input_batch import ExpectedTokens, InputBatch
+from vllm.worker.batch.verification import count_accepted
+from vllm.worker.hpu.launches.input import HPUInputBuilder, fields_of, padded_sizes
+from vllm.worker.hpu.launches.planner import (
+    HPULaunchPlanner,
+    PaddedLaunch,
+    PaddedShape,
+    launch_shapes,
+)
+from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
-from vllm.worker.input_batch import ExpectedTokens, InputBatch
-from vllm.worker.verification import count_accepted
 
 EOS = 3
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)

@@ -34,7 +34,7 @@ from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
 from vllm.request import Request
-from vllm.worker.hpu.planner import PaddedLaunch
+from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 NUM_SEEDS = 4
 NUM_ENGINES = 125

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from vllm.utils.short_turns import TURN_S
-from vllm.worker import background
-from vllm.worker.background import StepClock, run_in_background
+from vllm.worker.parts import background
+from vllm.worker.parts.background import StepClock, run_in_background
 
 
 def test_work_takes_one_thread_and_short_turns_and_leaves_nothing_behind():

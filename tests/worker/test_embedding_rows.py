@@ -14,8 +14,8 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.messages import NewRequest, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.worker.embedding_rows import EmbeddingRows
-from vllm.worker.launch import Launch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.parts.embedding_rows import EmbeddingRows
 
 SIZE = 4
 

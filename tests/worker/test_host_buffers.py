@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.hpu import simulated_hpu
-from vllm.worker.hpu.host_buffers import HostBuffers
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
 
 
 @dataclass

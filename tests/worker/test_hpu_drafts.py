@@ -12,13 +12,13 @@ from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from vllm import SamplingParams
 from vllm.bucketing import Phase
 from vllm.config.speculative import DraftOptions
+from vllm.core.drafting.lookup_drafts import NgramDrafts
 from vllm.core.drafts import DraftPlanner
-from vllm.core.lookup_drafts import NgramDrafts
 from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.sampling_params import GuidedDecodingParams
-from vllm.worker.hpu.planner import PaddedLaunch
+from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5, 8)]
 PARAMS = [

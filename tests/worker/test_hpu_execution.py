@@ -8,9 +8,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from tests.hpu import simulated_hpu
 from tests.worker.hpu_helpers import make_config
 from vllm.attention import LaunchContext, share_context
-from vllm.worker.hpu.execution import Execution, LazyExecution, make_execution
-from vllm.worker.hpu.model import LaunchModel
-from vllm.worker.hpu.offload import choose_layers
+from vllm.worker.hpu.launches.execution import Execution, LazyExecution, make_execution
+from vllm.worker.hpu.launches.model import LaunchModel
+from vllm.worker.hpu.memory.offload import choose_layers
 
 
 class CountingBridge:

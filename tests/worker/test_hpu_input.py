@@ -9,15 +9,15 @@ import torch
 from tests.worker.hpu_helpers import input_sizes
 from tests.worker.test_input_batch import int_array, new_request, step
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.worker.hpu.input import (
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.input import (
     RESIDENT,
     HPUInputBuilder,
     unpack_decode,
     unpack_merged,
     unpack_prefill,
 )
-from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 
 SIZE = 4
 PADDING_ROW = 8

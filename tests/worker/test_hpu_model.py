@@ -8,8 +8,8 @@ from vllm.attention import LaunchContext
 from vllm.attention.backends.sdpa import naive_sdpa
 from vllm.config import RopeConfig
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.ops.native import NativeOps
-from vllm.worker.hpu.model import LaunchModel, PreparedLaunch
+from vllm.ops.native.operators import NativeOps
+from vllm.worker.hpu.launches.model import LaunchModel, PreparedLaunch
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.planner import PaddedShape
 
 NUM_LAYERS = 6  # of the bundled model
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)

@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.bucketing.ledger import MemoryClass
 from vllm.errors import ConfigError
-from vllm.worker.hpu.offload import StreamedLayers, choose_layers, stream_layers
+from vllm.worker.hpu.memory.offload import StreamedLayers, choose_layers, stream_layers
 
 GIB = 2**30
 LAYER_BYTES = 4 * (4 * 4 + 4)

@@ -11,13 +11,13 @@ from tests.worker.hpu_helpers import Rows, entries
 from vllm.bucketing import Catalog, Phase
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.messages import IntArray, SchedulerOutput
-from vllm.worker.hpu.planner import (
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
 )
-from vllm.worker.input_batch import InputBatch
 
 SIZE = 16
 

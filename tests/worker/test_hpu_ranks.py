@@ -5,6 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.device import install
+from gaudi_sim.compile import compile_for_card
+from gaudi_sim.execute import execute
+from gaudi_sim.vendor.hpu import device_module
 from tests.executor.list_executor import ListExecutor
 from tests.hpu import captured_log, simulated_hpu
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LAZY, LONG_PROMPTS, check_memory
@@ -13,11 +18,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
 from vllm.executor import StepHandleLike, Worker
 from vllm.messages import EngineRequest, SchedulerOutput
-from vllm.platforms.habana.sim import SimBridge
-from vllm.platforms.habana.sim_compile import compile_for_card
-from vllm.platforms.habana.sim_device import install
-from vllm.platforms.habana.sim_execute import execute
-from vllm.platforms.habana.sim_vendor.hpu import device_module
 from vllm.sampling_params import SamplingParams
 from vllm.worker.hpu.worker import HPUWorker
 

@@ -7,11 +7,11 @@ import torch
 from tests.worker.test_input_batch import int_array
 from vllm.bucketing.bucket import decode
 from vllm.sample.sampler import SamplerOutput
-from vllm.worker.hpu.input import RESIDENT, HPUInputBuilder, unpack_decode
-from vllm.worker.hpu.planner import PaddedLaunch
-from vllm.worker.hpu.resident import ResidentTokens
-from vllm.worker.input_batch import InputBatch
-from vllm.worker.verification import count_accepted
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.verification import count_accepted
+from vllm.worker.hpu.launches.input import RESIDENT, HPUInputBuilder, unpack_decode
+from vllm.worker.hpu.launches.planner import PaddedLaunch
+from vllm.worker.hpu.launches.resident import ResidentTokens
 
 SIZE, MAX_DRAFTS, MAX_LEN, NUM_ROWS = 4, 3, 64, 6
 CPU = torch.device("cpu")

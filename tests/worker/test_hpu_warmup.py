@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
+from gaudi_sim.bridge import SimBridge
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass, Phase, prove
-from vllm.bucketing.bucket_plan import plan_buckets
+from vllm.bucketing.catalog.bucket_plan import plan_buckets
+from vllm.cost_model import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.platforms.habana import sim_spec
-from vllm.platforms.habana.sim import SimBridge
-from vllm.worker.hpu import warmup as hpu_warmup
-from vllm.worker.hpu.memory import divide_memory, make_ledger
-from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
+from vllm.worker.hpu.warmup import warmup as hpu_warmup
+from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
 MIB = 2**20
@@ -186,7 +186,7 @@ def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served():
 
 
 def test_a_graph_that_does_not_fit_the_card_is_left_out(monkeypatch):
-    monkeypatch.setattr(sim_spec, "GRAPH_BYTES_PER_OP", MIB)
+    monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", MIB)
     with (
         simulated_hpu(pool_bytes=128 * MIB, **SIX_LAUNCHES | LAZY) as bridge,
         captured_log() as log,

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
+from gaudi_sim.card.memory import Lease
 from tests.engine.fakes import make_config
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Catalog, MemoryClass
-from vllm.bucketing.bucket_plan import step_limits
+from vllm.bucketing.catalog.bucket_plan import step_limits
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.platforms.habana.sim_memory import Lease
-from vllm.worker.hpu.memory import divide_memory, make_ledger
-from vllm.worker.hpu.profile import held_bytes
-from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
+from vllm.worker.hpu.warmup.profile import held_bytes
+from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.memory_use import CacheBudget, draft_use, states_use, weights_use
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from vllm.messages import EngineRequest, NewRequest, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.batch.input_batch import InputBatch
 
 
 def int_array(*values: int) -> np.ndarray:

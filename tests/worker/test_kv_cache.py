@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from gaudi_sim.bridge import SimBridge
 from vllm.attention import Attention, CachedLayer, EncoderAttention, StateLayer
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
 from vllm.platforms import resolve_platform
-from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.hpu import HPUPlatform
-from vllm.worker.hpu.memory import beside_states
+from vllm.worker.hpu.memory.memory import beside_states
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,

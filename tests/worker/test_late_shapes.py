@@ -11,9 +11,9 @@ from tests.worker.test_hpu_planner import make_step
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Catalog, Phase
 from vllm.bucketing.bucket import decode, prefill
-from vllm.worker.hpu.late_shapes import COMPILE_COST, LateShapes
-from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedShape
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.late_shapes import COMPILE_COST, LateShapes
+from vllm.worker.hpu.launches.planner import HPULaunchPlanner, PaddedShape
 
 SIZE = 16
 BUCKETS = [

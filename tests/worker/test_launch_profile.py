@@ -10,7 +10,7 @@ import pytest
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from vllm import LLM
 from vllm.bucketing.bucket import decode, prefill
-from vllm.bucketing.profiled import parse_profiled
+from vllm.bucketing.strategies.profiled import parse_profiled
 from vllm.errors import ConfigError
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 from pytest import MonkeyPatch
 
+from gaudi_sim.card.memory import MemoryPool
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from tests.worker.test_hpu_warmup import (
@@ -21,10 +22,9 @@ from vllm import LLM
 from vllm.bucketing import prove
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.errors import ConfigError
-from vllm.platforms.habana.sim_memory import MemoryPool
-from vllm.worker.hpu.memory_forecast import MemoryForecast
-from vllm.worker.hpu.memory_profile import Attempt
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory.memory_profile import Attempt
 
 
 def attempt_of(num_bytes: float, *, has_grown: bool = True, refused: int | None = None) -> Attempt:

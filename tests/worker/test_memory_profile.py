@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from vllm.platforms.habana.sim import SimBridge
-from vllm.worker.hpu.memory_profile import MemoryProfile, attempt, used_bytes
+from gaudi_sim.bridge import SimBridge
+from vllm.worker.hpu.memory.memory_profile import MemoryProfile, attempt, used_bytes
 
 MIB = 2**20
 

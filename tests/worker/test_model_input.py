@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from tests.worker.test_input_batch import int_array, new_request, step
-from vllm.worker.input_batch import InputBatch
-from vllm.worker.launch import Launch
-from vllm.worker.model_input import build_ragged_input
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import build_ragged_input
 
 CPU = torch.device("cpu")
 

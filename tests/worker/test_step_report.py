@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
 from vllm.bucketing.bucket import Phase
-from vllm.platforms.habana.sim import SimBridge
-from vllm.worker.hpu import step_report
-from vllm.worker.hpu.step_report import StepReport, StepShape, not_warmed_line
+from vllm.worker.hpu.launches import step_report
+from vllm.worker.hpu.launches.step_report import StepReport, StepShape, not_warmed_line
 
 SHAPE = StepShape.of([300, 129], 128, is_prompt=True)
 SHAPE_TEXT = "is_prompt: True, num_seqs: 2, max_context_len: 300, max_num_blocks 3"

@@ -5,8 +5,8 @@ import pytest
 
 from tests.worker.test_input_batch import int_array, new_request, step
 from vllm.messages import SchedulerOutput
-from vllm.worker.input_batch import InputBatch
-from vllm.worker.verification import count_accepted
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.verification import count_accepted
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from vllm.engine.process import startup_state
 from vllm.engine.process.startup_state import StartupState
 from vllm.executor import make_executor
 from vllm.utils import startup_progress
-from vllm.worker.hpu import warmup_estimate
-from vllm.worker.hpu.warmup_estimate import Kind, WarmUpEstimate, Work
+from vllm.worker.hpu.warmup import warmup_estimate
+from vllm.worker.hpu.warmup.warmup_estimate import Kind, WarmUpEstimate, Work
 
 STAGES = ("compile", "run", "capture")
 MOST_RISE = 4 / 3 + 1e-9

@@ -14,13 +14,13 @@ Independent of torch, devices, environment variables and requests.
 """
 
 from vllm.bucketing.bucket import Bucket, Phase
-from vllm.bucketing.bucket_plan import BucketPlan, plan_buckets
-from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import ClosureReport, missing_buckets, prove
-from vllm.bucketing.generate import GeneratedBuckets, Strategy, generate_buckets
+from vllm.bucketing.catalog.bucket_plan import BucketPlan, plan_buckets
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import ClosureReport, missing_buckets, prove
 from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
 from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits
+from vllm.bucketing.strategies.generate import GeneratedBuckets, Strategy, generate_buckets
 
 __all__ = [
     "Bucket",

@@ -4,18 +4,18 @@ Each setting is defined in one place: type, default and docstring of a field als
 command-line flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a device.
 """
 
+from vllm.config.arch.model_arch import ModelArch, RopeConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
-from vllm.config.inc import IncConfig
 from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
-from vllm.config.model_arch import ModelArch, RopeConfig
 from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import PoolerConfig
+from vllm.config.quantization.inc import IncConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_output import StructuredOutputConfig

@@ -90,7 +90,7 @@ class HPUConfig:
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""
     profiled_launch: str | None = field(default=None, metadata=_NO_FLAG)
-    """The launch that is profiled in place of a start; see `vllm.bucketing.profiled`."""
+    """The launch that is profiled in place of a start; see `vllm.bucketing.strategies.profiled`."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
     log_recipes: bool = field(default=False, metadata=_variable("PT_HPU_METRICS_GC_DETAILS"))
     """A report of compilations lists the recipes, with their times."""

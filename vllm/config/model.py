@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from vllm.config.arch.model_arch import ModelArch
 from vllm.config.fields import check_at_least, check_one_of
-from vllm.config.inc import IncConfig
-from vllm.config.model_arch import ModelArch
 from vllm.config.pooler import ModelTask, PoolerConfig
+from vllm.config.quantization.inc import IncConfig
 from vllm.errors import ConfigError
 from vllm.utils.patterns import compile_pattern
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from vllm.config.arch.speculators import MAX_DRAFTS, SPECULATORS
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.model import ModelConfig
-from vllm.config.speculators import MAX_DRAFTS, SPECULATORS
 from vllm.errors import ConfigError
 
 DraftMethod = Literal[

@@ -1,7 +1,7 @@
 """Admission: which waiting requests begin in a step that is being planned."""
 
 from vllm.config import SchedulerConfig
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
 from vllm.messages import BlockMoves

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from vllm.config import SpeculativeConfig
-from vllm.core.draft_control import DraftControl
+from vllm.core.drafting.draft_control import DraftControl
+from vllm.core.drafting.lookup_drafts import NgramDrafts, SuffixDrafts
 from vllm.core.drafts import DraftSource
-from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts
 from vllm.messages import DRAFT_OF_WORKER
 from vllm.request import Request
 

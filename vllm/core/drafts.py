@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm.core.draft_control import DraftControl
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.drafting.draft_control import DraftControl
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step

@@ -3,7 +3,7 @@ it."""
 
 from collections import Counter
 
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
 from vllm.request import Request, RequestStatus
 

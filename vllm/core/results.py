@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step
 from vllm.messages import Finished, FinishReason, IntArray, LogprobRows, ModelRunnerOutput

@@ -22,9 +22,9 @@ import numpy as np
 from vllm.config import SchedulerConfig
 from vllm.core.admission import Admission
 from vllm.core.dense_blocks import bring_down
-from vllm.core.draft_control import DraftControl
+from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget, share_of_step
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue

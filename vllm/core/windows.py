@@ -1,6 +1,6 @@
 """Frees the blocks that sliding windows have passed: no query will see them again."""
 
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
 from vllm.messages import IntArray
 

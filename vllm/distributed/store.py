@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch.torch_version import TorchVersion
 
-from vllm.utils.blocking_sockets import limit_waits_of
+from vllm.utils.process.blocking_sockets import limit_waits_of
 
 _LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
 """Before, only the older server of torch.distributed can listen with a socket that is there."""

@@ -41,9 +41,9 @@ from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
-from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import CoreOutput, Refused
+from vllm.engine.replicas.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
     CapacityError,

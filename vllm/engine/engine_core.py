@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.core.cache_events import CacheEventLog
 from vllm.core.draft_sources import make_drafts
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.cache_events import CacheEventLog
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
@@ -31,7 +31,7 @@ from vllm.errors import (
     VllmError,
 )
 from vllm.executor import Executor, StepHandleLike, Worker, WorkerMethod, make_executor
-from vllm.executor.worker_call import refuse_engine_method
+from vllm.executor.ranks.worker_call import refuse_engine_method
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import (

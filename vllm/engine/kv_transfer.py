@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from hashlib import sha256
 
 from vllm.config import KVTransferConfig
-from vllm.core.block_hash import block_hashes, root_hash
-from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.kv.block_hash import block_hashes, root_hash
+from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor, Worker
 from vllm.logger import init_logger

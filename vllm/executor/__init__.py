@@ -2,8 +2,8 @@
 
 from vllm.executor.base import Executor
 from vllm.executor.choose import make_executor
+from vllm.executor.ranks.worker_call import WorkerMethod
 from vllm.executor.uniproc import UniProcExecutor
-from vllm.executor.worker_call import WorkerMethod
 from vllm.worker.interface import StepHandleLike, Worker
 
 __all__ = [

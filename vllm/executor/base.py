@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from vllm.executor.worker_call import WorkerMethod
+from vllm.executor.ranks.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.utils import startup_progress
 from vllm.utils.clean_up import on_failure

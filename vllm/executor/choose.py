@@ -22,7 +22,7 @@ def make_executor(config: VllmConfig) -> Executor:
         intermediate_size=arch.intermediate_size,
     )
     if config.parallel.distributed_executor_backend == "ray":
-        from vllm.executor.ray_executor import RayExecutor
+        from vllm.executor.ray.executor import RayExecutor
 
         return RayExecutor(config)
     if config.parallel.distributed_executor_backend == "external_launcher":

@@ -21,10 +21,10 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.facts import difference, facts_of_rank
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError
-from vllm.executor.rank_server import failure_of
-from vllm.executor.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
+from vllm.executor.ranks.rank_server import failure_of
+from vllm.executor.ranks.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
+from vllm.executor.ranks.worker_call import make_worker
 from vllm.executor.uniproc import UniProcExecutor
-from vllm.executor.worker_call import make_worker
 from vllm.message_codec import decoder, encode
 from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.utils.clean_up import on_failure

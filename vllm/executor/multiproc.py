@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError, RequestError
-from vllm.executor.rank_group import RankError, RankGroup
-from vllm.executor.rank_wire import RecordTokens, ReleaseRequests, RunStep, result_decoder
+from vllm.executor.ranks.rank_group import RankError, RankGroup
+from vllm.executor.ranks.rank_wire import RecordTokens, ReleaseRequests, RunStep, result_decoder
+from vllm.executor.ranks.worker_call import WorkerMethod, name_to_send, refuse_code
 from vllm.executor.step_thread import has_core_to_spare
 from vllm.executor.uniproc import UniProcExecutor
-from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
 from vllm.message_codec import decode_value
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
-from vllm.utils.forked_process import can_fork
 from vllm.utils.futures import when_all
 from vllm.utils.imports import load_class
+from vllm.utils.process.forked_process import can_fork
 from vllm.worker.interface import StepHandleLike, Worker
 
 _Result = TypeVar("_Result")

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
+from vllm.executor.ranks.worker_call import WorkerMethod, call_worker, make_worker
 from vllm.executor.step_thread import StepThread, has_core_to_spare
-from vllm.executor.worker_call import WorkerMethod, call_worker, make_worker
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
 from vllm.worker.interface import StepHandleLike, Worker

@@ -26,7 +26,7 @@ from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.hpu_check.check import LIMITS, MAX_STEP_S, Comparison, Outcome
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import IntArray
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _NATIVE = NativeOps()

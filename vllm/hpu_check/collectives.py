@@ -12,7 +12,7 @@ import torch
 from vllm.distributed import CardLink, Link, RankLayout, TorchCollectives, TPGroup
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.hpu import create_hpu_platform
-from vllm.utils.child_process import describe_exit
+from vllm.utils.process.child_process import describe_exit
 
 _TIMEOUT_S = 120.0
 """The first collective connects the cards, which takes seconds."""

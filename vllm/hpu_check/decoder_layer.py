@@ -19,9 +19,9 @@ from vllm.hpu_check.layer_rig import (
 )
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
-from vllm.worker.hpu.execution import CompiledExecution, Execution, GraphExecution
-from vllm.worker.hpu.model import HPUModel
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.execution import CompiledExecution, Execution, GraphExecution
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedShape
 
 CACHE_SHARE = 0.1
 """Of the free memory: the larger of the two KV caches, which is several GiB on a card."""

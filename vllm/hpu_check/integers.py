@@ -14,10 +14,10 @@ from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.masks import TokenMasks, bit_values, num_words, pack_allowed
 from vllm.sample.sampler import SamplerOutput
-from vllm.worker.hpu.input import HPUInputBuilder, unpack_decode
-from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.resident import ResidentTokens
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.input import HPUInputBuilder, unpack_decode
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentTokens
 
 _COPY_WORDS = 2**18
 """1 MiB: as much as the bridge copies in a thread of its own, where it can."""

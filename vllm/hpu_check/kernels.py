@@ -9,9 +9,9 @@ from torch import Tensor
 
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome
 from vllm.hpu_check.stopwatch import shortest_s
-from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _NATIVE = NativeOps()

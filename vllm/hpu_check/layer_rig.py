@@ -32,16 +32,16 @@ from vllm.messages import IntArray
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import Ops, get_ops, set_ops
-from vllm.ops.hpu import HPUOps
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.worker.hpu.execution import Execution
-from vllm.worker.hpu.input import DecodeInput, PrefillInput, fields_of, padded_sizes
-from vllm.worker.hpu.model import HPUModel
-from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.hpu.launches.execution import Execution
+from vllm.worker.hpu.launches.input import DecodeInput, PrefillInput, fields_of, padded_sizes
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
 
 BLOCK_SIZE = 128

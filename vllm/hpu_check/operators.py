@@ -10,11 +10,11 @@ from torch import Tensor
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.expert_options import ExpertOptions
-from vllm.ops.hpu import HPUOps
-from vllm.ops.hpu_mxfp4_experts import HPUMxfp4Experts
-from vllm.ops.hpu_narrow_experts import HPUNarrowExperts
-from vllm.ops.hpu_quantized import HPUFp8Experts, HPUNarrowWeight
-from vllm.ops.native import NativeOps
+from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
+from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
+from vllm.ops.hpu.operators import HPUOps
+from vllm.ops.hpu.quantized import HPUFp8Experts, HPUNarrowWeight
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import (
     GroupedWeight,
     GroupScales,

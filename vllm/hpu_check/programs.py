@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.hpu_check.check import Comparison, Outcome
-from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.interface import Ops
-from vllm.ops.native import NativeOps
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 
 _HIDDEN = 64

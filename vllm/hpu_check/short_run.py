@@ -1,8 +1,8 @@
 """A short run of decode steps: tokens per second, beside what the cost model predicts.
 
 The model is one decoder layer with embedding and head. The prediction counts the operators of the
-same step on the host and charges each with the published rates of the card (`sim_spec`), as if
-nothing were fused, and its launches. The cost model was not measured on a card.
+same step on the host and charges each with the published rates of the card (`vllm.cost_model`), as
+if nothing were fused, and its launches. The cost model was not measured on a card.
 """
 
 from functools import partial
@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm.attention.backends.sdpa import torch_sdpa
 from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS, CardSpec
+from vllm.cost_model.constants import LAUNCH_STEP_S, REPLAY_GRAPH_S
+from vllm.cost_model.work import work_of
 from vllm.distributed import TPGroup
 from vllm.hpu_check.check import Comparison, Outcome
 from vllm.hpu_check.decoder_layer import (
@@ -35,13 +39,10 @@ from vllm.hpu_check.layer_rig import (
 from vllm.hpu_check.stopwatch import elapsed_s
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops.native import NativeOps
-from vllm.platforms.habana import sim_spec
+from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.platforms.habana.sim_args import leaves_of
-from vllm.platforms.habana.sim_cost import work_of
-from vllm.worker.hpu.execution import Outputs
-from vllm.worker.hpu.model import HPUModel, regions_of
+from vllm.worker.hpu.launches.execution import Outputs
+from vllm.worker.hpu.launches.model import HPUModel, regions_of
 from vllm.worker.kv_cache import layers_with_cache
 
 NUM_STEPS = 16
@@ -99,7 +100,7 @@ def _greedy(outputs: Outputs) -> Tensor:
 class _Cost(TorchDispatchMode):
     """Adds up the seconds that a card takes for the operators inside."""
 
-    def __init__(self, spec: sim_spec.CardSpec) -> None:
+    def __init__(self, spec: CardSpec) -> None:
         super().__init__()
         self._spec = spec
         self.seconds = 0.0
@@ -108,15 +109,15 @@ class _Cost(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        operands = [x for x in leaves_of(args, kwargs or {}) if isinstance(x, Tensor)]
-        results = [x for x in leaves_of(result) if isinstance(x, Tensor)]
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.seconds += work_of(func, operands, results).seconds(self._spec)
         return result
 
 
 def _predicted_step_s(bridge: HabanaBridge, rig: Rig, config: VllmConfig) -> float | None:
     """None for a card without published rates."""
-    names = [name for name in sim_spec.CARDS if bridge.device_name.lower().startswith(name)]
+    names = [name for name in CARDS if bridge.device_name.lower().startswith(name)]
     if not names:
         return None
     host_model = load_model(config, TPGroup(), torch.device("cpu"))
@@ -125,11 +126,11 @@ def _predicted_step_s(bridge: HabanaBridge, rig: Rig, config: VllmConfig) -> flo
     bind(host, config, layers_with_cache(host_model), rig.num_used_blocks)
     model = HPUModel(host_model, BLOCK_SIZE, torch_sdpa)
     packed, shape = rig.host_decode(is_compact=True)
-    cost = _Cost(sim_spec.CARDS[names[0]])
+    cost = _Cost(CARDS[names[0]])
     with rig.operators(NativeOps()), model.launch_holder.running(None), cost:
         model(torch.from_numpy(packed), shape)
     if bridge.is_lazy:
-        launches_s = sim_spec.REPLAY_GRAPH_S + sim_spec.LAUNCH_STEP_S  # and the greedy tokens
+        launches_s = REPLAY_GRAPH_S + LAUNCH_STEP_S  # and the greedy tokens
     else:  # each compiled part, and about as many operators between them
-        launches_s = 2 * len(regions_of(host_model)) * sim_spec.LAUNCH_STEP_S
+        launches_s = 2 * len(regions_of(host_model)) * LAUNCH_STEP_S
     return cost.seconds + launches_s

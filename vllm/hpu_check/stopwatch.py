@@ -1,10 +1,8 @@
 """How long something takes on a card: by the clock of a simulated one, else by that of the host."""
 
-import time
 from collections.abc import Callable
 
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.platforms.habana.sim import SimBridge
 
 _NUM_RUNS = 5
 
@@ -23,4 +21,4 @@ def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
 
 def _now_s(bridge: HabanaBridge) -> float:
     bridge.synchronize()
-    return bridge.card.clock.host_s if isinstance(bridge, SimBridge) else time.perf_counter()
+    return bridge.now_s()

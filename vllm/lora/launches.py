@@ -23,7 +23,7 @@ from vllm.ops.low_rank import (
     LowRank,
     PreparedAdapter,
 )
-from vllm.ops.native_experts import activated, choices_of
+from vllm.ops.native.experts import activated, choices_of
 from vllm.ops.prepared import SingleExperts
 from vllm.utils.pace import Rest, no_rest
 

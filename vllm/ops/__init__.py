@@ -15,7 +15,7 @@ def get_ops() -> Ops:
     """The installed operators; `NativeOps` when none were installed."""
     global _ops
     if _ops is None:
-        from vllm.ops.native import NativeOps
+        from vllm.ops.native.operators import NativeOps
 
         _ops = NativeOps()
     return _ops

@@ -35,7 +35,7 @@ class CPUPlatform(Platform):
         return (
             "vllm.ops.cpu.operators:CPUOps"
             if envs.get().VLLM_CPU_KERNELS
-            else "vllm.ops.native:NativeOps"
+            else "vllm.ops.native.operators:NativeOps"
         )
 
     @property

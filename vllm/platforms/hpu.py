@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from vllm import env_ranks, envs
+from vllm import envs
 from vllm.config.cache import CacheDType
-from vllm.env_bridge import has_vendor_library
+from vllm.env import ranks as env_ranks
+from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -138,7 +139,7 @@ class HPUPlatform(Platform):
     @property
     def ops_class(self) -> str:
         """The fused kernels, over the bridge."""
-        return "vllm.ops.hpu:HPUOps"
+        return "vllm.ops.hpu.operators:HPUOps"
 
     @property
     def quantizations(self) -> tuple[str, ...]:
@@ -211,8 +212,8 @@ def _is_gaudi(name: str) -> bool:
 
 
 def _open_simulation(model: str) -> "HabanaBridge":
+    from gaudi_sim.bridge import SimBridge
     from vllm.platforms.habana.parts import parse_names, parse_release
-    from vllm.platforms.habana.sim import SimBridge
 
     settings = envs.get()
     return SimBridge(
@@ -237,7 +238,7 @@ def _check_card() -> None:
 
 
 def _make_bridge_settings() -> None:
-    """Set what the bridge may read while it is imported and the user has not set (`env_bridge`)."""
+    """Set what the bridge may read while it is imported and the user has not set (`env/bridge`)."""
     is_imported = "habana_frameworks.torch" in sys.modules
     made = envs.export_bridge_settings()
     if is_imported and made:

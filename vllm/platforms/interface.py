@@ -42,7 +42,7 @@ class Platform(ABC):
     [num_blocks, block_size, ...]."""
 
     can_copy_process: ClassVar[bool] = False
-    """A worker may run in a copy of a process that has imported it (`utils/forked_process`)."""
+    """A worker may run in a copy of a process that has imported it (`forked_process`)."""
 
     def check_present(self) -> None:
         """Refuse a device that this machine does not have. Opens nothing.

@@ -1,4 +1,4 @@
-"""Compiles grammars, in processes that can be killed; see `vllm.utils.deadline_worker`.
+"""Compiles grammars, in processes that can be killed; see `vllm.utils.process.deadline_worker`.
 
 A hostile request could make reading the schema or the pattern, compiling, or a step of the output
 very slow, use too much memory, or crash. So all of it is tried here first.

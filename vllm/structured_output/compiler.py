@@ -15,14 +15,14 @@ from vllm.logger import init_logger
 from vllm.messages import Grammar
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
 from vllm.structured_output.vocabulary import Vocabulary
-from vllm.utils.deadline_worker import (
+from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
     DeadlineWorker,
     WorkerError,
     make_server,
 )
-from vllm.utils.fork_server import ForkServer
+from vllm.utils.process.fork_server import ForkServer
 from vllm.utils.short_turns import start_in_short_turns
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.arch.sizes import check_kinds, check_sizes
 from vllm.config.families import TEXT_TYPES, family_of, usual_architecture
-from vllm.config.sizes import check_kinds, check_sizes
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object

@@ -30,16 +30,16 @@ from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.adapters import Adapters, RaggedRows, adapter_reader
-from vllm.worker.embedding_rows import EmbeddingRows
-from vllm.worker.input_batch import ExpectedTokens, InputBatch
+from vllm.worker.batch.input_batch import ExpectedTokens, InputBatch
+from vllm.worker.batch.launch import Launch, LaunchPlanner, RaggedPlanner
+from vllm.worker.batch.launch_result import LaunchResult, PendingLaunch, join_logprobs
+from vllm.worker.batch.model_input import ModelInput, build_ragged_input
+from vllm.worker.drafts.stage_drafts import InnerLayers, StageDrafts, makes_drafts
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
-from vllm.worker.launch_result import LaunchResult, PendingLaunch, join_logprobs
-from vllm.worker.model_input import ModelInput, build_ragged_input
-from vllm.worker.prompt_logprobs import PromptLogprobs
-from vllm.worker.row_parts import RowPart, RowParts, SamplingRows
-from vllm.worker.stage_drafts import InnerLayers, StageDrafts, makes_drafts
+from vllm.worker.parts.adapters import Adapters, RaggedRows, adapter_reader
+from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.prompt_logprobs import PromptLogprobs
+from vllm.worker.parts.row_parts import RowPart, RowParts, SamplingRows
 
 
 class StepHandle:

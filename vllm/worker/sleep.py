@@ -1,6 +1,6 @@
 """Sleep mode: releases the memory of weights and KV cache, and allocates it again on demand.
 
-How memory is released depends on the device; see `worker/cpu/sleep` and `worker/hpu/sleep`. Knows
+How memory is released depends on the device: `worker/cpu/sleep`, `worker/hpu/memory/sleep`. Knows
 no requests: the engine has made sure that none runs.
 """
 

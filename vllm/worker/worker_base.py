@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.config import VllmConfig
-from vllm.config.speculators import SPECULATORS
+from vllm.config.arch.speculators import SPECULATORS
 from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
 from vllm.errors import RequestError
 from vllm.messages import AdapterRef, EngineRequest, RunnerStats, StepTokens
 from vllm.model_executor.loader import load_model, load_speculator
 from vllm.model_executor.models.interface import CausalLM
-from vllm.model_executor.quantization import Quantization, inc_measure
+from vllm.model_executor.quantization import Quantization
+from vllm.model_executor.quantization.inc import measure as inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.worker.adapters import Adapters
 from vllm.worker.block_store import BlockStore, hash_contents
+from vllm.worker.drafts.stage_drafts import makes_drafts
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.pooling.runner import PoolingRunner
+from vllm.worker.parts.adapters import Adapters
+from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.sleep import (
     KV_CACHE,
     WEIGHTS,
@@ -34,7 +36,6 @@ from vllm.worker.sleep import (
     SleepingWeights,
     SleepPart,
 )
-from vllm.worker.stage_drafts import makes_drafts
 from vllm.worker.torch_profile import TorchProfile
 
 

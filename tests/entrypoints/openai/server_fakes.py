@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from vllm.engine.process.core_replicas import ReplicaState
 from vllm.engine.process.startup_state import StartupState
+from vllm.engine.replicas.core_replicas import ReplicaState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.attention.metadata import AttentionLayer
 from vllm.messages import IntArray
 from vllm.ops import get_ops
-from vllm.ops.native_attention import attend_prompt
+from vllm.ops.native.attention import attend_prompt
 
 
 @dataclass(frozen=True)

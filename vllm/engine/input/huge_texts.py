@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.errors import RequestError
-from vllm.utils.deadline_worker import DeadlineExceeded, DeadlineWorker, WorkerDied, make_server
+from vllm.utils.process.deadline_worker import (
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from vllm import envs
 from vllm.engine.process import socket_folder
-from vllm.utils.child_process import ChildProcess
+from vllm.utils.process.child_process import ChildProcess
 
 _MODULE = "vllm.engine.process.core_process"
 

@@ -30,7 +30,7 @@ from vllm.config.families import TEXT_TYPES
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
-from vllm.config.quant_method import quant_method
+from vllm.config.quantization.quant_method import quant_method
 from vllm.engine.resolve.hpu import (
     check_simulation,
     fit_token_budget,

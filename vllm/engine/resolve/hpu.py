@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 from typing import cast
 
 from vllm import envs
-from vllm.bucketing.bucket_plan import prompt_budgets
-from vllm.bucketing.profiled import parse_profiled
+from vllm.bucketing.catalog.bucket_plan import prompt_budgets
+from vllm.bucketing.strategies.profiled import parse_profiled
 from vllm.config import VllmConfig
 from vllm.config.hpu import (
     VARIABLE,

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import CacheConfig, ConnectorConfig, LoadConfig, ModelArch, ModelConfig
-from vllm.config.inc import read_inc_config
-from vllm.config.quant_method import quant_method
+from vllm.config.quantization.inc import read_inc_config
+from vllm.config.quantization.quant_method import quant_method
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms import Platform

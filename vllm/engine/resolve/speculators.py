@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
-from vllm.config.speculators import SPECULATORS, SpeculatorFile, method_of_config
+from vllm.config.arch.speculators import SPECULATORS, SpeculatorFile, method_of_config
 from vllm.engine.resolve.model_options import resolve_quantization
 from vllm.errors import ConfigError
 from vllm.platforms import Platform

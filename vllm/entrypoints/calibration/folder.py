@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm.config.inc import read_json_object
+from vllm.config.quantization.inc import read_json_object
 from vllm.entrypoints.calibration.ranks import expand, unify
 from vllm.errors import ConfigError
-from vllm.model_executor.quantization.inc_files import (
+from vllm.model_executor.quantization.inc.files import (
     Measurements,
     Node,
     file_path,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from vllm.errors import ConfigError
-from vllm.model_executor.quantization.inc_files import Measurements, Node, merged
+from vllm.model_executor.quantization.inc.files import Measurements, Node, merged
 
 _EXPERT = re.compile(r"(?P<op>.+)\.(?P<part>w13_list|w2_list)\.(?P<number>\d+)")
 

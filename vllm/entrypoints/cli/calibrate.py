@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from vllm.config.families import FAMILIES
-from vllm.config.inc import SCALE_METHODS
+from vllm.config.quantization.inc import SCALE_METHODS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser

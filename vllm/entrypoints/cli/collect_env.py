@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm import envs
-from vllm.env_bridge import has_vendor_library
+from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError
 from vllm.platforms.hpu import absent_parts, simulated_card
 from vllm.utils import FlexibleArgumentParser

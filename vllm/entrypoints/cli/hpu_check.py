@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.env_bridge import has_vendor_library
+from vllm.env.bridge import has_vendor_library
 from vllm.platforms.hpu import create_hpu_platform, has_card, num_cards, simulated_card
 from vllm.utils import FlexibleArgumentParser
 

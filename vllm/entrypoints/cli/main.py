@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.entrypoints.cli.flag_names import with_flags
-from vllm.env_bridge import has_vendor_library
+from vllm.env.bridge import has_vendor_library
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__

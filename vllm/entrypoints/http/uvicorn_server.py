@@ -26,7 +26,7 @@ from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
-from vllm.utils.process_memory import keep_for_good
+from vllm.utils.process.process_memory import keep_for_good
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.http.own_cancellation import OwnCancellation
 from vllm.entrypoints.middleware.asgi import get_header, refuse, replay, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.utils.process_memory import MemoryTrim
+from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
 """After a request with a body of this size, memory is returned to the system."""

@@ -74,7 +74,7 @@ def _check_and_serve(
 
     config = check_start(engine_args, args)
     if args.headless:
-        from vllm.engine.process.core_host import run_host
+        from vllm.engine.replicas.core_host import run_host
 
         return run_host(config or engine_args.create_engine_config())
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Source
-from vllm.model_executor.layers.stored_experts import are_plain
+from vllm.model_executor.layers.stored.stored_experts import are_plain
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.model_executor.loader.weights import find_places, names_in_checkpoint, renamed

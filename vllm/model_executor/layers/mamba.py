@@ -19,7 +19,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
-from vllm.ops.state_space import (
+from vllm.ops.native.state_space import (
     convolve,
     scan_channels,
     scan_heads,
@@ -79,7 +79,7 @@ class Convolution(SlicedModule):
             self.slices["bias"] = slices
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vllm.ops.state_space.convolve`."""
+        """See `vllm.ops.native.state_space.convolve`."""
         return convolve(x, window, self.weight[:, 0], self.bias, lengths)
 
 

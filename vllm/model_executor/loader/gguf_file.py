@@ -17,8 +17,7 @@ from torch import Tensor
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Index, Source
 from vllm.model_executor.loader.row_order import halves_of_neighbours
-from vllm.model_executor.quantization.gguf import BlockSource, GGUFBlocks
-from vllm.model_executor.quantization.gguf_blocks import (
+from vllm.model_executor.quantization.gguf.blocks import (
     DENSE,
     Blocks,
     check_package,
@@ -26,6 +25,7 @@ from vllm.model_executor.quantization.gguf_blocks import (
     needs_package,
     read_blocks,
 )
+from vllm.model_executor.quantization.gguf.gguf import BlockSource, GGUFBlocks
 from vllm.transformers_utils.gguf.header import SUFFIX, StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, open_model
 

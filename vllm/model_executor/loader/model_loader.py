@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from vllm.config import ModelArch, ModelConfig, VllmConfig
+from vllm.config.arch.speculators import SPECULATORS
 from vllm.config.parallel import check_tensor_split
-from vllm.config.speculators import SPECULATORS
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger

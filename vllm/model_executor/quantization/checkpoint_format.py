@@ -17,8 +17,8 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_experts import StoredExperts
-from vllm.model_executor.layers.stored_linear import StoredHead
+from vllm.model_executor.layers.stored.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored.stored_linear import StoredHead
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import part_names
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Features, Place, Source, whole
-from vllm.model_executor.layers.stored_linear import (
+from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
     StoredTensor,
     add_parameter,
     on_host,
 )
-from vllm.model_executor.layers.stored_scales import (
+from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
     one_scale,
     without_zero_scales,

@@ -9,14 +9,14 @@ from torch import Tensor
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS, Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_linear import (
+from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
     StoredTensor,
     add_parameter,
     on_host,
 )
-from vllm.model_executor.layers.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_bits
 

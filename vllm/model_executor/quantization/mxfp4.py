@@ -17,8 +17,8 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Index, Place, Source
-from vllm.model_executor.layers.stored_experts import StoredExperts
-from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
+from vllm.model_executor.layers.stored.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import Mxfp4Weight
 

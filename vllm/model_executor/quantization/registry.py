@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import ModelConfig
-from vllm.config.quant_method import quant_method
+from vllm.config.quantization.quant_method import quant_method
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import NOT_MARLIN

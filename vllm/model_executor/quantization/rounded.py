@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_experts import RoundedExperts
-from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
+from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.stored_weight import StoredWeight, round_to_fp8, round_to_int4, round_to_int8
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.config.speculators import eagle3_layers
+from vllm.config.arch.speculators import eagle3_layers
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.linear import whole_linear

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.native_attention import check_attention, check_scores
+from vllm.ops.native.attention import check_attention, check_scores
 
 _NO_MEMORY = -2
 _MAX_WINDOW = 2**31 - 1

@@ -2,7 +2,7 @@
 of drafts, and the new tokens noted in their rows.
 
 Knows the arrays of the running requests; knows no request and no scheduler. What the numbers of a
-row mean is said in `vllm.worker.input_batch` and `vllm.sample.state`.
+row mean is said in `vllm.worker.batch.input_batch` and `vllm.sample.state`.
 """
 
 import ctypes

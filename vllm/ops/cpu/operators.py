@@ -44,8 +44,8 @@ from vllm.ops.low_rank import (
     PlainAdapter,
     PreparedAdapter,
 )
-from vllm.ops.native import NativeOps
-from vllm.ops.native_experts import check_choice
+from vllm.ops.native.experts import check_choice
+from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight

@@ -387,6 +387,10 @@ class HabanaBridge(Protocol):
     def synchronize(self) -> None:
         """Launch what is recorded and wait for the device."""
 
+    def now_s(self) -> float:
+        """Return the seconds of the clock that the device keeps, to time what runs on it: the
+        host's, or the predicted time of a simulated card."""
+
     def mark_step(self) -> None:
         """End the recorded graph and launch it; nothing in eager mode."""
 

@@ -4,6 +4,7 @@ Written from the published interface; it has not run on a card. Uses names and a
 1.19 and later have in common, and what `parts` finds.
 """
 
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -123,6 +124,9 @@ class RealBridge:
 
     def synchronize(self) -> None:
         self._hthpu.synchronize()
+
+    def now_s(self) -> float:
+        return time.perf_counter()
 
     def mark_step(self) -> None:
         self._htcore.mark_step()

@@ -13,13 +13,13 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.features import DISTRIBUTION
 from vllm.sample.metadata import FeatureArray
 from vllm.utils.ragged import split_spans
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import build_ragged_input
 from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.draft_maker import DraftMaker
-from vllm.worker.draft_progress import DraftSpans
+from vllm.worker.drafts.draft_maker import DraftMaker
+from vllm.worker.drafts.draft_progress import DraftSpans
 from vllm.worker.kv_cache import cache_dtype, cache_layout
-from vllm.worker.launch import Launch
-from vllm.worker.model_input import build_ragged_input
 
 BoolArray = npt.NDArray[np.bool_]
 

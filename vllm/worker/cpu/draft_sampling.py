@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.messages import IntArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.batch.input_batch import InputBatch
 
 
 class SamplesDrafts(Protocol):

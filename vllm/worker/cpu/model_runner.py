@@ -24,8 +24,8 @@ from vllm.sample.metadata import FeatureArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.worker.launch import Launch
-from vllm.worker.model_input import ModelInput
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)

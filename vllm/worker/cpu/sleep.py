@@ -1,6 +1,6 @@
 """Sleep mode on the CPU, where weights are host memory already.
 
-All memory keeps its address while it is released (see `vllm.utils.process_memory`), so kernels
+All memory keeps its address while it is released (`utils/process/process_memory`), so kernels
 that hold addresses of weights and caches are not affected.
 """
 
@@ -13,7 +13,7 @@ from vllm.attention import CachedLayer
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
-from vllm.utils.process_memory import can_discard, discard, release_freed_memory
+from vllm.utils.process.process_memory import can_discard, discard, release_freed_memory
 from vllm.worker.sleep import BuildModel
 
 logger = init_logger(__name__)

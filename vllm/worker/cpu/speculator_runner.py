@@ -13,14 +13,14 @@ from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.utils.ragged import positions_within, split_spans
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import build_ragged_input
 from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.draft_progress import DraftProgress, NewestTokens
-from vllm.worker.input_batch import InputBatch
-from vllm.worker.kept_states import KeptStates, LatestStates, StatesInBlocks
+from vllm.worker.drafts.draft_progress import DraftProgress, NewestTokens
+from vllm.worker.drafts.kept_states import KeptStates, LatestStates, StatesInBlocks
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.launch import Launch
-from vllm.worker.model_input import build_ragged_input
 
 
 class SpeculatorRunner:

@@ -51,7 +51,7 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.model_runner import ModelRunner, StepHandle
-from vllm.worker.pooling.runner import PoolingRunner
+from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)

@@ -21,15 +21,15 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
-from vllm.worker.draft_maker import DraftMaker
-from vllm.worker.draft_progress import DraftSpans
-from vllm.worker.hpu.input import BoolArray, HPUInputBuilder
-from vllm.worker.hpu.launches import PaddedLaunches, Sampling
-from vllm.worker.hpu.model import HPUModel
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.drafts.draft_maker import DraftMaker
+from vllm.worker.drafts.draft_progress import DraftSpans
+from vllm.worker.hpu.launches.input import BoolArray, HPUInputBuilder
+from vllm.worker.hpu.launches.launches import PaddedLaunches, Sampling
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.resident import ResidentDrafts
-from vllm.worker.input_batch import InputBatch
 
 
 class HPUDraftModel(HPUModel):

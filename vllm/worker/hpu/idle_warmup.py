@@ -11,9 +11,9 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import SamplingMetadata
-from vllm.worker.hpu.memory_profile import attempt
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import attempt
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.interface import WarmUpStep
 
 logger = init_logger(__name__)

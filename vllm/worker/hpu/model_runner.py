@@ -32,23 +32,23 @@ from vllm.sample.warmup import (
 )
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.adapters import Adapters
-from vllm.worker.embedding_rows import EmbeddingRows
+from vllm.worker.batch.input_batch import ExpectedTokens
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.launch_result import LaunchResult, PendingRows
 from vllm.worker.hpu.adapters import DeviceRows
-from vllm.worker.hpu.block_moves import BlockMover
-from vllm.worker.hpu.embeddings import DeviceEmbeddings
-from vllm.worker.hpu.host_buffers import HostBuffers
-from vllm.worker.hpu.input import HPUInputBuilder
-from vllm.worker.hpu.launches import PaddedLaunches, PaddedRunner, Sampling
-from vllm.worker.hpu.model import HPUModel, softmax_normaliser
-from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.resident import ResidentTokens
-from vllm.worker.input_batch import ExpectedTokens
+from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
+from vllm.worker.hpu.launches.input import HPUInputBuilder
+from vllm.worker.hpu.launches.launches import PaddedLaunches, PaddedRunner, Sampling
+from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentTokens
+from vllm.worker.hpu.memory.block_moves import BlockMover
 from vllm.worker.kv_cache import cache_dtype, cache_layout
-from vllm.worker.launch import Launch
-from vllm.worker.launch_result import LaunchResult, PendingRows
 from vllm.worker.model_runner import Drafter, ModelRunner
-from vllm.worker.prompt_logprobs import PromptLogprobs
+from vllm.worker.parts.adapters import Adapters
+from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 
 
 class PaddedDrafter(Drafter, PaddedRunner, Protocol):

@@ -21,14 +21,14 @@ from vllm.messages import IntArray
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import ALL_GREEDY
-from vllm.worker.draft_progress import DraftProgress, NewestTokens
+from vllm.worker.drafts.draft_progress import DraftProgress, NewestTokens
 from vllm.worker.hpu.draft_runner import DraftInputBuilder, HPUDraftRunner
-from vllm.worker.hpu.input import HPUInputBuilder, unpack_decode
-from vllm.worker.hpu.launches import PaddedLaunches, Sampling
-from vllm.worker.hpu.model import HPUModel
+from vllm.worker.hpu.launches.input import HPUInputBuilder, unpack_decode
+from vllm.worker.hpu.launches.launches import PaddedLaunches, Sampling
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.planner import PaddedShape
-from vllm.worker.hpu.resident import ResidentDrafts
 
 
 class StatesOnCard:

@@ -27,29 +27,35 @@ from vllm.model_executor.model_memory import model_tensors
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
-from vllm.ops.hpu import HPUOps
+from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
-from vllm.worker.hpu.block_copies import CardBlockCopies
 from vllm.worker.hpu.draft_runner import HPUDraftRunner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
-from vllm.worker.hpu.launch_peers import LaunchPeers
-from vllm.worker.hpu.launch_profile import profile_launch
-from vllm.worker.hpu.memory import beside_states, divide_memory, make_ledger, most_launch_bytes
-from vllm.worker.hpu.memory_forecast import MemoryForecast
-from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
+from vllm.worker.hpu.launches.launch_peers import LaunchPeers
+from vllm.worker.hpu.launches.launch_profile import profile_launch
+from vllm.worker.hpu.launches.step_report import StepShape
+from vllm.worker.hpu.launches.widened import log_widened
+from vllm.worker.hpu.memory.block_copies import CardBlockCopies
+from vllm.worker.hpu.memory.memory import (
+    beside_states,
+    divide_memory,
+    make_ledger,
+    most_launch_bytes,
+)
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory
+from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
+from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.offload import choose_layers, stream_layers
-from vllm.worker.hpu.profile import held_bytes, profile_launches
-from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
+from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import HPUSpeculatorRunner
-from vllm.worker.hpu.step_report import StepShape
-from vllm.worker.hpu.warmup import WarmUp
-from vllm.worker.hpu.widened import log_widened
+from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
+from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
 from vllm.worker.memory_use import (
@@ -60,7 +66,6 @@ from vllm.worker.memory_use import (
     weights_use,
 )
 from vllm.worker.model_runner import StepHandle
-from vllm.worker.pooling.hpu_runner import HPUPoolingRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.worker_base import WorkerBase
 

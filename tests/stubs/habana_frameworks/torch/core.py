@@ -1,5 +1,5 @@
+from gaudi_sim.vendor import core as card
 from habana_frameworks import documented
-from vllm.platforms.habana.sim_vendor import core as card
 
 
 @documented

@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.server.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
-from vllm.utils.deadline_worker import (
+from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
     DeadlineWorker,

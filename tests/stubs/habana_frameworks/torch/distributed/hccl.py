@@ -1,7 +1,7 @@
 import os
 
+from gaudi_sim.vendor import hccl as card  # noqa: F401  (registers the backend)
 from habana_frameworks import documented
-from vllm.platforms.habana.sim_vendor import hccl as card  # noqa: F401  (registers the backend)
 
 
 @documented

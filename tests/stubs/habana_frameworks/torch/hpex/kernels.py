@@ -1,7 +1,7 @@
 import enum
 
+from gaudi_sim.vendor import kernels as card
 from habana_frameworks import documented
-from vllm.platforms.habana.sim_vendor import kernels as card
 
 
 class RotaryPosEmbeddingMode(enum.IntEnum):

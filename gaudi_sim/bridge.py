@@ -1,0 +1,206 @@
+"""A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from gaudi_sim.card.card import SimulatedCard
+from gaudi_sim.card.device import HpuTensor, install
+from gaudi_sim.card.recipes import RecipeCache
+from gaudi_sim.card.unlaunched import mapped_zeros
+from gaudi_sim.compile import compile_for_card
+from gaudi_sim.execute import execute
+from gaudi_sim.graphs.graphs import wrap_in_hpu_graph
+from gaudi_sim.kernels.kernels import register
+from gaudi_sim.vendor import bridge_config, install_vendor, random
+from gaudi_sim.vendor.hpu import Event, device_module
+from vllm.cost_model.cards import CARDS
+from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
+from vllm.platforms.habana.kernels import BridgeKernels
+from vllm.platforms.habana.parts import NEWEST, Version, absent_of_release, find_parts, log_absent
+
+
+class SimBridge:
+    """One simulated card. Making another one replaces the first, as the process has one device."""
+
+    collectives_backend = "gloo"
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        is_lazy: bool = False,
+        is_strict: bool = False,
+        is_vendor: bool = False,
+        has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
+        recipe_cache: str | None = None,
+        release: Version = NEWEST,
+        absent: Iterable[str] = (),
+    ) -> None:
+        """
+        Args:
+            model: a key of `cost_model.cards.CARDS`.
+            is_strict: what stalls a card raises inside a warmed section, and indices that are
+                outside of a tensor raise everywhere.
+            is_vendor: let other libraries import this card as `habana_frameworks`.
+            has_lazy_collectives: a collective can be part of a graph, as with
+                PT_HPU_ENABLE_LAZY_COLLECTIVES.
+            keeps_graph_tensors: HPU graphs keep their inputs and intermediate tensors, as with
+                PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
+            recipe_cache: where compiled recipes outlive the process, in the form of
+                PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
+            release: of the bridge, which has no part that came later.
+            absent: parts that it lacks besides, of `parts.PARTS`.
+
+        Raises:
+            ConfigError: this torch cannot register a device from Python, or the recipe cache is
+                not usable.
+        """
+        self.card = SimulatedCard(
+            CARDS[model],
+            is_lazy=is_lazy,
+            is_strict=is_strict,
+            has_lazy_collectives=has_lazy_collectives,
+            keeps_graph_tensors=keeps_graph_tensors,
+            recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
+        )
+        install(
+            self.card,
+            execute=execute,
+            compile_for_card=compile_for_card,
+            device_module=device_module(),
+        )
+        if is_vendor:
+            install_vendor()
+        self._kernels = SimulatedKernels(
+            self.device, self.device_name, is_lazy=is_lazy, release=release, absent=absent
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("hpu", 0)
+
+    @property
+    def device_name(self) -> str:
+        return self.card.spec.name
+
+    @property
+    def fp8_max(self) -> float:
+        return self.card.spec.e4m3_max
+
+    @property
+    def is_lazy(self) -> bool:
+        return self.card.is_lazy
+
+    @property
+    def kernels(self) -> FusedKernels:
+        return self._kernels
+
+    def memory_info(self) -> MemoryInfo:
+        self.synchronize()
+        pool = self.card.memory
+        return MemoryInfo(pool.limit_bytes - pool.in_use_bytes, pool.limit_bytes)
+
+    def peak_bytes(self) -> int:
+        self.synchronize()
+        return self.card.memory.max_in_use_bytes
+
+    def reset_peak(self) -> None:
+        self.synchronize()
+        self.card.memory.reset_peak()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        try:
+            memory = self.card.memory
+            memory.check(memory.device_bytes(num_bytes, dtype), is_kept=True)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from None
+        tensor = HpuTensor(mapped_zeros(num_bytes).view(dtype).view(shape))
+        self.card.caches.add(tensor.lease)
+        self.synchronize()
+        return tensor
+
+    def pinned(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, device="cpu")
+
+    def record_event(self) -> DeviceEvent:
+        event = Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        self.card.synchronize()
+
+    def now_s(self) -> float:
+        return self.card.clock.host_s
+
+    def mark_step(self) -> None:
+        self.card.mark_step()
+
+    def wrap_in_hpu_graph(self, module: nn.Module) -> nn.Module:
+        if not self.is_lazy:
+            raise RuntimeError("HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
+        return wrap_in_hpu_graph(module, self.card)
+
+    def counters(self) -> DeviceCounters:
+        return self.card.counters()
+
+    def warmed_section(self) -> AbstractContextManager[None]:
+        return self.card.warmed_section()
+
+    @property
+    def can_compile_only(self) -> bool:
+        return True
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        before, self.card.is_dry_run = self.card.is_dry_run, True
+        try:
+            yield
+        finally:
+            self.card.is_dry_run = before
+
+    def manual_seed(self, seed: int) -> None:
+        random.manual_seed_all(seed)
+
+
+class SimulatedKernels(BridgeKernels):
+    """`FusedKernels` of a simulated release of the bridge; they refuse what real ones refuse."""
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        card: str = "GAUDI2",
+        *,
+        is_lazy: bool = True,
+        release: Version = NEWEST,
+        absent: Iterable[str] = (),
+    ) -> None:
+        """
+        Args:
+            device: where trials run; None is the host, whose tensors the kernels take too.
+            card: its name.
+            is_lazy: see `BridgeKernels`.
+            release: the bridge has no part that came later.
+            absent: parts that it lacks besides.
+        """
+        register()
+        lacking = absent_of_release(release, absent)
+        found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
+        log_absent(found)
+        super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
+
+
+def _load(module: str) -> ModuleType:
+    """Import what answers for a module of the bridge."""
+    return import_module(f"gaudi_sim.vendor.{module.rpartition('.')[2]}")

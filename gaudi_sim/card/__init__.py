@@ -1,0 +1,1 @@
+"""The device itself: its tensors, memory, clock and recipes."""

@@ -1,0 +1,347 @@
+"""A simulated card: what it compiles, launches, copies and waits for, as it would be counted.
+
+Knows operators only by name, signature and cost; the tensors are `sim_device`'s. Which result
+feeds which operator is not part of a recipe's key, so two graphs that differ in nothing else
+count as one.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+from gaudi_sim.card.clock import Clock
+from gaudi_sim.card.memory import Lease, MemoryPool
+from gaudi_sim.card.recipes import RecipeCache
+from gaudi_sim.card.unlaunched import Results
+from vllm.cost_model import constants
+from vllm.cost_model.cards import CardSpec
+from vllm.platforms.habana.bridge import DeviceCounters
+
+
+class SimulationError(RuntimeError):
+    """The engine did what a card does not allow, or what a warmed step must not do."""
+
+
+class Signature:
+    """An operator with the shapes, types and numbers it is called with: a node of a recipe.
+
+    A card has one object for each, so recipes are told apart by identity.
+    """
+
+    __slots__ = ("compute_s", "host_need", "is_launched", "text")
+
+    def __init__(
+        self, text: str, compute_s: float, host_need: str | None, *, is_launched: bool
+    ) -> None:
+        """
+        Args:
+            host_need: what `sim_cost.needs_host` says of it.
+            is_launched: False of an allocation and of what has no tensor for a result.
+        """
+        self.text = text
+        self.compute_s = compute_s
+        self.host_need = host_need
+        self.is_launched = is_launched
+
+
+class Capture:
+    """What a graph capture has seen so far."""
+
+    def __init__(self) -> None:
+        self.num_ops = 0
+        self.num_subgraphs = 0
+        self.compute_s = 0.0
+        self.copied_bytes = 0
+        self.num_cache_copies = 0
+
+
+class SimulatedCard:
+    """The state of the one card of this process."""
+
+    def __init__(
+        self,
+        spec: CardSpec,
+        *,
+        is_lazy: bool,
+        is_strict: bool,
+        has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
+        recipe_cache: RecipeCache | None = None,
+    ) -> None:
+        """
+        Args:
+            has_lazy_collectives: in lazy mode, they are recorded like any operator.
+            keeps_graph_tensors: a graph holds what its capture made, and not its outputs alone.
+        """
+        self.spec = spec
+        self.has_lazy_collectives = is_lazy and has_lazy_collectives
+        self.keeps_graph_tensors = keeps_graph_tensors
+        self._cache = recipe_cache
+        self.is_lazy = is_lazy
+        self.is_strict = is_strict
+        self.clock = Clock(spec)
+        self.memory = MemoryPool(spec.pool_bytes, narrow_int64=is_lazy)
+        self.memory.is_recording = is_lazy
+        self.capture: Capture | None = None
+        self.is_compile_only = False
+        """Recipes are compiled but not launched. What a card leaves in the results is garbage;
+        here it is zeros."""
+        self.is_dry_run = False
+        """Recipes are launched, and take time and memory, but the results are zeros: nobody reads
+        them."""
+        self.signatures: dict[Hashable, Signature] = {}
+        """What `sim_device` has seen so far, by operator and kinds of operands."""
+        self.results: dict[Hashable, Results | None] = {}
+        """As far as `sim_execute` knows them without computing, by what they depend on."""
+        self._step: list[Signature] = []  # recorded up to the next flush
+        self._recipes: set[Hashable] = set()
+        self._regions = 0  # compiled callables that are running, one inside the other
+        self._warmed = 0
+        self._num_compilations = 0
+        self._compile_s = 0.0
+        self._compiled: list[tuple[str, int]] = []
+        self._cpu_fallbacks: Counter[str] = Counter()
+        self.caches: WeakSet[Lease] = WeakSet()
+        """Memory that is meant to be written in place."""
+        self._copied_bytes = 0
+        self._num_cache_copies = 0
+        self.num_launches = 0
+        self._num_captures = 0
+        self._num_replays = 0
+        self._num_host_syncs = 0
+        self._h2d_bytes = 0
+        self._num_blocking_h2d = 0
+        self._d2h_bytes = 0
+
+    def counters(self) -> DeviceCounters:
+        return DeviceCounters(
+            compilations=self._num_compilations,
+            compile_s=self._compile_s,
+            cpu_fallbacks=dict(self._cpu_fallbacks),
+            launches=self.num_launches,
+            graph_captures=self._num_captures,
+            graph_replays=self._num_replays,
+            host_syncs=self._num_host_syncs,
+            h2d_bytes=self._h2d_bytes,
+            d2h_bytes=self._d2h_bytes,
+            blocking_h2d=self._num_blocking_h2d,
+            copied_bytes=self._copied_bytes,
+            cache_copies=self._num_cache_copies,
+            recipes=tuple(self._compiled),
+        )
+
+    @property
+    def computes(self) -> bool:
+        """Whether operators are computed."""
+        return not (self.is_compile_only or self.is_dry_run)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether operators become part of one recipe, instead of running one by one."""
+        return self.is_lazy or self._regions > 0
+
+    def run(self, signature: Signature) -> None:
+        """One operator: recorded, or in eager mode launched at once."""
+        if self.is_lazy or self._regions:
+            self.clock.host_s += constants.RECORD_OP_S
+            self._step.append(signature)
+            return
+        if signature not in self._recipes:
+            self._compile_operator(signature)
+        self._launch(constants.LAUNCH_EAGER_OP_S, signature.compute_s)
+
+    def flush(self) -> None:
+        """Compile what is recorded if it is new, and launch it."""
+        step, self._step = self._step, []
+        compute_s = sum([signature.compute_s for signature in step])
+        self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
+        if not compute_s:  # empty, or views that nothing has used
+            return
+        self._compile(tuple(step))
+        if self.capture is not None:
+            self.capture.num_ops += len(step)
+            self.capture.num_subgraphs += 1
+            self.capture.compute_s += compute_s
+        self._launch(constants.LAUNCH_STEP_S, compute_s)
+
+    def mark_step(self) -> None:
+        """Flush in lazy mode; in eager mode there is nothing to end."""
+        if self.is_lazy:
+            self.flush()
+
+    def synchronize(self) -> None:
+        """`torch.hpu.synchronize`: asked for, so not counted as a host sync."""
+        self._refuse_in_capture("synchronize")
+        self.flush()
+        self.clock.sync()
+
+    def host_sync(self, cause: str) -> None:
+        """The host reads something back and waits for all that was launched."""
+        self._refuse_in_capture(cause)
+        self._refuse_when_warmed(f"host sync by {cause}")
+        self._num_host_syncs += 1
+        self.flush()
+        self.clock.sync()
+
+    def dynamic_shape(self, cause: str) -> None:
+        """The shape of a result depends on data: the host has to look at it."""
+        self._refuse_when_warmed(f"dynamic shape of {cause}")
+        self.host_sync(cause)
+
+    def cpu_fallback(self, op_name: str, num_bytes: int) -> None:
+        """The device has no such kernel: flush, copy out, compute on the host, copy back."""
+        if self.capture is not None:
+            raise SimulationError(
+                f"cpu fallback is not supported during hpu graph capturing: {op_name}"
+            )
+        self._refuse_when_warmed(f"cpu fallback of {op_name}")
+        self._cpu_fallbacks[op_name] += 1
+        self.flush()
+        self.clock.copy(2 * num_bytes)
+        self.clock.sync()
+
+    def copy_whole(self, lease: Lease, num_bytes: int) -> None:
+        """A tensor is copied, because it was written through a view of it.
+
+        Args:
+            lease: of its memory.
+            num_bytes: of the tensor.
+        """
+        num_caches = int(lease in self.caches)
+        if self.capture is not None:
+            self.capture.copied_bytes += num_bytes
+            self.capture.num_cache_copies += num_caches
+        self._count_copies(num_bytes, num_caches)
+
+    def _count_copies(self, num_bytes: int, num_caches: int) -> None:
+        self._copied_bytes += num_bytes
+        self._num_cache_copies += num_caches
+
+    def copy_to_device(self, num_bytes: int, *, waits: bool) -> None:
+        self._h2d_bytes += num_bytes
+        self._num_blocking_h2d += waits
+        self.clock.copy(num_bytes)
+
+    def copy_to_host(self, num_bytes: int, cause: str, *, waits: bool) -> None:
+        """A copy out. One that does not wait is no sync, but it ends the recorded graph."""
+        if waits:
+            self.host_sync(cause)
+        else:
+            self._refuse_in_capture(cause)
+            self.flush()
+        self._d2h_bytes += num_bytes
+        self.clock.copy(num_bytes)
+        if waits:
+            self.clock.sync()
+
+    def collective(self, num_bytes: int) -> None:
+        """An exchange with other cards that is no part of a recipe: it ends the recorded graph."""
+        if self.capture is not None:
+            raise SimulationError(
+                "collective nonSFG is not supported during hpu graph capturing: "
+                "it needs PT_HPU_ENABLE_LAZY_COLLECTIVES=true"
+            )
+        self.flush()
+        self._launch(constants.LAUNCH_EAGER_OP_S, num_bytes / self.spec.link_bytes_per_s)
+
+    def check_recorded_collective(self, name: str) -> None:
+        """Look at what is recorded before a collective that becomes part of a recipe.
+
+        Raises:
+            SimulationError: in strict mode, operators have been recorded since the last step. Some
+                builds of the bridge compute wrongly then.
+        """
+        if self.is_strict and self._step:
+            raise SimulationError(
+                f"{name} behind {len(self._step)} recorded operators: mark_step has to come first"
+            )
+
+    @contextmanager
+    def compiled_region(self) -> Iterator[None]:
+        """Operators inside are one recipe: a callable of `torch.compile`."""
+        self._regions += 1
+        self.memory.is_recording = True
+        try:
+            yield
+        except BaseException:
+            self._step = []  # a callable that failed is not launched
+            self.memory.end_recipe(is_launched=False)
+            raise
+        finally:
+            self._regions -= 1
+            self.memory.is_recording = self.is_recording
+        if not self._regions:
+            self.flush()
+
+    @contextmanager
+    def capturing(self) -> Iterator[Capture]:
+        """Record a graph from here to the end of the block."""
+        if self.capture is not None:
+            raise SimulationError("a capture cannot begin inside another one")
+        self._refuse_when_warmed("graph capture")
+        self.flush()
+        self.capture = capture = Capture()
+        try:
+            yield capture
+            self.flush()
+        finally:
+            self._step = []  # of a capture that failed
+            self.capture = None
+        self._num_captures += 1
+        self.clock.capture(capture.num_ops)
+
+    def replay(self, capture: Capture) -> None:
+        """Launch a captured graph again."""
+        self._refuse_in_capture("replay")
+        self.flush()
+        self._num_replays += 1
+        self._count_copies(capture.copied_bytes, capture.num_cache_copies)
+        further = max(0, capture.num_subgraphs - 1) * constants.REPLAY_SUBGRAPH_S
+        self._launch(constants.REPLAY_GRAPH_S + further, capture.compute_s)
+
+    @contextmanager
+    def warmed_section(self) -> Iterator[None]:
+        """In strict mode, whatever stalls a card raises inside; what is recorded ends here."""
+        self.flush()  # what came before does not belong to the section
+        self._warmed += 1
+        try:
+            yield
+            self.flush()
+        finally:
+            self._warmed -= 1
+
+    def _launch(self, host_s: float, compute_s: float) -> None:
+        if not self.is_compile_only:
+            self.num_launches += 1
+            self.clock.launch(host_s, compute_s)
+
+    def _compile(self, step: tuple[Signature, ...]) -> None:
+        """One recipe, unless it is known or the cache on disk has it."""
+        if step in self._recipes:
+            return
+        text = "\n".join([self.spec.name, *[signature.text for signature in step]])
+        if self._cache is None or text not in self._cache:
+            self._refuse_when_warmed(f"compilation of a graph of {len(step)} operators")
+            self._num_compilations += 1
+            seconds = self.clock.compile(len(step))
+            self._compile_s += seconds
+            name = f"recipe_{self._num_compilations}_of_{len(step)}_operators"
+            self._compiled.append((name, round(seconds * 1e6)))
+            if self._cache is not None:
+                self._cache.add(text)
+        self._recipes.add(step)
+
+    def _compile_operator(self, signature: Signature) -> None:
+        """The recipe of one operator, which eager mode does not count."""
+        self._refuse_when_warmed(f"compilation of operator {signature.text}")
+        self.clock.compile(1)
+        self._recipes.add(signature)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.capture is not None:
+            raise SimulationError(f"{what} is not possible during hpu graph capturing")
+
+    def _refuse_when_warmed(self, what: str) -> None:
+        if self._warmed and self.is_strict:
+            raise SimulationError(f"{what} inside a warmed section")

@@ -1,0 +1,54 @@
+"""Predicted time of a simulated card: host and device run side by side and meet at a sync.
+
+Deterministic, from `vllm.cost_model`; real time plays no part. Element-wise operators are charged
+as if nothing were fused, so step times are on the high side.
+"""
+
+from dataclasses import dataclass
+
+from vllm.cost_model import constants
+from vllm.cost_model.cards import CardSpec
+
+
+@dataclass
+class Clock:
+    """Seconds since the simulated process began."""
+
+    spec: CardSpec
+    host_s: float = 0
+    device_s: float = 0
+    """When the device will have done all it was given."""
+    compile_s: float = 0
+    launch_s: float = 0
+    compute_s: float = 0
+    copy_s: float = 0
+
+    def compile(self, num_ops: int) -> float:
+        """Charge one recipe; the host waits for it."""
+        seconds = constants.COMPILE_STEP_S + num_ops * constants.COMPILE_OP_S
+        self.host_s += seconds
+        self.compile_s += seconds
+        return seconds
+
+    def capture(self, num_ops: int) -> None:
+        """Charge recording a graph, which every process does anew."""
+        seconds = num_ops * constants.CAPTURE_OP_S
+        self.host_s += seconds
+        self.compile_s += seconds
+
+    def launch(self, host_s: float, compute_s: float) -> None:
+        """Charge a submission to the host and its work to the device."""
+        self.host_s += host_s
+        self.launch_s += host_s
+        self.device_s = max(self.device_s, self.host_s) + compute_s
+        self.compute_s += compute_s
+
+    def copy(self, num_bytes: int) -> None:
+        """Charge a transfer over PCIe to the device's queue."""
+        seconds = num_bytes / self.spec.pcie_bytes_per_s
+        self.device_s = max(self.device_s, self.host_s) + seconds
+        self.copy_s += seconds
+
+    def sync(self) -> None:
+        """The host waits for the device."""
+        self.host_s = max(self.host_s, self.device_s)

@@ -1,0 +1,143 @@
+"""The torch device `hpu` of the simulation: tensors of it are CPU tensors under another name.
+
+`install` registers the device in this process, once; without it nothing of torch is touched.
+What an operator on such tensors does is `sim_execute`'s. Random numbers are the CPU generator's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from gaudi_sim.card.card import SimulatedCard
+from gaudi_sim.card.memory import Lease
+from gaudi_sim.card.tape import Tape
+from vllm.errors import ConfigError
+from vllm.platforms.habana.bridge import COMPILE_BACKEND
+
+DEVICE = "hpu"
+
+
+class _Installed:
+    """What is registered in this process, and the card that serves it now."""
+
+    library: torch.library.Library | None = None
+    device = torch.device("meta")  # the name `hpu` means another device until it is registered
+    card: SimulatedCard | None = None
+    tape: Tape | None = None
+    execute: Callable[..., Any]
+
+
+def active_card() -> SimulatedCard:
+    """The card that the device `hpu` stands for."""
+    assert _Installed.card is not None, "no simulated card is installed"
+    return _Installed.card
+
+
+def active_tape() -> Tape | None:
+    """Where operators are recorded now."""
+    return _Installed.tape
+
+
+def set_tape(tape: Tape | None) -> None:
+    """From here on, operators are recorded on `tape` too."""
+    _Installed.tape = tape
+
+
+class HpuTensor(torch.Tensor):
+    """A tensor on `hpu:0` whose bytes are those of the CPU tensor `raw`."""
+
+    raw: torch.Tensor
+    lease: Lease
+    """Of the memory; shared by all views of it."""
+    is_view: bool
+    """Made by an operator that returns a view."""
+
+    @staticmethod
+    def __new__(
+        cls, raw: torch.Tensor, lease: Lease | None = None, *, is_view: bool = False
+    ) -> "HpuTensor":
+        tensor: HpuTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.shape,
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=_Installed.device,
+            # Dynamo resizes a storage of no bytes, which a device from Python cannot.
+            storage_size=None if raw.numel() else raw.itemsize,
+        )
+        tensor.raw = raw
+        tensor.is_view = is_view
+        tensor.lease = active_card().memory.lease_of(raw) if lease is None else lease
+        return tensor
+
+    # Dynamo and AOTAutograd look through the wrapper with these two.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["raw"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], meta: None, size: Any, stride: Any
+    ) -> "HpuTensor":
+        return HpuTensor(inner["raw"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _Installed.execute(op, args, kwargs or {})
+
+    # Printing and listing read the values, which is a copy to the host.
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self.cpu()!r} on {self.device}"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.cpu(), format_spec)
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Installed.execute(op, args, kwargs)
+
+
+def install(
+    card: SimulatedCard,
+    *,
+    execute: Callable[..., Any],
+    compile_for_card: Callable[..., Any],
+    device_module: object,
+) -> None:
+    """Let the device `hpu` stand for `card`; the first call registers the device.
+
+    Args:
+        execute: runs an operator, its positional arguments and its keyword arguments.
+        compile_for_card: the backend of `torch.compile`; that of the first call stays.
+        device_module: what `torch.hpu` is; the one of the first call stays.
+
+    Raises:
+        ConfigError: this torch cannot register a device from Python.
+    """
+    if _Installed.library is None:
+        setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+        if setup is None:
+            raise ConfigError(
+                f"torch {torch.__version__} cannot register a device from Python, which the "
+                f"simulated Gaudi needs; install torch 2.10 or newer, or unset VLLM_HPU_SIM"
+            )
+        from torch._dynamo import register_backend
+
+        setup(DEVICE, backend_module=device_module)
+        library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        library.fallback(_fallback, "PrivateUse1")  # type: ignore[no-untyped-call]
+        register_backend(compile_for_card, name=COMPILE_BACKEND)
+        _Installed.library = library
+        _Installed.device = torch.device(DEVICE, 0)
+    _Installed.card = card
+    _Installed.execute = execute
+    _Installed.tape = None

@@ -1,0 +1,123 @@
+"""What operators return in compile-only mode, where a card launches nothing: tensors of zeros.
+
+A card leaves garbage there. Zeros are the garbage that does least harm, being allowed as indices,
+counts and tokens, and large ones take no memory of the host. Knows no card and no recipe.
+"""
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaudi_sim.card.args import leaves_of, map_leaves
+
+_MAP_NORESERVE = 0x4000  # of Linux; Python has the name from 3.13 on
+_MAPPED_BYTES = 2**18
+"""Zeros of that size are mapped faster than they are written."""
+_META = torch.device("meta")
+
+
+def mapped_zeros(num_bytes: int) -> Tensor:
+    """Zeros, uint8 [num_bytes], whose pages appear as they are written.
+
+    The host need not have as much memory as a card.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+
+
+class Layout:
+    """A new tensor without its values."""
+
+    __slots__ = ("_dtype", "_num_bytes", "_offset", "_shape", "_strides")
+
+    def __init__(self, x: Tensor) -> None:
+        self._shape = x.shape
+        self._strides = x.stride()
+        self._offset = x.storage_offset()
+        self._dtype = x.dtype
+        self._num_bytes = x.untyped_storage().nbytes()
+
+    def zeros(self) -> Tensor:
+        """A tensor over a storage of its own, as large as the operator's."""
+        if self._num_bytes < _MAPPED_BYTES:
+            flat = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        else:
+            flat = mapped_zeros(self._num_bytes)
+        return flat.view(self._dtype).as_strided(self._shape, self._strides, self._offset)
+
+
+class Results:
+    """What one operator returns for operands of certain shapes, strides, types and numbers."""
+
+    __slots__ = ("_structure",)
+
+    def __init__(self, structure: Any) -> None:
+        """
+        Args:
+            structure: as the operator returns it: a `Layout` for a new tensor; for an operand that
+                was written to, its number in the order of `leaves_of`.
+        """
+        self._structure = structure
+
+    def make(self, *args: Any, **kwargs: Any) -> Any:
+        """Zeros for what would be computed; an operand that would be written to as it is."""
+        structure = self._structure
+        if type(structure) is Layout:
+            return structure.zeros()
+
+        def make(x: Any) -> Any:
+            if x is None:
+                return None
+            return x.zeros() if type(x) is Layout else leaves_of(args, kwargs)[x]
+
+        return map_leaves(make, structure)
+
+
+def results_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results | None:
+    """What an operator returns, found out on operands without values.
+
+    Returns:
+        None: it has no kernel for these, it returns numbers or a part of an operand, or it changes
+        the shape of one. Then it has to be computed.
+    """
+    operands = leaves_of(args, kwargs)
+    on_meta = {id(x): _without_values(x) for x in operands if isinstance(x, Tensor)}
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return _META
+        if isinstance(x, torch.Generator):
+            return None  # there is none for the device
+        return on_meta.get(id(x), x)
+
+    try:
+        returned = op(*map_leaves(to_meta, list(args)), **map_leaves(to_meta, kwargs))
+    except (RuntimeError, LookupError, TypeError, ValueError, AssertionError):
+        return None  # where the operands are at fault, computing says how
+    if any(_layout(x) != _layout(on_meta[id(x)]) for x in operands if isinstance(x, Tensor)):
+        return None
+    numbers = {id(on_meta[id(x)]): i for i, x in enumerate(operands) if isinstance(x, Tensor)}
+    storages = {x.untyped_storage()._cdata for x in on_meta.values()}
+    for x in leaves_of(returned):
+        if x is None or id(x) in numbers:
+            continue
+        if not isinstance(x, Tensor) or x.untyped_storage()._cdata in storages:
+            return None
+        storages.add(x.untyped_storage()._cdata)
+
+    def describe(x: Any) -> Any:
+        return x if x is None else numbers[id(x)] if id(x) in numbers else Layout(x)
+
+    return Results(map_leaves(describe, returned))
+
+
+def _without_values(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride()

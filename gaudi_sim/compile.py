@@ -1,0 +1,76 @@
+"""The simulated `hpu_backend` of `torch.compile`: the path of the bridge, then one recipe.
+
+A graph of Dynamo is functionalised, writes to its inputs are put back in place where the bridge
+does so (`sim_graph_rules`), and the rest of them copy their inputs, which the card counts.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gaudi_sim.card.card import SimulationError
+from gaudi_sim.card.device import HpuTensor, active_card
+from gaudi_sim.graphs.capture import functionalise
+from gaudi_sim.graphs.rules import reinplace
+from vllm.platforms.habana.bridge import COMPILE_BACKEND
+
+
+def compile_for_card(
+    graph: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[..., Any]:
+    """What Dynamo hands over runs as one recipe per set of shapes.
+
+    Where sizes are symbols, every set of sizes gets a graph of its own: compilation is static.
+
+    Args:
+        options: `force_static_compile` is known.
+
+    Raises:
+        RuntimeError: the card is in lazy mode, where HPU graphs take the place of this.
+        SimulationError: the card is strict, and a size is a symbol without `force_static_compile`.
+    """
+    card = active_card()
+    if card.is_lazy:
+        raise RuntimeError(f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
+    programs: dict[tuple[Any, ...], fx.GraphModule] = {}
+    is_static = not any(isinstance(x, torch.SymInt) for x in example_inputs)
+    if not is_static and card.is_strict and not options.get("force_static_compile"):
+        raise SimulationError(
+            "sizes are symbols: without force_static_compile a card compiles recipes with dynamic "
+            "shapes, which it does slowly"
+        )
+
+    def compiled(*inputs: Any) -> Any:
+        key = () if is_static else tuple(map(_kind, inputs))
+        program = programs.get(key)
+        if program is None:
+            program = programs[key] = _compile(graph, inputs)
+        with active_card().compiled_region():
+            return program.forward(*inputs)
+
+    return compiled
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _compile(graph: fx.GraphModule, inputs: tuple[Any, ...]) -> fx.GraphModule:
+    program = functionalise(graph, inputs, torch.device("hpu", 0))
+    for copied in reinplace(program.graph):
+        copied.node.target = _copy_back
+    program.recompile()
+    return program
+
+
+def _copy_back(target: HpuTensor, source: HpuTensor) -> HpuTensor:
+    """Copy the new value of an input into it: it has been written through a view."""
+    active_card().copy_whole(target.lease, target.raw.nbytes)
+    target.copy_(source)
+    return target

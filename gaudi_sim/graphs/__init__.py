@@ -1,0 +1,1 @@
+"""Captured graphs: their rules, their recording and their replay."""

@@ -1,0 +1,265 @@
+"""HPU graphs of the simulated card: one capture per input signature, then replays.
+
+Follows newer bridges, which tell graphs apart by type as well as by shape. Inputs are bound anew
+at each replay (`disable_tensor_cache=True`); outputs are static buffers.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaudi_sim.card.card import Capture, SimulatedCard, SimulationError
+from gaudi_sim.card.device import HpuTensor, active_card, set_tape
+from gaudi_sim.card.memory import Lease
+from gaudi_sim.card.tape import Tape
+from vllm.cost_model import constants
+
+
+class CapturedGraph:
+    """One graph: what was captured, its static outputs, and the memory it holds."""
+
+    def __init__(
+        self,
+        card: SimulatedCard,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        inputs = _device_tensors((args, kwargs))
+        tape = Tape([x.raw for x in inputs])
+        with card.capturing() as capture:
+            set_tape(tape)
+            try:
+                outputs = forward(*args, **kwargs)
+            finally:
+                set_tape(None)
+        self.outputs = outputs
+        self._static = _device_tensors(outputs)
+        owned = {x.raw.untyped_storage()._cdata for x in inputs}
+        # What was written into an input is there already; nothing must be written to the old one.
+        self._is_alias = [x.raw.untyped_storage()._cdata in owned for x in self._static]
+        outputs_of = [x.raw for x in self._static]
+        num_bytes = int(capture.num_ops * constants.GRAPH_BYTES_PER_OP)
+        if card.keeps_graph_tensors:
+            num_bytes += _storage_bytes(tape.made) - _storage_bytes(outputs_of)
+            num_bytes += _storage_bytes([x.raw for x in inputs])
+        tape.end(outputs_of)
+        self._card = card
+        self._tape = tape
+        self._capture = capture
+        self._lease = Lease(card.memory, max(0, num_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that stays taken: the graph itself and its outputs."""
+        return self._lease.num_bytes + _storage_bytes([x.raw for x in self._static])
+
+    def replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on new inputs of the same shapes; the outputs are those of the capture, overwritten.
+
+        Raises:
+            RuntimeError: a shape or a type differs from the capture's.
+        """
+        inputs = [x.raw for x in _device_tensors((args, kwargs))]
+        self._tape.check(inputs)
+        if self._card.computes:
+            self._compute(inputs)
+        self._card.replay(self._capture)
+        return self.outputs
+
+    @torch.inference_mode()
+    def _compute(self, inputs: list[torch.Tensor]) -> None:
+        results = self._tape.replay(inputs)
+        for output, result, is_alias in zip(self._static, results, self._is_alias, strict=True):
+            if result is not None and not is_alias:
+                output.raw.copy_(result)
+
+
+class HPUGraph:
+    """A graph that its user captures and replays by hand.
+
+    Everything the capture makes stays where it is, and a replay overwrites it. Tensors from
+    before the capture are the static inputs: write new data into them.
+    """
+
+    def __init__(self) -> None:
+        self._card = active_card()
+        self._block: AbstractContextManager[None] | None = None
+        self._tape: Tape | None = None
+        self._capture: Capture | None = None
+        self._static: list[torch.Tensor] = []
+        self._leases: list[Lease] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture what the block does; a block that fails leaves nothing behind."""
+        self.reset()
+        tape = Tape(())
+        with self._card.capturing() as capture:
+            set_tape(tape)
+            try:
+                yield
+            finally:
+                set_tape(None)
+        self._static = tape.end_with_all()
+        self._tape, self._capture = tape, capture
+        memory = self._card.memory
+        self._leases = [memory.lease_of(raw) for raw in self._static]
+        self._leases.append(Lease(memory, int(capture.num_ops * constants.GRAPH_BYTES_PER_OP)))
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        self._block = self.capturing()
+        self._block.__enter__()
+
+    def capture_end(self) -> None:
+        """
+        Raises:
+            RuntimeError: no capture has begun.
+        """
+        if self._block is None:
+            raise RuntimeError("capture_end without capture_begin")
+        block, self._block = self._block, None
+        block.__exit__(None, None, None)
+
+    def replay(self, asynchronous: bool = False) -> None:
+        """
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        if self._tape is None or self._capture is None:
+            raise RuntimeError("replay of a graph that was not captured")
+        if self._card.computes:
+            self._compute(self._tape)
+        self._card.replay(self._capture)
+
+    @torch.inference_mode()
+    def _compute(self, tape: Tape) -> None:
+        for static, result in zip(self._static, tape.replay(()), strict=True):
+            assert result is not None
+            static.copy_(result)
+
+    def reset(self) -> None:
+        """Drop the graph and its memory."""
+        self._tape = self._capture = None
+        self._static, self._leases = [], []
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of all storages under these tensors, each counted once."""
+    return sum({s._cdata: s.nbytes() for s in (x.untyped_storage() for x in tensors)}.values())
+
+
+def wrap_in_hpu_graph(
+    module: nn.Module, card: SimulatedCard, *, max_graphs: int | None = None
+) -> nn.Module:
+    """Give `module` a forward that captures and replays, and a `clear_cache`.
+
+    Args:
+        max_graphs: further signatures run without a graph; none is evicted.
+    """
+    graphs: dict[int, CapturedGraph] = {}
+    inputs = _KnownInputs()
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def replaying(
+        *args: Any, warmup_mode: bool = False, bypass_hpu_graphs: bool = False, **kwargs: Any
+    ) -> Any:
+        if bypass_hpu_graphs:
+            return forward(*args, **kwargs)
+        key = input_hash((args, kwargs))
+        graph = graphs.get(key)
+        if card.is_strict:
+            inputs.check(key, (args, kwargs))
+        if graph is None:
+            if max_graphs is not None and len(graphs) >= max_graphs:
+                return forward(*args, **kwargs)
+            graph = graphs[key] = CapturedGraph(card, forward, args, kwargs)
+            return graph.outputs
+        if warmup_mode:
+            card.mark_step()
+            return graph.outputs
+        return graph.replay(*args, **kwargs)
+
+    module.forward = replaying
+    module.clear_cache = graphs.clear  # type: ignore[assignment]
+    module.clear_inputs = lambda: None  # type: ignore[assignment]  # none are kept
+    return module
+
+
+class _KnownInputs:
+    """What a module was called with, to find the graphs that a card would confuse."""
+
+    def __init__(self) -> None:
+        self._forms: dict[int, Any] = {}
+        self._keys: dict[int, int] = {}
+
+    def check(self, key: int, value: Any) -> None:
+        """
+        Raises:
+            SimulationError: the card would replay the graph of other inputs: their hashes are
+                equal, in this build or in an older one, which does not look at types.
+        """
+        form = _form_of(value)
+        known = self._forms.setdefault(key, form)
+        if known != form:
+            raise SimulationError(f"the graph of {known} would be replayed for {form}")
+        if self._keys.setdefault(_hash(value, with_types=False), key) != key:
+            raise SimulationError(f"only a type tells the inputs of two graphs apart: {form}")
+
+
+def _form_of(value: Any) -> Any:
+    """All that a graph may depend on; two are equal if one graph serves both."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)
+    if isinstance(value, dict):
+        return {name: _form_of(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_form_of(x) for x in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_form_of(getattr(value, f.name)) for f in fields(value))
+    return type(value).__name__, value
+
+
+def input_hash(value: Any) -> int:
+    """What a graph is found by: tensors by shape, type and layout, all else by its own hash.
+
+    As in the bridge, equal hashes are taken for equal inputs: True, 1 and 1.0 are one graph.
+    """
+    return _hash(value, with_types=True)
+
+
+def _hash(value: Any, *, with_types: bool) -> int:
+    if isinstance(value, torch.Tensor):
+        layout = (tuple(value.shape), value.stride(), value.storage_offset())
+        return hash((layout, value.dtype) if with_types else layout)
+    if isinstance(value, dict):
+        pairs = value.items()
+        return hash(tuple((hash(k), _hash(x, with_types=with_types)) for k, x in pairs))
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, list | tuple):
+        return hash(tuple(_hash(x, with_types=with_types) for x in value))
+    return hash(value)
+
+
+def _device_tensors(value: Any) -> list[HpuTensor]:
+    return list(_walk(value))
+
+
+def _walk(value: Any) -> Iterator[HpuTensor]:
+    if isinstance(value, HpuTensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _walk(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _walk(item)
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
+        yield from _walk(vars(value))

@@ -1,0 +1,1 @@
+"""The vendor's fused kernels, with their documented signatures, in plain torch."""

@@ -1,0 +1,257 @@
+"""The fused kernels of the simulated card: operators of `torch.ops.hpu`, computed in fp32.
+
+The schemas are the bridge's. A card rounds in other places and has an approximate exponent, so
+results agree with these to a tolerance, never bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gaudi_sim.kernels import blocks as sim_blocks
+from gaudi_sim.kernels import fp8 as sim_fp8
+from gaudi_sim.kernels import mxfp4 as sim_mxfp4
+from gaudi_sim.kernels import uint4 as sim_uint4
+from gaudi_sim.kernels.experts import biased_experts, silu_experts, weights_of_experts
+
+_SCHEMAS = {
+    "rms_norm": "(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
+    "rotary_pos_embedding": (
+        "(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode)"
+        " -> Tensor"
+    ),
+    "mixture_of_experts.fused_weights": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max)"
+        " -> Tensor"
+    ),
+    "mixture_of_experts.bias_fused_weights": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, *, bool permuted_weights,"
+        " int experts_min, int experts_max, int chunk_size=0, int total_experts=0,"
+        " float alpha=1.702, float limit=7.0) -> Tensor"
+    ),
+    "mixture_of_experts.fp8_fused_weights_dynamic": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3,"
+        " bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor"
+    ),
+    "sdpa_recomp_fwd": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale,"
+        " bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len,"
+        " str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+_DISPATCH = "CompositeExplicitAutograd"
+
+PAIRWISE = 1
+
+
+@cache
+def register() -> torch.library.Library:
+    """Define the operators, once per process. The result keeps them alive."""
+    library = torch.library.Library("hpu", "DEF")  # type: ignore[no-untyped-call]
+    kernels: dict[str, Callable[..., object]] = {
+        "rms_norm": _rms_norm,
+        "rotary_pos_embedding": _rotary_pos_embedding,
+        "mixture_of_experts.fused_weights": _mixture_of_experts,
+        "mixture_of_experts.bias_fused_weights": _bias_mixture_of_experts,
+        "mixture_of_experts.fp8_fused_weights_dynamic": _fp8_mixture_of_experts,
+        "sdpa_recomp_fwd": _sdpa_recomp_fwd,
+        **sim_blocks.KERNELS,
+        **sim_fp8.KERNELS,
+        **sim_mxfp4.KERNELS,
+        **sim_uint4.KERNELS,
+    }
+    schemas = (
+        _SCHEMAS | sim_blocks.SCHEMAS | sim_fp8.SCHEMAS | sim_mxfp4.SCHEMAS | sim_uint4.SCHEMAS
+    )
+    for name, schema in schemas.items():
+        library.define(name + schema)  # type: ignore[no-untyped-call]
+        library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
+    shapes = sim_fp8.SHAPES | {
+        "mixture_of_experts.fp8_fused_weights_dynamic": _shape_of_fp8_experts
+    }
+    for name, shape_of in shapes.items():
+        library.impl(name, shape_of, "Meta")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _rms_norm(data_in: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    x = data_in.float()
+    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    dtype = torch.promote_types(data_in.dtype, gamma.dtype)
+    return (x * inverse_rms * gamma.float()).to(dtype), inverse_rms
+
+
+def _rotary_pos_embedding(
+    input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
+) -> Tensor:
+    if offset:
+        raise NotImplementedError("the simulated kernel takes no offset into cos and sin")
+    if position_ids is not None:
+        sin, cos = (_rows_at(table, position_ids, input) for table in (sin, cos))
+    if torch.float32 in (input.dtype, sin.dtype, cos.dtype):
+        input, sin, cos = input.float(), sin.float(), cos.float()
+    else:
+        sin, cos = sin.to(input.dtype), cos.to(input.dtype)
+    if mode == PAIRWISE:
+        rotated = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = input.chunk(2, -1)
+        rotated = torch.cat((-second, first), -1)
+    return input * cos + rotated * sin
+
+
+def _rows_at(table: Tensor, position_ids: Tensor, x: Tensor) -> Tensor:
+    """Rows of `table` [..., rows, D] for x [tokens, heads, D] or [batch, heads, tokens, D]."""
+    rows = table.reshape(-1, table.shape[-1]).index_select(0, position_ids.reshape(-1))
+    return rows.unsqueeze(1) if x.dim() == 3 else rows.view(-1, 1, x.shape[-2], rows.shape[-1])
+
+
+def _mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+) -> Tensor:
+    if activation != "silu":
+        raise NotImplementedError("the simulated kernel has silu only")
+    weights = weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, len(w12), len(w3)
+    )
+    return silu_experts(hidden_states, weights, w12, w3, is_permuted=permuted_weights)
+
+
+def _bias_mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    w12_bias: list[Tensor],
+    w3_bias: list[Tensor],
+    *,
+    permuted_weights: bool,
+    experts_min: int,
+    experts_max: int,
+    chunk_size: int = 0,
+    total_experts: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """With biases, and what is between the products limited; gate and up in turn. Chunks are of no
+    effect here."""
+    counts = (len(w12), len(w3), len(w12_bias), len(w3_bias))
+    weights = weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, *counts
+    )
+    return biased_experts(
+        *(hidden_states, weights, w12, w3, w12_bias, w3_bias, alpha, limit),
+        is_permuted=permuted_weights,
+    )
+
+
+def _fp8_mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    d_scale_hidden_states: Tensor,
+    d_scale_w12: list[Tensor],
+    d_scale_w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+) -> Tensor:
+    """As the one above; what goes into the second product is rounded to fp8 row by row."""
+    if activation != "silu" or not permuted_weights:
+        raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
+    x = sim_fp8.decode(hidden_states) * d_scale_hidden_states
+    out = torch.zeros_like(x)
+    counts = (len(w12), len(w3), len(d_scale_w12), len(d_scale_w3))
+    weights = weights_of_experts(
+        expert_routing_table, router_weights, experts_min, experts_max, *counts
+    )
+    experts = zip(weights, w12, d_scale_w12, w3, d_scale_w3, strict=True)
+    for weight, gate_up, gate_up_scale, down, down_scale in experts:
+        gate, up = (x @ sim_fp8.decode(gate_up).T * gate_up_scale).chunk(2, dim=-1)
+        middle = sim_fp8.round_rows(torch.nn.functional.silu(gate) * up)
+        out = out + weight * (middle @ sim_fp8.decode(down).T * down_scale)
+    return out.bfloat16()
+
+
+def _shape_of_fp8_experts(hidden_states: Tensor, *others: object) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape, dtype=torch.bfloat16)
+
+
+def _sdpa_recomp_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    p: float,
+    scale: float,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+    window_size: Sequence[int] = (-1, -1),
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is documented, and a window as (how many keys before a query, how many after it) that
+    the query sees besides the one at its own position; -1 is all of them."""
+    if p:
+        raise NotImplementedError("the simulated kernel has no dropout")
+    group = q.shape[-3] // k.shape[-3]
+    key, value = (x.float().repeat_interleave(group, -3) for x in (k, v))
+    scores = q.float() @ key.transpose(-1, -2) * scale
+    rows, columns = scores.shape[-2:]
+    minus_inf = float("-inf")
+    if is_causal:
+        allowed = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, minus_inf)
+    if tuple(window_size) != (-1, -1):
+        ahead = (
+            torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+        )
+        for side, distance in zip(window_size, (-ahead, ahead), strict=True):
+            if side >= 0:
+                scores = scores.masked_fill(distance > side, minus_inf)
+    if valid_seq_len is not None:
+        positions = torch.arange(columns, device=q.device)
+        length = valid_seq_len.view(-1, 1, 1, 1)
+        is_left = seq_padding_type == "left"
+        padding = positions < columns - length if is_left else positions >= length
+        scores = scores.masked_fill(padding, minus_inf)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, minus_inf)
+    elif attention_mask is not None:
+        scores = scores + attention_mask.float()
+    row_max = scores.amax(-1, keepdim=True)
+    if sink is not None:
+        extra = sink.float().view(-1, 1, 1)
+        row_max = torch.maximum(row_max, extra)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        row_sum = row_sum + torch.exp(extra - row_max)
+    out = (weights / row_sum @ value).to(q.dtype)
+    if valid_seq_len is not None:  # padding on the left attends to nothing; any value will do
+        out = out.nan_to_num()
+    seed = torch.zeros(1, dtype=torch.int32, device=q.device)
+    if not requires_backward:
+        return out, q.new_zeros(1), q.new_zeros(1, dtype=torch.float32), seed
+    return out, row_max.to(q.dtype), row_sum.reciprocal(), seed

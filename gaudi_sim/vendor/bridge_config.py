@@ -1,0 +1,36 @@
+"""`habana_frameworks.torch.internal.bridge_config`: the one flag that the simulation follows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gaudi_sim.card.device import active_card
+
+__all__ = ["env_setting", "get_pt_compile_only_mode", "set_pt_compile_only_mode"]
+
+_COMPILE_ONLY = "PT_COMPILE_ONLY_MODE"
+
+
+def get_pt_compile_only_mode() -> bool:
+    """Whether recipes are compiled but not launched."""
+    return active_card().is_compile_only
+
+
+def set_pt_compile_only_mode(value: bool) -> None:
+    active_card().is_compile_only = bool(value)
+
+
+@contextmanager
+def env_setting(name: str, value: bool) -> Iterator[None]:
+    """Set a flag inside the block.
+
+    Raises:
+        ValueError: the simulation does not follow this flag.
+    """
+    if name != _COMPILE_ONLY:
+        raise ValueError(f"the simulated card knows {_COMPILE_ONLY} only, not {name}")
+    before = get_pt_compile_only_mode()
+    set_pt_compile_only_mode(value)
+    try:
+        yield
+    finally:
+        set_pt_compile_only_mode(before)

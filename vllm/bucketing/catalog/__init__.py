@@ -1,0 +1,1 @@
+"""The catalog of buckets, its proof, and what is captured."""

@@ -1,0 +1,182 @@
+"""Plans the buckets of an engine from its configuration: strategy, closure, and log lines."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vllm.bucketing.bucket import Bucket, Phase, decode
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.closure import missing_buckets, prove, unused_buckets
+from vllm.bucketing.log_lines import generated_line, listed
+from vllm.bucketing.settings import BucketSettings
+from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within, trim_decodes
+from vllm.bucketing.strategies.generate import GeneratedBuckets, buckets_from_file, generate_buckets
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of an engine. Every launch of every step has one of them."""
+
+    catalog: Catalog
+    limits: StepLimits
+    """Limits of a launch: a larger step is launched in parts."""
+    info: tuple[str, ...]
+    """Log lines, in their order."""
+    warnings: tuple[str, ...]
+
+
+def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPlan:
+    """The catalog for a configuration.
+
+    Args:
+        config: of the engine.
+        num_blocks: KV blocks, the null block included; None before that is known.
+
+    Raises:
+        ConfigError: the variables or the file give no bucket, or the file cannot be read.
+    """
+    limits = step_limits(config, num_blocks)
+    limits = replace(limits, max_block_refs=limits.usable_blocks)
+    generated = _generate(config, limits)
+    launch_limits = _launch_limits(limits, generated)
+    if config.speculative.draft_model is not None:
+        # It runs what it lacks, wherever in a request that begins.
+        launch_limits = replace(launch_limits, enable_chunked_prefill=True)
+    catalog = Catalog(generated.prefill, trim_decodes(generated.decode, limits))
+    if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill:
+        parts = _generate(config, launch_limits).prefill
+        catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
+    limits = launch_limits
+    added = [] if _is_range_given(config) else decode_steps(catalog, limits)
+    added += _verifying([*catalog.decode, *added], limits)
+    added += missing_buckets(catalog.with_buckets(added), limits)
+    if added:
+        catalog = catalog.with_buckets(added)
+    unused = unused_buckets(catalog, limits)
+    if config.hpu.merged_prefill:  # a batch is one row, whose length and context are sums
+        unused = [bucket for bucket in unused if bucket.phase is Phase.DECODE]
+    catalog = catalog.without(unused)
+    report = prove(catalog, limits)
+    assert report.is_covered, str(report)
+    info = [
+        *generated.info,
+        generated_line(Phase.PREFILL, catalog.prefill),
+        generated_line(Phase.DECODE, catalog.decode),
+    ]
+    info.sort(key=_belongs_to_decode)
+    added = [bucket for bucket in added if bucket in catalog]
+    if added:
+        info.append(
+            f"Added {len(added)} buckets, for steps beyond the configured ranges: {listed(added)}"
+        )
+    if unused:
+        info.append(f"Left out {len(unused)} buckets that no step can use: {listed(unused)}")
+    return BucketPlan(catalog, limits, tuple(info), generated.warnings)
+
+
+def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
+    """Token budgets of a step for the smallest prompt bucket, and for all of the smallest batch.
+
+    None: the budget there is has a prompt bucket.
+
+    Raises:
+        ConfigError: as `plan_buckets`.
+    """
+    limits = step_limits(config)
+    generated = _generate(config, limits)
+    buckets = [*generated.prefill, *generated.omitted]
+    if not buckets or any(is_within(bucket, limits) for bucket in buckets):
+        return None
+    fewest = min(bucket.batch for bucket in buckets)
+    tokens = [b.batch * b.query_len for b in buckets if b.batch == fewest]
+    return min(tokens), max(tokens)
+
+
+def _belongs_to_decode(line: str) -> bool:
+    """Sorts the lines of prompts before those of decodes."""
+    return line.startswith("Decode") or " decode buckets" in line
+
+
+def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
+    """Limits of the steps that the scheduler can emit."""
+    scheduler, cache, drafts = config.scheduler, config.cache, config.speculative.drafts
+    max_draft_batch = None if drafts is None else drafts.disable_by_batch_size or None
+    return StepLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=scheduler.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        enable_chunked_prefill=scheduler.enable_chunked_prefill,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        contiguous_pa=config.hpu.contiguous_pa,
+        max_chunk_tokens=scheduler.prefill_chunk_limit,
+        max_draft_tokens=scheduler.max_draft_tokens,
+        max_draft_batch=max_draft_batch,
+        max_pending_drafts=scheduler.max_draft_tokens if scheduler.follows_drafts else 0,
+    )
+
+
+def _is_range_given(config: VllmConfig) -> bool:
+    """Whether the user has set the largest decode bucket."""
+    names = (name for name, _ in config.hpu.bucket_variables)
+    return config.hpu.bucketing_file is not None or "VLLM_DECODE_BLOCK_BUCKET_MAX" in names
+
+
+def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+    """Additional decode buckets between the largest of a strategy and the largest that its batch
+    can need.
+
+    The default ranges end at 2048 tokens per sequence. What is beyond is rare, so each step is a
+    quarter larger than the one before; without steps it would be padded to all blocks there are.
+    """
+    largest: dict[int, int] = {}
+    for bucket in catalog.decode:
+        largest[bucket.batch] = max(bucket.blocks, largest.get(bucket.batch, 0))
+    steps = []
+    for batch, blocks in largest.items():
+        most = limits.max_decode_blocks(min(batch, limits.max_decode_batch))
+        while (blocks := ceil_div(blocks * 5, 4)) < most:
+            steps.append(decode(batch, blocks))
+    return steps
+
+
+def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
+    """The decode buckets with the query length of launches that verify drafts, as far as their
+    batch can be that of such launches."""
+    decodes, added = list(decodes), []
+    for length in limits.decode_query_lens[1:]:
+        most = limits.max_batch_of(length)
+        most = min((b.batch for b in decodes if b.batch >= most), default=most)
+        added += [replace(b, query_len=length) for b in decodes if b.batch <= most]
+    return added
+
+
+def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:
+    """Limits of one launch: no prompt longer than the longest bucket."""
+    longest = max((bucket.query_len for bucket in generated.prefill), default=0)
+    if not longest or longest >= limits.max_query_len:
+        return limits
+    # A part of a prompt has context, whatever the scheduler is allowed to emit.
+    return replace(limits, enable_chunked_prefill=True, max_chunk_tokens=longest)
+
+
+def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
+    hpu = config.hpu
+    if hpu.bucketing_file is not None:
+        path = Path(hpu.bucketing_file)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
+        return buckets_from_file(text, str(path), limits)
+    settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
+    settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
+    return generate_buckets(
+        hpu.bucketing_strategy,
+        limits,
+        settings,
+        merged_prefill=hpu.merged_prefill,
+    )

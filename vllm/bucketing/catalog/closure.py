@@ -1,0 +1,199 @@
+"""Proves that every launch of every scheduler step has a bucket, and every bucket a launch.
+
+Padding only adds, so a bucket covers every smaller launch of its phase. The sizes of the buckets
+divide the possible launches into classes that are padded alike, so one comparison per class is
+enough:
+
+    prefill  of b prompts, longest query in (q1, q2], q1 and q2 being neighbouring sizes. The
+             shorter the query, the more context fits before it: all of them are covered if and
+             only if some bucket of b prompts and q2 tokens has the context possible at q1 + 1.
+    decode   of n sequences, without drafts or with the most: their block references go up to a
+             bound, so all of them are covered if and only if some bucket of n sequences has as
+             many.
+
+Beyond the largest size lies one more class, in which nothing is covered.
+
+The other way round, a bucket is useful if some possible launch has no cheaper bucket. A cheaper
+bucket that does not cover a launch covers no larger one either, so it is enough to look at the
+largest launches that fit into the bucket.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
+from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.step_limits import StepLimits, round_up
+
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class ClosureReport:
+    """Outcome of the proof."""
+
+    num_classes: int
+    """Classes of launches that were compared; together they are all launches."""
+    uncovered: tuple[Bucket, ...]
+    """The smallest shapes without a bucket, ascending: none of them covers another, and every
+    shape without a bucket covers one of them."""
+
+    @property
+    def is_covered(self) -> bool:
+        """Every launch has a bucket."""
+        return not self.uncovered
+
+    def __str__(self) -> str:
+        if self.is_covered:
+            return f"every step has its buckets ({self.num_classes} classes of shapes compared)"
+        named = "; ".join(
+            f"{shape.phase!s} of {shape.batch} x {shape.query_len} tokens, {shape.blocks} blocks"
+            for shape in self.uncovered[:_MAX_NAMED]
+        )
+        more = len(self.uncovered) - _MAX_NAMED
+        rest = f"; and {more} more" if more > 0 else ""
+        return f"some steps have no bucket, the smallest are: {named}{rest}"
+
+
+def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
+    """Whether every launch of every step that the limits allow has a bucket."""
+    classes = list(_classes(catalog, limits))
+    uncovered = {c.smallest for c in classes if c.smallest is not None}
+    minimal = [s for s in uncovered if not any(s != t and s.covers(t) for t in uncovered)]
+    return ClosureReport(num_classes=len(classes), uncovered=tuple(sorted(minimal)))
+
+
+def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+    """The buckets to add so that the proof holds, none of which is superfluous; empty if it holds.
+
+    There is one for each uncovered size, unless a larger added bucket covers it too.
+    Sizes are those of the catalog; beyond its largest, the largest that the limits allow, in whole
+    blocks.
+    """
+    needed = {c.needed for c in _classes(catalog, limits) if c.smallest is not None}
+    return sorted(b for b in needed if not any(b != other and other.covers(b) for other in needed))
+
+
+def unused_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+    """Return the buckets to which no launch of any step is padded, ascending.
+
+    Without them every launch has the bucket that it had before.
+
+    Args:
+        catalog: has a bucket for every launch.
+        limits: what a launch can ask for.
+    """
+    return [
+        bucket
+        for bucket in (*catalog.prefill, *catalog.decode)
+        if not any(
+            catalog.fit(bucket.phase, *shape) == bucket for shape in _largest_within(bucket, limits)
+        )
+    ]
+
+
+def _largest_within(bucket: Bucket, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
+    """Yield (batch, query_len, blocks) of the largest possible launches that the bucket covers."""
+    if bucket.phase is Phase.DECODE:
+        for query_len in reversed(limits.decode_query_lens):
+            if query_len > bucket.query_len:
+                continue
+            for batch in range(min(bucket.batch, limits.max_batch_of(query_len)), 0, -1):
+                blocks = min(bucket.blocks, limits.max_decode_blocks(batch))
+                if blocks >= batch:
+                    yield batch, query_len, blocks
+        return
+    for batch in range(min(bucket.batch, limits.max_decode_batch), 1, -1):
+        # Another prompt of the batch than the longest may have the context.
+        longest = min(limits.max_query_len, limits.max_num_batched_tokens - batch + 1)
+        if longest > 0:
+            context = min(bucket.blocks, limits.max_context_blocks(1))
+            yield batch, min(bucket.query_len, longest), context
+    longest = min(bucket.query_len, limits.max_query_len)
+    for context in range(min(bucket.blocks, limits.max_context_blocks(longest)), bucket.blocks + 1):
+        query_len = min(longest, limits.max_query_before(context))
+        if query_len > 0:
+            yield 1, query_len, context
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Launches that have the same padded sizes."""
+
+    smallest: Bucket | None
+    """The smallest launch that no bucket covers; None if all are covered."""
+    needed: Bucket
+    """A bucket that would cover all of them."""
+
+
+def _classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
+    yield from _prefill_classes(catalog, limits)
+    yield from _decode_classes(catalog, limits)
+
+
+def _prefill_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
+    batches = sorted({bucket.batch for bucket in catalog.prefill})
+    lengths = sorted({bucket.query_len for bucket in catalog.prefill})
+    num_rows = limits.max_prefill_rows
+    for batch in range(1, num_rows + 1):
+        longest = limits.max_prefill_query(batch)
+        padded_batch = _next_size(batches, batch, num_rows)
+        stairs = _Staircase((b.query_len, b.blocks) for b in catalog.prefill if b.batch >= batch)
+        for shorter in [0, *lengths]:
+            if shorter >= longest:
+                break
+            query_len = shorter + 1
+            length = _next_size(lengths, query_len, round_up(longest, limits.block_size))
+            context = limits.max_prefill_context(batch, query_len)
+            height = stairs.at(length)
+            yield _Class(
+                prefill(batch, query_len, height + 1) if height < context else None,
+                prefill(padded_batch, length, context),
+            )
+
+
+def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
+    for query_len in limits.decode_query_lens:
+        buckets = [bucket for bucket in catalog.decode if bucket.query_len >= query_len]
+        batches = sorted({bucket.batch for bucket in buckets})
+        stairs = _Staircase((b.batch, b.blocks) for b in buckets)
+        most = limits.max_batch_of(query_len)
+        for batch in range(1, most + 1):
+            padded_batch = _next_size(batches, batch, most)
+            refs = limits.max_decode_blocks(batch)
+            height = stairs.at(padded_batch)
+            yield _Class(
+                decode(batch, max(height + 1, batch), query_len) if height < refs else None,
+                decode(padded_batch, refs, query_len),
+            )
+
+
+class _Staircase:
+    """Largest number of blocks among the buckets of at least a given size.
+
+    Args:
+        steps: size and blocks of each bucket.
+    """
+
+    def __init__(self, steps: Iterable[tuple[int, int]]) -> None:
+        self._sizes: list[int] = []
+        self._blocks: list[int] = []
+        for size, blocks in sorted(steps, reverse=True):
+            if self._blocks and blocks <= self._blocks[-1]:
+                continue
+            self._sizes.append(-size)
+            self._blocks.append(blocks)
+
+    def at(self, size: int) -> int:
+        """Number of blocks that a launch of this size can have; -1 if it is larger than all
+        buckets."""
+        # Sizes descend and blocks ascend; the last one that is large enough counts.
+        index = bisect_right(self._sizes, -size) - 1
+        return self._blocks[index] if index >= 0 else -1
+
+
+def _next_size(sizes: list[int], value: int, beyond: int) -> int:
+    """The smallest size that holds the value; `beyond` for what is larger than all."""
+    index = bisect_left(sizes, value)
+    return sizes[index] if index < len(sizes) else beyond

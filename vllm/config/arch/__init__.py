@@ -1,0 +1,1 @@
+"""The architecture of a model, read from its config.json."""

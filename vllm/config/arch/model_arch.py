@@ -1,0 +1,349 @@
+"""The architecture of a model: the facts from its Hugging Face config.
+
+The only place that knows the names of config attributes: `rope_parameters` and `dtype` of
+transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.config.arch.layer_kinds import has_no_positions, read_state_layers, read_windows
+from vllm.config.arch.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
+from vllm.config.families import family_of
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated; even."""
+    rope_type: str = "default"
+    """default, linear, dynamic, llama3, yarn or longrope."""
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+
+    def for_length(self, max_model_len: int) -> "RopeConfig":
+        """See `ModelArch.for_length`."""
+        if self.rope_type != "longrope":
+            return self
+        is_long = max_model_len > self.scaling["original_max_position_embeddings"]
+        return replace(self, scaling={**self.scaling, "uses_long_factor": is_long})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArch:
+    """The architecture of a model, without its weights."""
+
+    architecture: str
+    """Class name in the checkpoint, such as LlamaForCausalLM."""
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    """Positions that tokens can have."""
+    norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    layer_ropes: tuple[RopeConfig | None, ...]
+    """Per layer: its rotations, or None for a layer without."""
+    layer_windows: tuple[int | None, ...]
+    """Window of each layer: how many of the most recent keys a query sees, itself included; None:
+    all."""
+    state_layers: tuple[bool, ...]
+    """Per layer: whether it keeps a state of fixed size in place of keys and values."""
+    dtype: str
+    """Data type of the checkpoint."""
+    hf_config: Mapping[str, Any]
+    """The whole config, for keys of single model families."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
+        """Read a Hugging Face config given as a plain dict.
+
+        Raises:
+            ConfigError: no architecture, or a required number is missing, not divisible or absurd.
+        """
+        check_sizes(config)
+        architectures = config.get("architectures") or ()
+        if not architectures:
+            raise ConfigError("config.json has no 'architectures'")
+        _check_sizes(config)
+        hidden_size = _number(config, *_HIDDEN_SIZE)
+        num_heads = _read_num_heads(config, hidden_size)
+        head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
+        num_kv_heads = _read_num_kv_heads(config, num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({num_heads}) is not a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
+            )
+        num_layers = _number(config, *_NUM_LAYERS)
+        windows = read_windows(config, num_layers)
+        arch = cls(
+            architecture=architectures[0],
+            model_type=config.get("model_type", ""),
+            vocab_size=_number(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            max_position_embeddings=_read_max_positions(config) - _num_unused_positions(config),
+            norm_eps=_read_norm_eps(config),
+            hidden_act=_first(config, _ACTIVATION) or "silu",
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            layer_ropes=_read_ropes(config, head_size, windows),
+            layer_windows=windows,
+            state_layers=read_state_layers(config, num_layers),
+            dtype=_read_dtype(config),
+            hf_config=dict(config),
+        )
+        if not 1 <= arch.derived_max_model_len <= MAX_POSITIONS:
+            raise ConfigError(
+                f"config.json: the rope parameters stretch {arch.max_position_embeddings} "
+                f"positions to {arch.derived_max_model_len}, and 1 to {MAX_POSITIONS} are "
+                f"possible. Correct their factor"
+            )
+        widest = max((rope.rotary_dim for rope in arch.layer_ropes if rope), default=0)
+        if arch.derived_max_model_len * widest > MAX_ROTATIONS:
+            raise ConfigError(
+                f"config.json: {arch.derived_max_model_len} positions of {widest} rotated elements "
+                f"are more than {MAX_ROTATIONS} together. Correct max_position_embeddings or "
+                f"head_dim"
+            )
+        return arch
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """Of layers without a sliding window; those with one may have another."""
+        ropes = [
+            rope
+            for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
+            if rope is not None and window is None
+        ]
+        return next(iter(ropes), next((rope for rope in self.layer_ropes if rope), None))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each request."""
+        return any(self.state_layers)
+
+    @property
+    def embedding_size(self) -> int:
+        """Size of a token's embedding; OPT may project them to `hidden_size`."""
+        return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    def config_size(self, name: str) -> int:
+        """A positive number that config.json must have.
+
+        Raises:
+            ConfigError: it is missing, or not a positive number.
+        """
+        value = self.hf_config.get(name)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+        return value
+
+    def for_length(self, max_model_len: int) -> "ModelArch":
+        """The model as it is when no request is longer than this: of rotations with factors for
+        short and for long contexts (longrope) those that it is served with."""
+        ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
+        return replace(self, layer_ropes=ropes)
+
+    @property
+    def derived_max_model_len(self) -> int:
+        """Longest sequence the position embedding was made for."""
+        if self.rope is None:
+            return self.max_position_embeddings
+        kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
+        if kind in ("linear", "dynamic", "yarn") and factor:
+            original = self.max_position_embeddings
+            if kind == "yarn":  # max_position_embeddings may already be the extended length
+                original = self.rope.scaling["original_max_position_embeddings"]
+            return int(original * factor)
+        return self.max_position_embeddings
+
+
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "model_max_length",
+)
+_ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+"""How the families spell it."""
+
+_LARGEST = {
+    1 << 14: _NUM_LAYERS,
+    1 << 24: (*_HIDDEN_SIZE, *_NUM_HEADS, *_NUM_KV_HEADS, "head_dim", "num_experts"),
+    1 << 28: (*_INTERMEDIATE_SIZE, "vocab_size"),
+}
+"""Sizes far above those of all models; a larger one is a damaged or a hostile file."""
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before anything is made of them."""
+    for most, names in _LARGEST.items():
+        for name in names:
+            value = config.get(name)
+            if type(value) is int and not 0 <= value <= most:
+                raise ConfigError(f"{name} in config.json must be from 0 to {most}, got {value}")
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    value = _first(config, names)
+    if value is None:
+        raise ConfigError(f"config.json has no {' or '.join(names)}")
+    return int(value)
+
+
+def _read_num_heads(config: Mapping[str, Any], hidden_size: int) -> int:
+    if family_of(config.get("model_type")).heads_are_channels:
+        return hidden_size
+    return _number(config, *_NUM_HEADS)
+
+
+def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    given = _first(config, _NUM_KV_HEADS)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("multi_query") is False and not config.get("new_decoder_architecture"):
+        return num_heads  # whatever else such a config says
+    return int(given or num_heads)
+
+
+def _read_max_positions(config: Mapping[str, Any]) -> int:
+    default = family_of(config.get("model_type")).default_max_positions
+    if default is not None and _first(config, _MAX_POSITIONS) is None:
+        return default
+    return _number(config, *_MAX_POSITIONS)
+
+
+def _num_unused_positions(config: Mapping[str, Any]) -> int:
+    """Rows at the start of a learned position table that no token uses."""
+    if family_of(config.get("model_type")).positions_follow_padding:
+        return int(config.get("pad_token_id") or 0) + 1
+    return 0
+
+
+def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) "
+            f"and config.json gives no head_dim"
+        )
+    return hidden_size // num_heads
+
+
+def _read_dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def _read_ropes(
+    config: Mapping[str, Any], head_size: int, windows: Sequence[int | None]
+) -> tuple[RopeConfig | None, ...]:
+    parameters = dict(config.get("rope_parameters") or {})
+    parameters.update(config.get("rope_scaling") or {})
+    theta = config.get("rope_theta") or config.get("rotary_emb_base")
+    if theta is None and _rotates_by_default(config):
+        theta = 10000.0
+    local_theta = config.get("rope_local_base_freq")
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        full = _read_rope(config, head_size, dict(parameters.get("full_attention") or {}), theta)
+        local = _read_rope(
+            config, head_size, dict(parameters.get("sliding_attention") or {}), local_theta
+        )
+    else:
+        full = local = _read_rope(config, head_size, parameters, theta)
+        if local_theta is not None:
+            local = _read_rope(config, head_size, {}, local_theta)
+    if not family_of(config.get("model_type")).has_rope_without_window:
+        full = None
+    if has_no_positions(config):
+        full = local = None
+    has_rope = config.get("no_rope_layers") or _layers_with_rope(config, len(windows))
+    return tuple(
+        (full if window is None else local) if is_rotated else None
+        for window, is_rotated in zip(windows, has_rope, strict=True)
+    )
+
+
+def _rotates_by_default(config: Mapping[str, Any]) -> bool:
+    """Whether a config without a base of rotations means the usual one.
+
+    GPT-J says only how much of a head is rotated; of Baichuan the maximum of positions says it.
+    """
+    key = family_of(config.get("model_type")).rope_implied_by
+    return bool(config.get("rotary_dim") or (key is not None and config.get(key)))
+
+
+def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """For configs that do not list them."""
+    interval = config.get("no_rope_layer_interval")
+    if interval is None:
+        interval = family_of(config.get("model_type")).no_rope_interval
+    return [not interval or (index + 1) % interval != 0 for index in range(num_layers)]
+
+
+def _read_rope(
+    config: Mapping[str, Any], head_size: int, parameters: dict[str, Any], theta: float | None
+) -> RopeConfig | None:
+    theta = parameters.pop("rope_theta", None) or theta
+    if theta is None:
+        return None
+    legacy_type = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
+    partial = parameters.pop("partial_rotary_factor", None)
+    partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    if rope_type == "su":  # the first name of longrope
+        rope_type = "longrope"
+    if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
+        # The original length; a config without it was not extended.
+        max_positions = _number(config, *_MAX_POSITIONS)
+        original = config.get("original_max_position_embeddings")
+        if original and rope_type == "longrope":
+            parameters["original_max_position_embeddings"] = int(original)
+        if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
+            parameters["original_max_position_embeddings"] = max_positions
+    return RopeConfig(
+        theta=float(theta),
+        rotary_dim=int(_first(config, _ROTARY_DIM) or head_size * partial),
+        rope_type=rope_type,
+        scaling=parameters,
+    )
+
+
+_NORM_EPS_KEYS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+    "norm_eps",
+)
+_DEFAULT_NORM_EPS = 1e-5
+"""The default of torch, too: OPT has no such key."""
+
+
+def _read_norm_eps(config: Mapping[str, Any]) -> float:
+    given = (config[name] for name in _NORM_EPS_KEYS if config.get(name) is not None)
+    return float(next(given, _DEFAULT_NORM_EPS))

@@ -1,0 +1,22 @@
+"""The name of the format of a quantized checkpoint, as its config.json says it."""
+
+from vllm.config.arch.model_arch import ModelArch
+from vllm.errors import ConfigError
+
+
+def quant_method(arch: ModelArch) -> str | None:
+    """The format; None: the checkpoint is not quantized.
+
+    Raises:
+        ConfigError: `quantization_config` is no object, or does not say.
+    """
+    settings = arch.hf_config.get("quantization_config")
+    if not settings:
+        return None
+    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
+        raise ConfigError(
+            "config.json of the checkpoint: quantization_config must be an object with the string "
+            "quant_method, the name of the format, such as gptq or awq. Add it, or use another "
+            "checkpoint"
+        )
+    return str(settings["quant_method"])

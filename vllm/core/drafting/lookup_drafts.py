@@ -1,0 +1,103 @@
+"""Drafts from text that is known already: the prompt, the output so far, and earlier outputs."""
+
+from collections.abc import Sequence
+
+from vllm.config.speculative import DraftOptions
+from vllm.core.drafting.token_index import TokenIndex
+from vllm.request import Request
+
+_INDEXED_PER_STEP = 8192
+"""Tokens of one request that are indexed in one step, about 3 ms."""
+_END = -1
+"""Stands between two outputs in the index of earlier ones; no token has this id."""
+_DRAFTS_PER_TOKEN = 2
+"""An earlier output is followed for this many tokens per token that agrees."""
+
+
+class NgramDrafts:
+    """The tokens that followed the last tokens of the request where they occurred before.
+
+    Args:
+        options: with the method ngram or suffix.
+    """
+
+    def __init__(self, options: DraftOptions) -> None:
+        self.max_drafts = options.num_speculative_tokens
+        self._n = options.prompt_lookup_min
+        self._most = options.prompt_lookup_max
+        self._indexes: dict[str, TokenIndex] = {}
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        """See `DraftSource`."""
+        return [self._propose(request) for request in requests]
+
+    def leave(self, request: Request) -> None:
+        """See `DraftSource`."""
+        self._indexes.pop(request.request_id, None)
+
+    def _propose(self, request: Request) -> list[int]:
+        index = self._index(request)
+        if index is None:
+            return []
+        end, length = index.find(request.token_ids[-self._most :], self._most)
+        request.draft_evidence = length
+        return index.continuation(end, self.max_drafts) if length else []
+
+    def _index(self, request: Request) -> TokenIndex | None:
+        """The index of a request's own text; None while the text is too short, or so long that it
+        is not indexed to its end."""
+        index = self._indexes.get(request.request_id)
+        if index is None:
+            index = self._indexes[request.request_id] = TokenIndex(self._n)
+        known, text = len(index), request.token_ids
+        index.append(text[known : known + _INDEXED_PER_STEP])
+        return index if self._n < len(text) == len(index) else None
+
+
+class SuffixDrafts(NgramDrafts):
+    """Also the tokens that followed in the outputs of earlier requests, wherever more tokens agree.
+
+    The more tokens agree, the more drafts there are. Memory is bounded: there are two indexes, and
+    when the newer one has half of the tokens allowed, the older one is dropped.
+
+    Args:
+        options: with the method suffix.
+    """
+
+    def __init__(self, options: DraftOptions) -> None:
+        super().__init__(options)
+        self._half = max(1, options.suffix_cache_tokens // 2)
+        self._earlier = [TokenIndex(self._n)]
+        """The newer one first."""
+
+    def leave(self, request: Request) -> None:
+        """Remember the output of a request that has ended."""
+        super().leave(request)
+        output = request.output_token_ids[: self._half - 1]
+        if len(output) <= self._n:
+            return
+        if len(self._earlier[0]) + len(output) >= self._half:
+            self._earlier = [TokenIndex(self._n), self._earlier[0]]
+        self._earlier[0].append([*output, _END])
+
+    def _propose(self, request: Request) -> list[int]:
+        tail = request.token_ids[-self._most :]
+        if len(tail) < self._n:
+            return []
+        best, best_length = [], 0
+        own = self._index(request)
+        if own is not None:
+            end, length = own.find(tail, self._most)
+            if length:
+                best, best_length = own.continuation(end, self._count(length)), length
+        for index in self._earlier:
+            end, length = index.find(tail, self._most)
+            if length > best_length:
+                found = index.continuation(end, self._count(length), _END)
+                if found:
+                    best, best_length = found, length
+        request.draft_evidence = best_length
+        return best
+
+    def _count(self, length: int) -> int:
+        return min(self.max_drafts, _DRAFTS_PER_TOKEN * length)

@@ -1,0 +1,88 @@
+"""Events of the prefix cache, for programs that follow it from outside.
+
+The cache appends events in the order in which they happen; the engine drains and publishes
+them. A router that knows which blocks an engine holds can send it the requests that share them.
+Where layers form several groups, the events are those of the first group. It has full attention
+if any layer has, so every hit needs its blocks.
+"""
+
+from collections.abc import Sequence
+
+from vllm.core.kv.block_hash import is_of_first_group
+from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+
+_HASH_BYTES = 8
+"""Bytes of a block's hash (of 32) that events have: subscribers take 64-bit integers."""
+
+
+class CacheEventLog:
+    """The events since the last `drain`.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[CacheEvent] = []
+
+    def stored(
+        self,
+        hashes: Sequence[bytes],
+        stored: Sequence[int],
+        token_ids: Sequence[int],
+        lora_id: int | None = None,
+    ) -> None:
+        """Blocks of a request can be found from now on.
+
+        Args:
+            hashes: of all blocks of the request up to the last of these.
+            stored: indices into `hashes`, ascending; the others are not new.
+            token_ids: of the request.
+            lora_id: number of its adapter; None: it has none.
+        """
+        first = 0
+        for position, index in enumerate(stored):
+            if position + 1 < len(stored) and stored[position + 1] == index + 1:
+                continue  # the next block follows directly
+            self._append_run(hashes, stored[first], index + 1, token_ids, lora_id)
+            first = position + 1
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """Blocks cannot be found any more. Blocks of further groups of layers are ignored."""
+        removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
+        if removed:
+            self._events.append(BlockRemoved(block_hashes=removed))
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+        self._events.append(AllBlocksCleared())
+
+    def drain(self) -> list[CacheEvent]:
+        """Return the events and empty the log."""
+        events, self._events = self._events, []
+        return events
+
+    def _append_run(
+        self,
+        hashes: Sequence[bytes],
+        start: int,
+        end: int,
+        token_ids: Sequence[int],
+        lora_id: int | None,
+    ) -> None:
+        size = self._block_size
+        self._events.append(
+            BlockStored(
+                block_hashes=list(map(public_hash, hashes[start:end])),
+                parent_block_hash=public_hash(hashes[start - 1]) if start else None,
+                token_ids=list(token_ids[start * size : end * size]),
+                block_size=size,
+                lora_id=lora_id,
+            )
+        )
+
+
+def public_hash(block_hash: bytes) -> int:
+    """The hash of a block as events have it: its last 64 bits."""
+    return int.from_bytes(block_hash[-_HASH_BYTES:], "big")

@@ -1,0 +1,168 @@
+"""Runs replicas of a server on another machine: `vllm serve --headless`.
+
+For each replica there is a connection to the server. The server says when to start a core; what it
+sends then goes to the core, and what the core sends goes back, as they are. When the connection
+ends, so does the core, and the next connection is made: the server, or the core, may be started
+again.
+"""
+
+import asyncio
+import contextlib
+import signal
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.config.facts import difference, facts_of_replica
+from vllm.engine.process.core_client import CoreClient
+from vllm.engine.process.wire import CoreFailed, encode
+from vllm.engine.replicas.far_wire import (
+    BEGIN,
+    ENDED,
+    HELLO,
+    MESSAGE,
+    Begin,
+    Ended,
+    FarError,
+    Hello,
+    frame,
+    notice_loss,
+    read_frame,
+)
+from vllm.engine.resolve.replicas import replica_configs
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+
+logger = init_logger(__name__)
+
+_PAUSE_S = 1.0
+"""Between two attempts to reach the server."""
+_ATTEMPTS_PER_LINE = 30
+
+
+class CoreHost:
+    """The replicas of this machine.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._cores: set[CoreClient] = set()
+
+    async def run(self) -> None:
+        """Run the replicas until this is cancelled."""
+        configs = await asyncio.to_thread(replica_configs, self._config)
+        try:
+            await asyncio.gather(*(self._run_replica(config) for config in configs))
+        finally:
+            for core in self._cores:
+                core.close()
+
+    async def _run_replica(self, config: VllmConfig) -> None:
+        parallel = config.parallel
+        num_failed = 0
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(
+                    parallel.data_parallel_address, parallel.data_parallel_rpc_port
+                )
+            except OSError as error:
+                if num_failed % _ATTEMPTS_PER_LINE == 0:
+                    logger.info(
+                        "replica %d waits for the server at %s:%d (%s)",
+                        parallel.data_parallel_rank,
+                        parallel.data_parallel_address,
+                        parallel.data_parallel_rpc_port,
+                        error,
+                    )
+                num_failed += 1
+            else:
+                num_failed = 0
+                await self._serve(config, reader, writer)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _serve(
+        self, config: VllmConfig, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """One connection, from the first message to its end."""
+        replica = config.parallel.data_parallel_rank
+        core: CoreClient | None = None
+        try:
+            notice_loss(writer)
+            writer.write(frame(HELLO, msgspec.msgpack.encode(Hello(replica))))
+            core = await self._start(config, reader, writer)
+            if core is not None:
+                await self._pass_on(core, reader)
+        except (OSError, EOFError):
+            logger.info("replica %d: the server has ended the connection", replica)
+        except (FarError, msgspec.MsgspecError) as error:
+            logger.error("replica %d: what the server has sent cannot be used: %s", replica, error)
+        finally:
+            if core is not None:
+                self._cores.discard(core)
+                await asyncio.to_thread(core.close)
+            writer.close()
+
+    async def _start(
+        self, config: VllmConfig, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> CoreClient | None:
+        """Start the core when the server says so; None if it cannot be one of its replicas.
+
+        Raises:
+            FarError: the server refuses this machine.
+        """
+        kind, data = await read_frame(reader)
+        if kind == ENDED:
+            raise FarError(msgspec.msgpack.decode(data, type=Ended).cause)
+        if kind != BEGIN:
+            raise FarError("its first message is not the one that starts a replica")
+        replica = config.parallel.data_parallel_rank
+        differs = difference(
+            facts_of_replica(config), msgspec.msgpack.decode(data, type=Begin).facts
+        )
+        if differs is not None:
+            text = (
+                f"replica {replica} differs from the server: {differs.name} is {differs.ours} on "
+                f"this machine and {differs.theirs} on that of the server. Start all machines with "
+                "the same version and the same flags"
+            )
+            logger.error("%s", text)
+            failed = CoreFailed(message=text, is_config_error=True)
+            writer.write(frame(MESSAGE, encode(failed)))
+            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended("it differs from the server"))))
+            await writer.drain()
+            return None
+        core = await asyncio.to_thread(CoreClient)
+        self._cores.add(core)
+        logger.info("replica %d is started as process %d", replica, core.pid)
+
+        def end(cause: str) -> None:
+            logger.error("replica %d: its process has ended (%s)", replica, cause)
+            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended(cause))))
+
+        core.attach_raw(lambda message: writer.write(frame(MESSAGE, message)), end)
+        await asyncio.to_thread(core.configure, config, ModelRegistry.plugins())
+        return core
+
+    async def _pass_on(self, core: CoreClient, reader: asyncio.StreamReader) -> None:
+        while True:
+            kind, data = await read_frame(reader)
+            if kind == MESSAGE:
+                core.send_raw(data)
+
+
+def run_host(config: VllmConfig) -> int:
+    """Run the replicas of this machine until SIGINT or SIGTERM. Returns the exit code."""
+
+    async def run() -> None:
+        task = asyncio.ensure_future(CoreHost(config).run())
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    return 0

@@ -1,0 +1,226 @@
+"""Cores on other machines, as the server knows them: it listens, and the machines connect
+(`core_host`). Everything happens in one event loop."""
+
+import asyncio
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.config.facts import facts_of_replica
+from vllm.engine.process.core_supervisor import Core
+from vllm.engine.process.wire import FromCore, ToCore, decode_from_core, encode
+from vllm.engine.replicas.far_wire import (
+    BEGIN,
+    ENDED,
+    HELLO,
+    MESSAGE,
+    Begin,
+    Ended,
+    FarError,
+    Hello,
+    frame,
+    notice_loss,
+    read_frame,
+)
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.version import __version__
+
+logger = init_logger(__name__)
+
+_HELLO_BYTES = 1024
+_HELLO_S = 10.0
+"""For the first message of a connection."""
+
+
+class FarCore:
+    """A core on another machine; see `Core`.
+
+    Args:
+        reader, writer: the connection to its machine, which is ready to start it.
+    """
+
+    pid: int | None = None
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def is_lost(self) -> bool:
+        """The connection has ended."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
+    def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
+        """See `Core`. The machine has a config of its own, and is told what both have to agree
+        on."""
+        data = msgspec.msgpack.encode(Begin(facts_of_replica(config)))
+        self._loop.call_soon_threadsafe(self._write, BEGIN, data)
+
+    def attach(
+        self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
+    ) -> None:
+        """See `Core`."""
+        self._task = self._loop.create_task(self._read(on_message, on_death))
+
+    def send(self, message: ToCore) -> None:
+        """See `Core`."""
+        self._write(MESSAGE, encode(message))
+
+    def kill(self) -> None:
+        """See `Core`."""
+        self.close()
+
+    def close(self) -> None:
+        """See `Core`. Its machine ends the core when the connection has ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._writer.close()
+
+    def _write(self, kind: int, data: bytes) -> None:
+        if not self._is_closed:
+            self._writer.write(frame(kind, data))
+
+    async def _read(
+        self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
+    ) -> None:
+        cause = "the connection to its machine was lost"
+        try:
+            while True:
+                kind, data = await read_frame(self._reader)
+                if kind == ENDED:
+                    cause = msgspec.msgpack.decode(data, type=Ended).cause
+                    break
+                if kind == MESSAGE:
+                    on_message(decode_from_core(data))
+        except (OSError, EOFError):
+            pass  # the cause is known
+        except (FarError, msgspec.MsgspecError) as error:
+            cause = f"its machine has sent what cannot be read: {error}"
+        if not self._is_closed:
+            on_death(cause)
+
+
+class FarCores:
+    """Listens for the machines that run some of the replicas.
+
+    Args:
+        address, port: to listen on.
+        replicas: which ones.
+    """
+
+    def __init__(self, address: str, port: int, replicas: Collection[int]) -> None:
+        self._address, self._port = address, port
+        self._replicas = replicas
+        self._server: asyncio.Server | None = None
+        self._lock = asyncio.Lock()
+        self._waiting: dict[int, deque[asyncio.Future[FarCore]]] = defaultdict(deque)
+        self._offered: dict[int, deque[FarCore]] = defaultdict(deque)
+        self._is_closed = False
+
+    def take(self, replica: int) -> "asyncio.Future[Core]":
+        """A core that the machine of a replica can start, done when it has connected. The future
+        has a ConfigError if the address cannot be used."""
+        return asyncio.ensure_future(self._take(replica))
+
+    async def _take(self, replica: int) -> Core:
+        await self._listen()
+        offered = self._offered[replica]
+        while offered:
+            core = offered.popleft()
+            if not core.is_lost:
+                return core
+            core.close()
+        future: asyncio.Future[FarCore] = asyncio.get_running_loop().create_future()
+        self._waiting[replica].append(future)
+        return await future
+
+    def close(self) -> None:
+        """Listen no more. Those that wait are cancelled."""
+        self._is_closed = True
+        if self._server is not None:
+            self._server.close()
+        for futures in self._waiting.values():
+            for future in futures:
+                future.cancel()
+        for offered in self._offered.values():
+            for core in offered:
+                core.close()
+
+    async def _listen(self) -> None:
+        async with self._lock:
+            if self._server is not None or self._is_closed:
+                return
+            try:
+                self._server = await asyncio.start_server(self._accept, self._address, self._port)
+            except OSError as error:
+                raise ConfigError(
+                    f"data_parallel_address={self._address!r} and data_parallel_rpc_port="
+                    f"{self._port} cannot be used: {error}. Give an address of this machine and a "
+                    f"free port"
+                ) from None
+            logger.info(
+                "replicas %s: waiting for their machines at %s:%d",
+                ", ".join(map(str, sorted(self._replicas))),
+                self._address,
+                self._port,
+            )
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        try:
+            notice_loss(writer)
+            kind, data = await asyncio.wait_for(read_frame(reader, _HELLO_BYTES), _HELLO_S)
+            hello = self._check(kind, data)
+        except (FarError, OSError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
+            logger.warning("a connection from %s was refused: %s", peer, error or "it was too slow")
+            with contextlib.suppress(OSError):
+                writer.write(frame(ENDED, msgspec.msgpack.encode(Ended(str(error)))))
+                writer.close()
+            return
+        logger.info("the machine of replica %d has connected from %s", hello.replica, peer)
+        core = FarCore(reader, writer)
+        waiting = self._waiting[hello.replica]
+        while waiting:
+            future = waiting.popleft()
+            if not future.done():
+                future.set_result(core)
+                return
+        self._offered[hello.replica].append(core)
+
+    def _check(self, kind: int, data: bytes) -> Hello:
+        """The first message of a connection.
+
+        Raises:
+            FarError: it cannot be used.
+        """
+        if kind != HELLO:
+            raise FarError("what was sent is no message of this protocol")
+        try:
+            hello = msgspec.msgpack.decode(data, type=Hello)
+        except msgspec.MsgspecError as error:
+            raise FarError(f"its first message cannot be read: {error}") from None
+        if hello.version != __version__:
+            raise FarError(
+                f"that machine has version {hello.version} of the package, and the server "
+                f"{__version__}. Install the same one on both"
+            )
+        if hello.replica not in self._replicas:
+            raise FarError(
+                f"replica {hello.replica} does not run on another machine; those that do: "
+                f"{', '.join(map(str, sorted(self._replicas)))}. Check data_parallel_start_rank "
+                f"and data_parallel_size_local on both machines"
+            )
+        return hello

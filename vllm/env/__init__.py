@@ -1,0 +1,1 @@
+"""Environment variables by topic; `vllm.envs` reads them."""

@@ -1,0 +1,96 @@
+"""Settings of the Habana bridge that this engine makes where the user has not: the one table.
+
+`envs` sets them, for `platforms.hpu`. What else the bridge reads is in `env/others`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class BridgeSetting:
+    """A variable of the bridge or the graph compiler, and the value that this engine gives it."""
+
+    name: str
+    value: str
+    why: str
+    source: str
+    """Who else sets it so, or says what it does."""
+    is_for_lazy: bool = True
+    """False: it is for eager mode and torch.compile."""
+    is_early: bool = True
+    """The bridge may read it while it is imported, before it can say in which mode it is. An early
+    setting that is not for lazy mode changes nothing there."""
+
+    @property
+    def modes(self) -> str:
+        """The modes for which it is made, for people."""
+        return "every mode" if self.is_for_lazy else "eager, torch.compile"
+
+
+BRIDGE_SETTINGS = (
+    BridgeSetting(
+        "PT_HPU_AUTOLOAD",
+        "0",
+        "torch does not import the bridge by itself, so that the settings below and the card of "
+        "a worker are known before the engine imports it",
+        "source of the bridge, 1.19",
+    ),
+    BridgeSetting(
+        "PT_HPU_WEIGHT_SHARING",
+        "0",
+        "otherwise lazy mode never frees the first weight of a layer, also when it was quantized, "
+        "reloaded or put to sleep since",
+        "plugin of the vendor, August 2026; source of the bridge, 1.19",
+    ),
+    BridgeSetting(
+        "PT_ENABLE_INT64_SUPPORT",
+        "0",
+        "indices are computed as int32, as in lazy mode: several operators have no int64",
+        "start script of the vendor's plugin, August 2026",
+        is_for_lazy=False,
+    ),
+    BridgeSetting(
+        "PT_HPU_ENABLE_EAGER_CACHE",
+        "true",
+        "a cache of the bridge for operators that run one by one; the vendor sets it without a "
+        "reason",
+        "start script of the vendor's plugin, August 2026",
+        is_for_lazy=False,
+    ),
+    BridgeSetting(
+        "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS",
+        "1",
+        "the graph compiler uses several threads, which shortens the warm-up",
+        "plugin of the vendor, August 2026",
+        is_for_lazy=False,
+        is_early=False,
+    ),
+    BridgeSetting(
+        "RUNTIME_SCALE_PATCHING",
+        "1",
+        "FP8 scales are inputs of recipes: layers that differ in them share one. The vendor says "
+        "that it may cost 5 to 20 % of the throughput",
+        "plugin of the vendor, August 2026",
+        is_for_lazy=False,
+        is_early=False,
+    ),
+)
+
+
+def bridge_settings(is_lazy: bool | None) -> Iterator[BridgeSetting]:
+    """Yield the settings of a mode.
+
+    Args:
+        is_lazy: whether it is lazy; None: the bridge will decide, so that only those are made which
+            it may read before it can be asked.
+    """
+    for setting in BRIDGE_SETTINGS:
+        if setting.is_for_lazy or is_lazy is False or (is_lazy is None and setting.is_early):
+            yield setting
+
+
+def has_vendor_library() -> bool:
+    """Return whether habana_frameworks, the bridge, can be imported; does not import it."""
+    return find_spec("habana_frameworks") is not None

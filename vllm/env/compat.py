@@ -1,0 +1,295 @@
+"""Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect here.
+
+A deployment written for them must not find that a setting was dropped without a word. What tunes
+something this engine does not have, or does by itself, is a warning that says so. What would
+silently give other weights or other guarantees than asked for is an error when an engine starts.
+Pure data: `envs` reads the environment, and declares the variables that have an effect; what other
+software reads is in `env/others`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CompatVariable:
+    """One variable that has no effect."""
+
+    name: str
+    reason: str
+    """Why it has none, or what is missing; a clause without a full stop."""
+    available: bool = True
+    """True: accepted with a warning. False: an engine does not start while it is set."""
+    same_as: bool | None = None
+    """A switch set to this value asks for what happens anyway, so nothing is said."""
+
+
+def _ignored(reason: str, names: str, same_as: bool | None = None) -> list[CompatVariable]:
+    return [CompatVariable(name, reason, same_as=same_as) for name in names.split()]
+
+
+def _refused(reason: str, name: str, same_as: bool | None = None) -> CompatVariable:
+    return CompatVariable(name, reason, available=False, same_as=same_as)
+
+
+_V0 = "it belongs to the V0 engine, which does not exist here"
+_IN_PROCESS = (
+    "LLM computes in the caller's process, and the engine process of a server is reached by a "
+    "socket file of its own"
+)
+_NO_TIMEOUTS = (
+    "a step may take any time, or --distributed-timeout-s on several devices, and a dead engine is "
+    "noticed without a timeout; --request-timeout limits a request"
+)
+_QUANTIZATION = "quantization on a card has no such setting"
+_MULTIMODAL = "this version reads text only"
+_EXPERTS = (
+    "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
+    "all tokens"
+)
+_RECURRENT = "the state of Mamba layers has one layout, and is computed in one way"
+_GATED_DELTA = "models with gated delta networks (GDN) are not supported"
+_LATENT = "latent attention has one form, with a latent cache"
+_STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
+_DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"
+_ONE_SUM = "the results of several devices are added up in one collective"
+_REPLICAS = "--data-parallel-size starts replicas of the engine, which tells them their places"
+_RAY = "an actor of Ray is one worker with one device, and gets messages by calls"
+_OTHER_DEVICE = "it is for another device"
+_OTHER_BUILD = "it belongs to the build and the images of the fork"
+_OTHER_TESTS = "it belongs to the tests of the fork"
+_DETECTED = "what it overrides is detected"
+_NO_UNLOCKING = "no setting has to be unlocked"
+_PROMPT_ATTENTION = "set VLLM_PROMPT_USE_FUSEDSDPA or VLLM_PROMPT_USE_FLEX_ATTENTION instead"
+_FLOAT32_SOFTMAX = (
+    "the softmax of decoding is always float32, and that of prompts is with "
+    "VLLM_PROMPT_USE_FUSEDSDPA=0"
+)
+_NOT_SLICED = "fused attention is not sliced"
+_DEFRAGMENTED = (
+    "the blocks of running requests are moved together where decodes read slices of the KV cache; "
+    "VLLM_CONTIGUOUS_PA=0 turns both off"
+)
+_RUNS_AHEAD = (
+    "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
+)
+_NO_CACHE_FOLDER = "nothing is kept there; HF_HOME is the folder of downloaded models"
+_NO_USAGE_STATS = "no usage data is ever sent"
+_NO_COMPILE_CACHE = "the compile cache it controls does not exist here"
+
+
+def _family(dimensions: tuple[str, ...], *parts: str) -> str:
+    return " ".join(f"VLLM_{d}_BUCKET_{part}" for d in dimensions for part in parts)
+
+
+_VARIABLES: tuple[CompatVariable, ...] = (
+    # Without these an engine would compute something else than was asked for.
+    _refused("models from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
+    _refused("other folders for the names of models", "VLLM_MODEL_REDIRECT_PATH"),
+    _refused(
+        "results that are bit for bit the same in every batch",
+        "VLLM_BATCH_INVARIANT",
+        same_as=False,
+    ),
+    *_ignored("there is one engine, of the V1 design", "VLLM_USE_V1", same_as=True),
+    # Buckets, warm-up and graphs.
+    *_ignored("a launch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
+    *_ignored("set VLLM_BUCKETING_STRATEGY instead", "VLLM_LINEAR_BUCKETING"),
+    *_ignored(
+        "nothing reads it in the fork either",
+        _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
+    ),
+    *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
+    *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG", same_as=True),
+    *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG_THRESHOLD VLLM_DEFRAG_WITH_GRAPHS"),
+    # Attention and execution.
+    *_ignored("set VLLM_CONTIGUOUS_PA instead", "VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH"),
+    *_ignored(_PROMPT_ATTENTION, "VLLM_NAIVE_IMPL VLLM_PROMPT_ATTN_IMPL"),
+    *_ignored("the device decides the attention backend", "VLLM_ATTENTION_BACKEND"),
+    *_ignored("the attention backend decides the layout", "VLLM_KV_CACHE_LAYOUT"),
+    *_ignored("ALiBi biases are always float32", "VLLM_ALIBI_USE_FLOAT32_BIASES", same_as=True),
+    *_ignored(
+        _FLOAT32_SOFTMAX, "VLLM_FP32_SOFTMAX VLLM_USE_FP32_SOFTMAX VLLM_PRESERVE_QK_FP32_ACCUM_RES"
+    ),
+    *_ignored(_NOT_SLICED, "VLLM_HPU_FSDPA_SLICE_ENABLED", same_as=False),
+    *_ignored(
+        _NOT_SLICED,
+        """
+        VLLM_FUSEDSDPA_SLIDE_THLD VLLM_FUSEDSDPA_SLIDE_RIGHT VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD
+        VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS
+        """,
+    ),
+    *_ignored(
+        "cosines and sines are computed once, at start", "VLLM_COS_SIN_RECOMPUTE", same_as=False
+    ),
+    *_ignored(
+        "a recorded graph always ends after VLLM_CONFIG_HIDDEN_LAYERS layers",
+        "VLLM_HPU_FORCE_MARK_STEP",
+        same_as=True,
+    ),
+    *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
+    *_ignored(
+        "tokens that tie at the k-th place are always kept",
+        "VLLM_HANDLE_TOPK_DUPLICATES",
+        same_as=True,
+    ),
+    *_ignored("set VLLM_REGIONAL_COMPILATION instead", "VLLM_T_COMPILE_REGIONAL_COMPILATION"),
+    *_ignored("set VLLM_T_COMPILE_FULLGRAPH instead", "VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE"),
+    *_ignored(
+        _NO_COMPILE_CACHE,
+        "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE",
+    ),
+    *_ignored("models always see flattened tokens", "VLLM_FLATTEN_INPUT", same_as=True),
+    *_ignored("weights are read one tensor at a time", "VLLM_WEIGHT_LOAD_FORCE_SYNC"),
+    *_ignored("set PT_HPU_LAZY_MODE instead", "VLLM_BRIDGE_MODE"),
+    *_ignored("set the argument enable_prefix_caching instead", "VLLM_PREFIX_CACHING"),
+    *_ignored(_DETECTED, "VLLM_HW VLLM_BUILD VLLM_ENGINE_VERSION VLLM_MODEL_TYPE"),
+    *_ignored(_NO_UNLOCKING, "VLLM_DEVELOPER_MODE VLLM_ENABLE_EXPERIMENTAL_FLAGS"),
+    # Diagnostics.
+    *_ignored("set VLLM_LOGGING_LEVEL=DEBUG instead", "VLLM_DEBUG"),
+    *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
+    *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
+    *_ignored(
+        "PYTHONWARNINGS=ignore::DeprecationWarning hides the warnings of Python",
+        "VLLM_NO_DEPRECATION_WARNING",
+    ),
+    *_ignored(_NO_USAGE_STATS, "VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK", same_as=True),
+    *_ignored(_NO_USAGE_STATS, "VLLM_USAGE_STATS_SERVER VLLM_USAGE_SOURCE"),
+    # Settings of features that have fewer here.
+    *_ignored(
+        _QUANTIZATION,
+        """
+        VLLM_DISABLE_MARK_SCALES_AS_CONST VLLM_HPU_FORCE_CHANNEL_FP8 VLLM_HPU_CONVERT_TO_FP8UZ
+        VLLM_SCALE_ADJUSTMENT VLLM_PER_TOKEN_KV_SCALING_SUPPORT VLLM_DYNAMIC_KV_QUANT
+        HPU_ALIGNED_SCALE HPU_MXFP4_NATIVE Q_SCALE_CONSTANT K_SCALE_CONSTANT V_SCALE_CONSTANT
+        VLLM_USE_TRITON_AWQ
+        """,
+    ),
+    *_ignored(
+        _EXPERTS,
+        """
+        VLLM_USE_DISPATCH_FN VLLM_MOE_CHUNK VLLM_MOE_TOKEN_BOUNDARY MAX_EXPERTS_PER_SLICE
+        HPU_FUSED_MOE VLLM_USE_FUSED_MOE_GROUPED_TOPK VLLM_MINIMAX_M3_MOE_TOKEN_TILE
+        VLLM_MINIMAX_M3_MOE_DECODE_GATHER VLLM_MINIMAX_M3_MOE_GATHER_MAX_TOKENS
+        VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_DISABLE_SHARED_EXPERTS_STREAM
+        VLLM_ALL2ALL_BACKEND VLLM_FUSED_MOE_CHUNK_SIZE VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON
+        VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE VLLM_CPU_MOE_PREPACK
+        """,
+    ),
+    *_ignored(
+        _RECURRENT,
+        """
+        VLLM_USE_HYBRID_CACHE VLLM_USE_NAIVE_MAMBA_CACHE_SHARING VLLM_MAMBA_USE_PYTORCH
+        VLLM_MAMBA_USE_SELECTIVE_STATE_UPDATE_REF_PT
+        """,
+    ),
+    *_ignored(
+        _GATED_DELTA,
+        """
+        VLLM_COMPACT_GDN VLLM_GDN_LEGACY_PHASE_B VLLM_GDN_EXACT_SOLVE VLLM_GDN_COMPUTE_FP32
+        """,
+    ),
+    *_ignored(_LATENT, "VLLM_MLA_DISABLE VLLM_MLA_DISABLE_REQUANTIZATION"),
+    *_ignored(
+        _MULTIMODAL,
+        """
+        VLLM_MULTIMODAL_BUCKETS VLLM_MULTIMODAL_RESOLUTIONS VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY
+        VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND VLLM_MM_INPUT_CACHE_GIB
+        VLLM_FP32_SOFTMAX_VISION
+        """,
+    ),
+    *_ignored(
+        _DISAGGREGATED,
+        """
+        MOONCAKE_CONFIG_PATH VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
+        VLLM_NIXL_ABORT_REQUEST_TIMEOUT VLLM_NIXL_DEVICE_TO_DEVICE VLLM_NIXL_BACKEND
+        VLLM_HPU_HETERO_KV_LAYOUT VLLM_HPU_NIXL_JOINT_KV VLLM_HPU_NIXL_STAGING_SLOTS
+        VLLM_KV_TRANSFER_CONFIG VLLM_KV_CONNECTOR LMCACHE_CHUNK_SIZE LMCACHE_LOCAL_CPU
+        LMCACHE_MAX_LOCAL_CPU_SIZE LMCACHE_REMOTE_URL LMCACHE_REMOTE_SERDE
+        LMCACHE_USE_EXPERIMENTAL LMCACHE_CONFIG_FILE
+        """,
+    ),
+    *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
+    # Processes, devices side by side, and the server.
+    *_ignored(_ONE_SUM, "VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"),
+    *_ignored(
+        _REPLICAS,
+        """
+        VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
+        VLLM_DISABLE_NCCL_FOR_DP_SYNCHRONIZATION
+        """,
+    ),
+    *_ignored(
+        _RAY,
+        """
+        VLLM_USE_RAY_SPMD_WORKER VLLM_USE_RAY_COMPILED_DAG VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
+        VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_RAY_PER_WORKER_GPUS VLLM_RAY_BUNDLE_INDICES
+        """,
+    ),
+    *_ignored(_IN_PROCESS, "VLLM_ENABLE_V1_MULTIPROCESSING", same_as=False),
+    *_ignored(
+        _NO_TIMEOUTS,
+        """
+        VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_RPC_TIMEOUT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        """,
+    ),
+    *_ignored(
+        _IN_PROCESS,
+        """
+        VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
+        VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_SLEEP_WHEN_IDLE
+        VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_DIST_IDENT
+        """,
+    ),
+    *_ignored(
+        "messages between processes are never pickled",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        same_as=False,
+    ),
+    *_ignored("responses are not logged", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE", same_as=False),
+    *_ignored(
+        "the API process always detokenises", "VLLM_DETOKENIZE_ON_OPENAI_SERVER", same_as=True
+    ),
+    *_ignored("no tool parser needs a timeout", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS"),
+    *_ignored("a server serves one model", "VLLM_HPU_MULTI_MODEL_CONFIG"),
+    # What never concerned a Gaudi card, or this package.
+    *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
+    *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
+    *_ignored(
+        "the kernels are built for every instruction set and choose when they are loaded",
+        "VLLM_CPU_DISABLE_AVX512 VLLM_CPU_AVX512BF16",
+    ),
+    *_ignored(
+        _OTHER_DEVICE,
+        """
+        VLLM_NCCL_SO_PATH VLLM_CUDART_SO_PATH VLLM_SKIP_P2P_CHECK VLLM_DISABLED_KERNELS
+        VLLM_USE_TRITON_FLASH_ATTN VLLM_FLASH_ATTN_VERSION VLLM_USE_FLASHINFER_SAMPLER
+        VLLM_FLASHINFER_FORCE_TENSOR_CORES VLLM_V1_USE_PREFILL_DECODE_ATTENTION VLLM_USE_DEEP_GEMM
+        VLLM_TEST_FORCE_FP8_MARLIN VLLM_MARLIN_USE_ATOMIC_ADD VLLM_QUARK_EMU_MEM_OPT
+        VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD
+        VLLM_TPU_BUCKET_PADDING_GAP VLLM_TPU_PROFILE_DELAY_MS VLLM_TPU_PROFILE_DURATION_MS
+        VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_PAGED_ATTN VLLM_ROCM_USE_AITER_LINEAR
+        VLLM_ROCM_USE_AITER_MOE VLLM_ROCM_USE_AITER_RMSNORM VLLM_ROCM_USE_AITER_MLA
+        VLLM_ROCM_USE_SKINNY_GEMM VLLM_ROCM_FP8_PADDING VLLM_ROCM_MOE_PADDING
+        VLLM_ROCM_CUSTOM_PAGED_ATTN VLLM_NEURON_FRAMEWORK
+        """,
+    ),
+    *_ignored(
+        _OTHER_BUILD,
+        """
+        VLLM_USE_PRECOMPILED VLLM_PRECOMPILED_WHEEL_LOCATION VLLM_INSTALL_PUNICA_KERNELS
+        VLLM_TEST_USE_PRECOMPILED_NIGHTLY_WHEEL VLLM_MAX_SIZE_MB VLLM_FA_CMAKE_GPU_ARCHES
+        VLLM_CUTLASS_SRC_DIR VLLM_PATH VLLM_PATH2 VLLM_REPO VLLM_GAUDI_REPO VLLM_COMMIT
+        VLLM_PROJECT_COMMIT VLLM_STABLE_COMMIT VLLM_GAUDI_COMMIT VLLM_COMMUNITY_COMMIT
+        VLLM_FORK_COMMIT VLLM_BRANCH VLLM_REF_OVERRIDE VLLM_PLUGIN_PATH VLLM_GAUDI_PREFIX
+        VLLM_VERSION VLLM_COMMIT_HASH VLLM_CUSTOM
+        """,
+    ),
+    *_ignored(
+        _OTHER_TESTS,
+        "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT VLLM_CI_USE_S3",
+    ),
+)
+
+COMPAT_VARIABLES: Mapping[str, CompatVariable] = {v.name: v for v in _VARIABLES}
+"""Name -> variable, in the order of the documentation."""

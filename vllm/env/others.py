@@ -1,0 +1,118 @@
+"""Environment variables that other software reads: this package leaves alone what is set of them.
+
+They do have an effect, so no warning speaks of them. The documentation lists them, with what this
+package relies on.
+"""
+
+from dataclasses import dataclass
+
+from vllm.env.bridge import BRIDGE_SETTINGS
+
+
+@dataclass(frozen=True)
+class OtherReader:
+    """Some software, and those of its variables that a user of this package meets."""
+
+    reader: str
+    names: tuple[str, ...]
+    note: str = ""
+    """What this package does about them."""
+    is_for_workers: bool = False
+    """Workers on other machines get those of the engine."""
+
+
+def _read_by(
+    reader: str, names: str, note: str = "", *, is_for_workers: bool = False
+) -> OtherReader:
+    return OtherReader(reader, tuple(names.split()), note, is_for_workers)
+
+
+OTHER_READERS = (
+    _read_by(
+        "the Habana bridge and the graph compiler, with a value of this engine",
+        " ".join(setting.name for setting in BRIDGE_SETTINGS),
+        "the engine sets those that are unset, see above",
+        is_for_workers=True,
+    ),
+    _read_by(
+        "the Habana bridge and the graph compiler",
+        """
+        PT_COMPILE_ONLY_MODE PT_HPU_GPU_MIGRATION PT_HPU_USE_EAGER_FALLBACK
+        PT_HPU_MAX_COMPOUND_OP_SIZE PT_HPU_ENABLE_RESTORE_KV_LAYOUT
+        PT_HPU_SDPA_QKV_SLICE_MODE_FWD PT_HPU_SDPA_BC_FACTOR
+        EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE
+        ENABLE_EXPERIMENTAL_FLAGS ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES
+        """,
+        "passed on as they are",
+        is_for_workers=True,
+    ),
+    _read_by(
+        "the driver, the container runtime and the profiler of Habana",
+        """
+        HABANA_VISIBLE_DEVICES HABANA_VISIBLE_MODULES HABANA_PROFILE HABANA_PROFILE_WRITE_HLTV
+        HABANA_LOGS HABANA_PLUGINS_LIB_PATH HABANA_SCAL_BIN_PATH GC_KERNEL_PATH
+        GRAPH_VISUALIZATION LOG_LEVEL_ALL ENABLE_CONSOLE
+        """,
+        is_for_workers=True,
+    ),
+    _read_by(
+        "collective libraries and launchers",
+        """
+        HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
+        OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
+        """,
+        "several workers exchange tensors by them; --distributed-executor-backend "
+        "external_launcher reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
+    ),
+    _read_by(
+        "huggingface_hub and transformers",
+        "HF_TOKEN HF_HOME HF_HUB_OFFLINE XDG_CACHE_HOME",
+        "models that are named and not folders are downloaded by huggingface_hub",
+    ),
+    _read_by(
+        "PyTorch, OpenMP and Python",
+        """
+        KMP_AFFINITY GOMP_SPINCOUNT TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_CACHE_DIR
+        TRITON_CACHE_DIR LD_LIBRARY_PATH LD_PRELOAD PYTHONHASHSEED
+        """,
+        "the engine process of a server starts with GOMP_SPINCOUNT=1000 where it is not set",
+    ),
+    _read_by("the build of this package", "CXX", "the C++ compiler of the CPU kernels"),
+    _read_by(
+        "Ray",
+        "RAY_ADDRESS RAY_USAGE_STATS_ENABLED RAY_CGRAPH_get_timeout",
+        "the executor ray (--distributed-executor-backend ray) joins the cluster of RAY_ADDRESS",
+    ),
+    _read_by(
+        "libraries of other devices",
+        """
+        CUDA_HOME CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER HIP_VISIBLE_DEVICES NVCC_THREADS
+        NCCL_CUMEM_ENABLE PYTORCH_NVML_BASED_CUDA_CHECK TORCH_NCCL_AVOID_RECORD_STREAMS
+        PYTORCH_CUDA_ALLOC_CONF FLASHINFER_KV_CACHE_LAYOUT LIBTPU_INIT_ARGS PJRT_DEVICE
+        TPU_VISIBLE_CHIPS CLOUD_TPU_TASK_ID NEURON_ON_DEVICE_SAMPLING_DISABLED NEURON_QUANT_DTYPE
+        NEURON_COMPILED_ARTIFACTS NEURON_CORES
+        """,
+        "this package does not load them",
+    ),
+    _read_by(
+        "clients, object stores and connectors",
+        """
+        OPENAI_API_KEY OPENAI_API_BASE S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL
+        AWS_ENDPOINT_URL RUNAI_STREAMER_CONCURRENCY RUNAI_STREAMER_MEMORY_LIMIT
+        RUNAI_STREAMER_S3_ENDPOINT PROMETHEUS_MULTIPROC_DIR LLGUIDANCE_LOG_LEVEL
+        NIXL_BUFFER_DEVICE NIXL_DIR NIXL_HOME NIXL_INIT_AGENT UCX_TLS UCX_MEMTYPE_CACHE UCX_HOME
+        UCX_DIR DO_NOT_TRACK XDG_CONFIG_HOME
+        """,
+        "this package does not use them; no usage data is ever sent",
+    ),
+    _read_by(
+        "the start-up script of the vendor's container",
+        """
+        VLLM_SERVER_CONFIG_FILE VLLM_SERVER_CONFIG_NAME VLLM_BENCHMARK_CONFIG_FILE
+        VLLM_BENCHMARK_CONFIG_NAME MODEL DRY_RUN DTYPE TENSOR_PARALLEL_SIZE MAX_MODEL_LEN
+        MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE GPU_MEM_UTILIZATION ENABLE_PREFIX_CACHING
+        ASYNC_SCHEDULING EXTRA_ARGS NUM_CPUS INPUT_TOK OUTPUT_TOK CONCURRENT_REQ
+        """,
+        "it writes a command line out of them",
+    ),
+)

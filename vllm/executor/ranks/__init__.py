@@ -1,0 +1,1 @@
+"""Ranks in processes of this machine: started, called, watched."""

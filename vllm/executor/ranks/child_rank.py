@@ -1,0 +1,89 @@
+"""The process of one rank, as the engine that has started it sees it."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from vllm import envs
+from vllm.distributed import Meeting
+from vllm.env import ranks as env_ranks
+from vllm.executor.ranks import rank_process
+from vllm.executor.ranks.rank_wire import FrameReader, RankFailed
+from vllm.logger import configure_again, current_format
+from vllm.utils.process.blocking_sockets import blocking_pair, limit_waits
+from vllm.utils.process.child_process import describe_exit, is_stopped
+from vllm.utils.process.forked_process import ForkedProcess
+
+END_TIMEOUT_S = 5.0
+"""For a process that was told to end, or killed."""
+_SEND_BUFFER_BYTES = 4 * 2**20
+
+
+class ChildRank:
+    """A process that is started, with a connection to it.
+
+    The kernel kills the process with the *thread* that makes this.
+
+    Args:
+        rank: of the process.
+        meeting: of rank 0; the process inherits its memory.
+        is_copy: it is a copy of this process, where `can_fork` allows that; False: a new
+            interpreter, which takes over a second to import everything.
+
+    Attributes:
+        connection, reader: of its messages.
+        last_words: why it has failed, if it could say so.
+    """
+
+    def __init__(self, rank: int, meeting: Meeting, *, is_copy: bool) -> None:
+        self.rank = rank
+        self.connection, theirs = blocking_pair()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        limit_waits(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
+        self.reader = FrameReader(self.connection)
+        self.last_words: RankFailed | None = None
+        assert meeting.arena_fd is not None, "the ranks are on one machine"
+        descriptors = (theirs.fileno(), meeting.arena_fd)
+        numbers = (*descriptors, meeting.address[1])
+        variables = env_ranks.rank_variables(rank, meeting.layout.world_size)
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if is_copy:
+            log_format = current_format()
+
+            def run() -> int:
+                configure_again(log_format)
+                for name, value in variables.items():
+                    envs.export(name, value)
+                return rank_process.main(*numbers)
+
+            self.process = ForkedProcess(run, descriptors)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", rank_process.__name__, *map(str, (*numbers, os.getpid()))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=envs.child_environment(
+                    {"KINETO_LOG_LEVEL": "99"},
+                    {"VLLM_LOGGING_FORMAT": current_format(), **variables},
+                ),
+            )
+        theirs.close()
+
+    @property
+    def name(self) -> str:
+        """The rank and its process, for messages."""
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def end(self) -> str:
+        """Wait for the end of the process. Returns how it has ended."""
+        try:
+            code = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
+        return f"has ended: {describe_exit(code)}"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (SIGSTOP, a debugger)."""
+        return is_stopped(self.process.pid)

@@ -1,0 +1,410 @@
+"""The processes of the ranks beside the engine's own: started, called, watched and ended.
+
+One thread watches the processes as long as they live. It starts them, too, as the kernel kills a
+process with the *thread* that has started it; those that are copies of this process are started
+by its main thread, before there is another one. A rank that ends is noticed at once, and ends all
+others: the engine cannot go on without it.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import Meeting, ranks_text
+from vllm.errors import ConfigError, VllmError
+from vllm.executor.ranks.child_rank import END_TIMEOUT_S, ChildRank
+from vllm.executor.ranks.rank_wire import (
+    CallRank,
+    PrepareRequest,
+    RankResult,
+    StartRank,
+    StepResult,
+    ToRank,
+    decode_from_rank,
+    framed,
+)
+from vllm.logger import init_logger
+from vllm.message_codec import decode_value, encode_arguments
+from vllm.messages import EngineRequest, ModelRunnerOutput
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.clean_up import on_failure
+
+logger = init_logger(__name__)
+
+_NOTICE_TIMEOUT_S = 0.5
+"""From the end of a connection between two ranks to the end of the process that has closed it."""
+
+
+class RankError(VllmError, RuntimeError):
+    """A rank has failed, so the engine has to stop."""
+
+
+def warn_of_wait(
+    logger: logging.Logger, method: str, ranks: Sequence[int], waited_s: float
+) -> None:
+    """Log which ranks a call waits for."""
+    text = "%s has not answered %s for another %.0f s; still waiting"
+    logger.warning(text, ranks_text(ranks), method, waited_s)
+
+
+def _decoded(answer: "Future[bytes]") -> "Future[str | None]":
+    decoded: Future[str | None] = Future()
+
+    def decode(future: "Future[bytes]") -> None:
+        if (error := future.exception()) is not None:
+            decoded.set_exception(error)
+        else:
+            decoded.set_result(decode_value(future.result()))
+
+    answer.add_done_callback(decode)
+    return decoded
+
+
+class RankGroup:
+    """All ranks of an engine but rank 0.
+
+    Args:
+        config: of the engine.
+        meeting: of rank 0; its memory is handed to the processes.
+        on_failure: called once, in another thread, when a rank has failed.
+        are_copies: the processes are copies of this one, as `can_fork` allows.
+
+    Attributes:
+        failure_fd: readable once a rank has failed.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        meeting: Meeting,
+        on_failure: Callable[[], None],
+        *,
+        are_copies: bool = False,
+    ) -> None:
+        self._config = config
+        self._meeting = meeting
+        self._on_failure = on_failure
+        self._ranks: list[ChildRank] = []
+        self._futures: dict[tuple[int, int], Future[bytes]] = {}
+        self._steps: dict[int, Future[ModelRunnerOutput]] = {}
+        self._call_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._has_failed = threading.Event()
+        self._is_closing = False
+        self.failure_fd, self._failure_end = os.pipe()
+        self._wake_fd, self._wake_end = os.pipe()
+        if are_copies:
+            try:
+                self._start(are_copies=True)
+            except OSError as error:  # no memory, where the system counts all that a copy could use
+                logger.warning(
+                    "this process cannot be copied (%s): each rank is a new interpreter, so the "
+                    "start takes a second longer",
+                    error,
+                )
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._watch, args=(started,), name="ranks", daemon=True
+        )
+        self._thread.start()
+        started.result()
+        models = ModelRegistry.plugins()
+        for each in self._ranks:
+            self._send(each, StartRank(config=config, rank=each.rank, models=models))
+
+    # ---- for the engine -------------------------------------------------------------------
+
+    def broadcast(self, message: ToRank, ranks: Container[int] | None = None) -> None:
+        """Send a message; it is encoded once.
+
+        Args:
+            message: to send.
+            ranks: that get it; None: all.
+
+        Raises:
+            RankError: a rank has failed, or does not take messages.
+        """
+        self.check()
+        data = framed(message)
+        for each in self._ranks:
+            if ranks is None or each.rank in ranks:
+                self._send_bytes(each, data)
+
+    def expect_step(self, step_id: int) -> "Future[ModelRunnerOutput]":
+        """The result of a step that the last stage of a pipeline will send; called before the step
+        is broadcast."""
+        future: Future[ModelRunnerOutput] = Future()
+        with self._lock:
+            self._steps[step_id] = future
+        return future
+
+    def call(
+        self, method: str, args: Sequence[Any], kwargs: Any = None, *, is_user: bool = False
+    ) -> "list[Future[bytes]]":
+        """Call a method of the worker of every rank; the results are encoded values, by rank.
+
+        Raises:
+            RequestError: the arguments cannot be sent.
+            RankError: a rank has failed.
+        """
+        arguments = encode_arguments(args, kwargs or {})
+        call_id, futures = self._expect_answers()
+        message = CallRank(call_id=call_id, method=method, arguments=arguments, is_user=is_user)
+        self.broadcast(message)
+        return futures
+
+    def prepare(self, request: EngineRequest) -> "list[Future[str | None]]":
+        """Let every rank load what a request needs, in the background.
+
+        Returns:
+            By rank, done when it is loaded (None), or cannot be (why).
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        call_id, answers = self._expect_answers()
+        self.broadcast(PrepareRequest(request=request, call_id=call_id))
+        return [_decoded(answer) for answer in answers]
+
+    def _expect_answers(self) -> "tuple[int, list[Future[bytes]]]":
+        """The id of a new call, and the answer of each rank to it."""
+        call_id = next(self._call_ids)
+        with self._lock:
+            futures: dict[tuple[int, int], Future[bytes]] = {
+                (each.rank, call_id): Future() for each in self._ranks
+            }
+            self._futures.update(futures)
+        return call_id, list(futures.values())
+
+    def results(
+        self,
+        method: str,
+        calls: "Sequence[Future[bytes]]",
+        timeout: float | None = None,
+        started: float | None = None,
+    ) -> list[bytes]:
+        """Wait for the results of a call. Without a limit a rank may work as long as it needs, but
+        not be stopped for as long as an exchange may take.
+
+        Args:
+            method: that was called, for messages.
+            calls: from `call`.
+            timeout: seconds; None: no limit.
+            started: when they count from (`time.monotonic`); None: now.
+
+        Raises:
+            TimeoutError: after `timeout`.
+            RankError: a rank has failed, or is stopped.
+        """
+        look_s = self._meeting.timeout_s
+        started = time.monotonic() if started is None else started
+        deadline = None if timeout is None else started + timeout
+        while True:
+            left_s = look_s if deadline is None else max(0.0, deadline - time.monotonic())
+            _, waiting = wait(calls, left_s, FIRST_EXCEPTION)
+            if not waiting or any(each.done() and each.exception() for each in calls):
+                return [each.result() for each in calls if each.done()]
+            late = [each for each, call in zip(self._ranks, calls, strict=True) if call in waiting]
+            ranks = [each.rank for each in late]
+            if deadline is not None:
+                text = f"{ranks_text(ranks)} has not answered {method} within {timeout} s"
+                raise TimeoutError(text)
+            if stopped := [each.name for each in late if each.is_stopped]:
+                raise RankError(
+                    f"{', '.join(stopped)} is stopped (SIGSTOP), and has not answered {method} "
+                    f"within {look_s} s"
+                )
+            warn_of_wait(logger, method, ranks, look_s)
+
+    def check(self) -> None:
+        """Raise what has ended a rank, if one has ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise when rank 0 has failed: the failure of another rank if there is one, as the
+        reason; else the error itself, with the ranks that are stopped. All ranks are ended."""
+        # The other end of a broken connection may be noticed before the end of the process.
+        if not self._has_failed.wait(1.0):
+            error = self._with_stopped(error)
+            # Not the error itself, whose traceback references the engine.
+            self.end(RankError(f"rank 0 failed: {error!r}"))
+            return error
+        assert self._failure is not None
+        return self._failure
+
+    def _with_stopped(self, error: Exception) -> Exception:
+        """An error, with the ranks that a signal has stopped: it may come from there."""
+        stopped = [each.name for each in self._ranks if each.is_stopped]
+        return (
+            RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}") if stopped else error
+        )
+
+    def end(self, failure: Exception) -> None:
+        """End all ranks at once, and everything that waits for one: some of them may wait for one
+        that has failed.
+
+        Args:
+            failure: why. Nothing happens if there was one before.
+        """
+        with self._lock:
+            if self._failure is not None or self._is_closing:
+                return
+            self._failure = failure
+            waiting: list[Future[Any]] = [*self._futures.values(), *self._steps.values()]
+            self._futures, self._steps = {}, {}
+        self._has_failed.set()
+        for each in self._ranks:
+            each.process.kill()
+        self._on_failure()
+        for future in waiting:
+            future.set_exception(failure)
+        os.write(self._failure_end, b"x")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [each.process.pid for each in self._ranks]
+
+    def close(self) -> None:
+        """End all processes. Calling it again does nothing."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.write(self._wake_end, b"x")
+        self._thread.join()
+        for descriptor in (self._wake_fd, self._wake_end, self.failure_fd, self._failure_end):
+            os.close(descriptor)
+
+    # ---- the thread -----------------------------------------------------------------------
+
+    def _start(self, *, are_copies: bool) -> None:
+        with on_failure(lambda: self._end_processes(0), self._ranks.clear):
+            for rank in range(1, self._meeting.layout.world_size):
+                self._ranks.append(ChildRank(rank, self._meeting, is_copy=are_copies))
+
+    def _watch(self, started: "Future[None]") -> None:
+        try:
+            if not self._ranks:
+                self._start(are_copies=False)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        connections = {each.connection.fileno(): each for each in self._ranks}
+        while True:
+            readable, _, _ = select.select([self._wake_fd, *connections], [], [])
+            if self._is_closing:
+                self._end_processes(0 if self._failure else END_TIMEOUT_S)
+                return
+            for descriptor in readable:
+                if descriptor in connections and not self._read(connections[descriptor]):
+                    del connections[descriptor]
+
+    def _read(self, each: ChildRank) -> bool:
+        """Take the messages of a rank. Returns False at the end of its connection."""
+        is_open = self._receive(each)
+        if not is_open:
+            self._fail(each)
+        return is_open
+
+    def _receive(self, each: ChildRank) -> bool:
+        """The same, whatever its end means."""
+        try:
+            is_open = each.reader.receive()
+        except OSError:  # it ended with messages of ours unread
+            is_open = False
+        for data in each.reader.messages():
+            message = decode_from_rank(data)
+            if isinstance(message, RankResult):
+                self._finish(each.rank, message)
+            elif isinstance(message, StepResult):
+                with self._lock:
+                    step = self._steps.pop(message.output.step_id, None)
+                if step is not None:
+                    step.set_result(message.output)
+            else:
+                each.last_words = message
+        return is_open
+
+    def _finish(self, rank: int, message: RankResult) -> None:
+        with self._lock:
+            future = self._futures.pop((rank, message.call_id), None)
+        if future is None:  # `end` was faster
+            return
+        if message.error is not None:
+            future.set_exception(message.error.exception())
+        else:
+            future.set_result(message.value)
+
+    def _fail(self, each: ChildRank) -> None:
+        """A rank has ended: end the others, and everything that waits for one."""
+        if self._failure is not None:
+            return
+        each = self._first_to_fail(each)
+        how, words = each.end(), each.last_words
+        failure: Exception
+        if words is None:
+            failure = RankError(f"{each.name} {how}")
+        elif words.is_config_error:
+            failure = ConfigError(f"rank {each.rank}: {words.message}")
+        else:
+            failure = self._with_stopped(RankError(f"{each.name} failed: {words.message}"))
+        if self._failure is None:
+            logger.error("%s; the engine stops", failure)
+        self.end(failure)
+
+    def _first_to_fail(self, each: ChildRank) -> ChildRank:
+        """The rank that has ended without a word, if one has and this one only waited for it."""
+        if each.last_words is None or not each.last_words.is_of_another:
+            return each
+        deadline = time.monotonic() + _NOTICE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for other in self._ranks:
+                if other.process.poll() is None:
+                    continue
+                while self._receive(other):
+                    pass
+                if other.last_words is None:
+                    return other
+            time.sleep(0.01)
+        return each
+
+    def _end_processes(self, patience_s: float) -> None:
+        """Close the connections, which ends the processes; kill those that do not end in time."""
+        for each in self._ranks:
+            with contextlib.suppress(OSError):
+                each.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + patience_s
+        for each in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                left_s = 0.0 if each.is_stopped else deadline - time.monotonic()
+                each.process.wait(max(0.0, left_s))
+            each.process.kill()
+        for each in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.process.wait(END_TIMEOUT_S)
+            each.connection.close()
+
+    def _send(self, each: ChildRank, message: ToRank) -> None:
+        self._send_bytes(each, framed(message))
+
+    def _send_bytes(self, each: ChildRank, data: bytes | bytearray) -> None:
+        try:
+            each.connection.sendall(data)
+        except BlockingIOError as error:
+            reason = f"{each.name} has not taken a message for {self._meeting.timeout_s} s"
+            raise RankError(reason) from error
+        except OSError as error:
+            raise self.explain(error) from error

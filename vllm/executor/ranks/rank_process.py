@@ -1,0 +1,140 @@
+"""The process of one rank: `python -m vllm.executor.ranks.rank_process SOCKET ARENA PORT PARENT`,
+or a copy of the engine's process.
+
+Does what its parent says, in order, and ends with it: the kernel kills it when the thread that
+started it ends, and it ends by itself when the socket is closed.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from vllm.executor.ranks.rank_wire import (
+    FrameReader,
+    FromRank,
+    RankFailed,
+    StartRank,
+    ToRank,
+    decode_to_rank,
+    framed,
+)
+from vllm.logger import init_logger
+from vllm.utils.process.blocking_sockets import blocking_socket
+from vllm.utils.process.child_process import name_process, obey_parent
+
+if TYPE_CHECKING:
+    from vllm.executor.ranks.rank_server import RankServer
+
+logger = init_logger(__name__)
+
+EXIT_CONFIG_ERROR = 2
+
+_LOOK_S = 5e-4
+"""After a step, to look for the next one; an engine that generates sends it within this time."""
+_LONG_STEP_S = 5e-3
+"""After a shorter step it sleeps at once: other processes of the machine need the time more."""
+
+
+class RankLoop:
+    """Takes the messages of the engine from a socket.
+
+    Args:
+        connection: to the engine.
+        arena_fd, port: see `Meeting.of`.
+    """
+
+    def __init__(self, connection: socket.socket, arena_fd: int, port: int) -> None:
+        self._connection = connection
+        self._reader = FrameReader(connection)
+        self._arena_fd, self._port = arena_fd, port
+        self._server: RankServer | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Handle messages until the engine closes the connection."""
+        while True:
+            began = time.perf_counter()
+            for data in self._reader.messages():
+                self._handle(decode_to_rank(data))
+            server = self._server
+            if server is not None and server.has_step and not self._has_message():
+                server.finish_step()
+                if server.expects_step and time.perf_counter() - began > _LONG_STEP_S:
+                    self._look_for_message()
+            if not self._reader.receive():
+                return
+
+    def _has_message(self) -> bool:
+        return bool(select.select([self._connection], [], [], 0)[0])
+
+    def _look_for_message(self) -> None:
+        """Look for a message for a moment before sleeping until one comes: to wake a process takes
+        the engine longer than to send, with caches that a long step has emptied."""
+        deadline = time.perf_counter() + _LOOK_S
+        while not self._has_message() and time.perf_counter() < deadline:
+            os.sched_yield()
+
+    def _handle(self, message: ToRank) -> None:
+        if isinstance(message, StartRank):
+            self._server = self._start(message)
+            return
+        assert self._server is not None, "the first message is StartRank"
+        self._server.handle(message)
+
+    def _start(self, start: StartRank) -> "RankServer":
+        # Here, as torch takes seconds to import.
+        from vllm.distributed import Meeting
+        from vllm.executor.ranks.rank_server import RankServer, is_result_rank
+
+        name_process(f"vllm-rank-{start.rank}")
+
+        def meet() -> Meeting:
+            return Meeting.of(start.config.parallel, start.rank, self._arena_fd, self._port)
+
+        # Without a pipeline the engine has the result of its own rank.
+        sends_results = start.config.parallel.pipeline_parallel_size > 1 and is_result_rank(start)
+        return RankServer(start, self._send, meet, sends_results=sends_results)
+
+    def _send(self, message: FromRank) -> None:
+        with self._lock:  # answers come from several threads
+            self._connection.sendall(framed(message))
+
+    def fail(self, failure: RankFailed) -> None:
+        """Tell the engine, if it is still there, why this rank ends."""
+        try:
+            self._send(failure)
+        except OSError:
+            logger.debug("the engine has ended before rank could report: %s", failure.message)
+
+
+def main(socket_fd: int, arena_fd: int, port: int) -> int:
+    """Run a rank until its engine ends. Returns the exit code."""
+    loop = RankLoop(blocking_socket(socket_fd), arena_fd, port)
+    import_module("torch")  # while the engine reads its model
+    try:
+        loop.run()
+    except Exception as error:  # last resort: the engine must be told about any error
+        from vllm.executor.ranks.rank_server import failure_of
+
+        failure = failure_of(error)
+        if not failure.is_config_error:
+            traceback.print_exc()
+        loop.fail(failure)
+        return EXIT_CONFIG_ERROR if failure.is_config_error else 1
+    return 0
+
+
+if __name__ == "__main__":
+    *numbers, parent_id = map(int, sys.argv[1:])
+    obey_parent(parent_id)
+    code = main(*numbers)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries may still wait for ranks that have ended, and nothing is left to save.
+    os._exit(code)

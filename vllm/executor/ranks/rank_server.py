@@ -1,0 +1,151 @@
+"""A rank that does what messages say, in order. Independent of how the messages come."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed import Meeting, RankLayout
+from vllm.errors import CollectiveError, ConfigError, VllmError
+from vllm.executor.ranks.rank_wire import (
+    CallRank,
+    FromRank,
+    PrepareRequest,
+    RankFailed,
+    RankResult,
+    RecordTokens,
+    ReleaseRequests,
+    RunStep,
+    StartRank,
+    StepResult,
+    ToRank,
+)
+from vllm.executor.ranks.worker_call import call_worker, make_worker
+from vllm.message_codec import CallError, decode_arguments, encode, encode_value
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.plugins import load_general_plugins
+from vllm.utils.process.process_memory import keep_for_good
+from vllm.worker.interface import StepHandleLike, Worker
+
+
+class RankServer:
+    """One worker, and the step that it runs.
+
+    Args:
+        start: the first message.
+        send: takes the answers, from any thread.
+        meet: makes the meeting with the other ranks.
+        sends_results: the engine waits for the results of steps from this rank.
+    """
+
+    def __init__(
+        self,
+        start: StartRank,
+        send: Callable[[FromRank], None],
+        meet: Callable[[], Meeting],
+        *,
+        sends_results: bool,
+    ) -> None:
+        load_general_plugins()
+        for name, place in start.models.items():
+            ModelRegistry.register_model(name, place)
+        self._rank = start.rank
+        self._send = send
+        self._meet = meet
+        self._sends_results = sends_results
+        self._has_stages = start.config.parallel.pipeline_parallel_size > 1
+        self._worker: Worker = make_worker(start.config, start.rank, start.place)
+        self._last_step: StepHandleLike | None = None
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step is in flight."""
+        return self._last_step is not None
+
+    @property
+    def expects_step(self) -> bool:
+        """Whether the next step usually comes as soon as one has ended. A stage of a pipeline waits
+        for the others, perhaps on the same cores."""
+        return not self._has_stages
+
+    def handle(self, message: ToRank) -> None:
+        """Do what a message says."""
+        if isinstance(message, RunStep):
+            handle = self._worker.execute_model(message.step)
+            self.finish_step()  # at most one other is in flight
+            self._last_step = handle
+            if self._has_stages:
+                # The next step may wait for another stage, and the engine for the tokens of this.
+                self.finish_step()
+        elif isinstance(message, RecordTokens):
+            self._worker.record_tokens(message.tokens)
+        elif isinstance(message, CallRank):
+            self.finish_step()
+            self._send(self._call(message))
+        elif isinstance(message, PrepareRequest):
+            self._prepare(message)
+        elif isinstance(message, ReleaseRequests):
+            self.finish_step()
+            self._worker.release(message.request_ids)
+
+    def finish_step(self) -> None:
+        """Wait for the step in flight, if there is one, and note its tokens."""
+        if self._last_step is None:
+            return
+        output = self._last_step.result()
+        self._last_step = None
+        if self._sends_results:
+            self._send(StepResult(output=output, stats=self._worker.stats()))
+
+    def _prepare(self, message: PrepareRequest) -> None:
+        future, call_id = self._worker.prepare(message.request), message.call_id
+        if call_id is None:
+            return
+        if future is None:
+            self._send(RankResult(call_id=call_id))
+            return
+        future.add_done_callback(
+            lambda done: self._send(RankResult(call_id=call_id, value=encode(done.result())))
+        )
+
+    def _call(self, message: CallRank) -> RankResult:
+        args, kwargs = decode_arguments(message.arguments)
+        method = message.method
+        if not message.is_user:
+            # A failure of the start is the end of the rank.
+            return RankResult(call_id=message.call_id, value=encode(self._own(method, args)))
+        try:
+            value = encode_value(
+                f"the result of {method}", call_worker(self._worker, method, args, kwargs)
+            )
+        except Exception as error:  # reported to the caller; the rank goes on
+            return RankResult(call_id=message.call_id, error=CallError.of(error))
+        return RankResult(call_id=message.call_id, value=value)
+
+    def _own(self, method: str, args: list[Any]) -> Any:
+        """A call of the start sequence."""
+        if method == Worker.join.__name__:
+            self._meeting = self._meet()  # kept, as others may still need the store that it serves
+            return self._worker.join(self._meeting)
+        if method == Worker.load.__name__:
+            return self._worker.load(self._rank)
+        result = getattr(self._worker, method)(*args)
+        if method == Worker.allocate.__name__:
+            keep_for_good()
+        return result
+
+
+def failure_of(error: Exception) -> RankFailed:
+    """What the engine is told about the error that ends a rank."""
+    if isinstance(error, ConfigError):
+        return RankFailed(message=str(error), is_config_error=True)
+    # The message of an error of ours says it all.
+    text = str(error) if isinstance(error, VllmError) else f"{type(error).__name__}: {error}"
+    return RankFailed(
+        message=text,
+        is_config_error=False,
+        is_of_another=isinstance(error, CollectiveError),
+    )
+
+
+def is_result_rank(start: StartRank) -> bool:
+    """Whether this rank is the first of those that sample."""
+    return start.rank == RankLayout.of(start.config.parallel).result_rank

@@ -1,0 +1,100 @@
+"""The actor of one rank in a Ray cluster. Nothing is unpickled but the bytes of messages."""
+
+import socket
+import threading
+import traceback
+
+import torch
+
+from vllm import envs
+from vllm.distributed import Meeting, open_listener
+from vllm.executor.ranks.rank_server import RankServer, failure_of, is_result_rank
+from vllm.executor.ranks.rank_wire import FromRank, StartRank, decode_to_rank
+from vllm.message_codec import encode
+from vllm.platforms.cpu_threads import usable_cores
+from vllm.version import __version__
+
+
+class RankActor:
+    """Handles messages in the order in which they come.
+
+    Args:
+        counts_threads: OMP_NUM_THREADS of this process is by Ray, which sets it to the CPUs that it
+            reserves for the actor.
+    """
+
+    def __init__(self, *, counts_threads: bool = False) -> None:
+        self._counts_threads = counts_threads
+        self._server: RankServer | None = None
+        self._answers: list[FromRank] = []
+        self._listener: socket.socket | None = None
+
+    def watch(self) -> None:
+        """Wait for the end of this actor, which the caller sees as an error of the call."""
+        threading.Event().wait()
+
+    def ping(self) -> None:
+        """Answer, if this actor can."""
+
+    def version(self) -> str:
+        """Of the package on this machine."""
+        return __version__
+
+    def open_address(self) -> tuple[str, int]:
+        """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at
+        the address by which Ray knows the machine."""
+        import ray.util
+
+        host = envs.get().VLLM_HOST_IP or ray.util.get_node_ip_address()
+        self._listener = open_listener(host)
+        return host, self._listener.getsockname()[1]
+
+    def start(self, data: bytes, address: tuple[str, int]) -> list[bytes]:
+        """Make the worker.
+
+        Args:
+            data: a `StartRank`.
+            address: of rank 0, where the ranks meet.
+        """
+        start = decode_to_rank(data)
+        assert isinstance(start, StartRank)
+        if self._counts_threads:
+            # As many as a process that Ray has not started has; the worker may take fewer.
+            torch.set_num_threads(len(usable_cores()))
+
+        def meet() -> Meeting:
+            return Meeting.at(
+                start.config.parallel,
+                start.rank,
+                address,
+                is_host=self._listener is not None,
+                listener=self._listener,
+                has_whole_stage=start.place is not None and start.place.has_whole_stage,
+            )
+
+        try:
+            self._server = RankServer(
+                start, self._answers.append, meet, sends_results=is_result_rank(start)
+            )
+        except Exception as error:  # the engine must be told about any error
+            return self._fail(error)
+        return []
+
+    def handle(self, data: bytes) -> list[bytes]:
+        """Do what a message says, and return the answers. After a failure the engine ends this
+        actor."""
+        assert self._server is not None, "the first message is StartRank"
+        try:
+            self._server.handle(decode_to_rank(data))
+            self._server.finish_step()
+        except Exception as error:  # the engine must be told about any error
+            return self._fail(error)
+        answers = [encode(answer) for answer in self._answers]
+        self._answers.clear()
+        return answers
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        failure = failure_of(error)
+        if not failure.is_config_error:
+            traceback.print_exc()
+        return [encode(failure)]

@@ -1,0 +1,383 @@
+"""Workers that are actors of a Ray cluster, on one machine or several.
+
+An actor gets the same messages as a process of `multiproc`, as bytes, and does the same with them.
+All ranks are actors: the engine's own machine may have no device.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.distributed import RankLayout, ranks_text
+from vllm.errors import CollectiveError, ConfigError
+from vllm.executor.base import Executor
+from vllm.executor.ranks.rank_group import RankError, warn_of_wait
+from vllm.executor.ranks.rank_wire import (
+    CallRank,
+    FromRank,
+    PrepareRequest,
+    RankFailed,
+    RankResult,
+    RecordTokens,
+    ReleaseRequests,
+    RunStep,
+    StartRank,
+    StepResult,
+    ToRank,
+    decode_from_rank,
+    result_decoder,
+)
+from vllm.executor.ranks.worker_call import WorkerMethod, name_to_send, refuse_code
+from vllm.executor.ray.placement import Placement, place_ranks
+from vllm.executor.ray.utils import (
+    import_ray,
+    initialize_ray_cluster,
+    leave_ray_cluster,
+    worker_environment,
+)
+from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, death_of
+from vllm.logger import init_logger
+from vllm.message_codec import decode_value, encode, encode_arguments
+from vllm.messages import (
+    EngineRequest,
+    ModelRunnerOutput,
+    RunnerStats,
+    SchedulerOutput,
+    StepTokens,
+)
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import resolve_platform
+from vllm.version import __version__
+from vllm.worker.interface import StepHandleLike, Worker
+
+_Result = TypeVar("_Result")
+
+logger = init_logger(__name__)
+
+_NOTICE_TIMEOUT_S = 10.0
+"""From the end of an exchange to the report of the worker that has ended it."""
+
+
+class RayExecutor(Executor):
+    """Workers of a Ray cluster.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._layout = RankLayout.of(config.parallel)
+        self._ray: Any = None
+        self._has_joined = False
+        self._placement: Placement | None = None
+        self._actors: list[Any] = []
+        self._watch: ActorWatch | None = None
+        self._call_ids = itertools.count()
+        self._unread: dict[Any, int] = {}
+        """Answers that nobody has waited for -> rank."""
+        self._stats = RunnerStats()
+        # The messages of the next step can be on their way while one runs.
+        self.is_asynchronous = config.scheduler.async_scheduling
+
+    @property
+    def failure_fd(self) -> int | None:
+        """See `Executor.failure_fd`."""
+        return None if self._watch is None else self._watch.failure_fd
+
+    def check_health(self) -> None:
+        """See `Executor.check_health`."""
+        if self._watch is not None and self._watch.failure is not None:
+            raise self._watch.failure
+
+    # ---- the start ------------------------------------------------------------------------
+
+    def start_workers(self) -> None:
+        """Join the cluster, start the actors, load the model on all ranks, and let them meet.
+
+        Raises:
+            ConfigError: there is no Ray, no cluster, or too few resources.
+        """
+        self._start_actors()
+        self.call_workers(Worker.load)
+        self.call_workers(Worker.join)
+
+    def _start_actors(self) -> None:
+        from vllm.executor.ray.actor import RankActor
+
+        config = self._config
+        self._ray = ray = import_ray()
+        self._has_joined = not ray.is_initialized()
+        initialize_ray_cluster(config.parallel)
+        platform = resolve_platform(config.device.device)
+        resources = {"CPU": 1.0}
+        if platform.name == "hpu":
+            resources["HPU"] = 1.0
+        self._placement = placement = place_ranks(config.parallel, resources)
+        strategies = ray.util.scheduling_strategies
+        more = {name: count for name, count in resources.items() if name != "CPU"}
+        actor_class = ray.remote(concurrency_groups={WATCH_GROUP: 2})(RankActor)
+        variables = worker_environment()
+        counts_threads = "OMP_NUM_THREADS" not in variables
+        for bundle in placement.bundles:
+            options = actor_class.options(
+                num_cpus=resources["CPU"],
+                resources=more,
+                runtime_env={"env_vars": variables},
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    placement_group=placement.group, placement_group_bundle_index=bundle
+                ),
+            )
+            self._actors.append(options.remote(counts_threads=counts_threads))
+        self._check_versions()
+        self._watch = ActorWatch(ray, self._actors)
+        address = self._get([self._actors[0].open_address.remote()])[0]
+        models = ModelRegistry.plugins()
+        starts = [
+            StartRank(config=config, rank=rank, models=models, place=place)
+            for rank, place in enumerate(placement.places)
+        ]
+        self._answers(
+            [
+                actor.start.remote(encode(start), address)
+                for actor, start in zip(self._actors, starts, strict=True)
+            ],
+            "start",
+        )
+
+    def _check_versions(self) -> None:
+        """Raises: ConfigError: a machine has another version of this package."""
+        for rank, call in enumerate([actor.version.remote() for actor in self._actors]):
+            try:
+                (version,) = self._get([call])
+            except self._ray.exceptions.RayError as error:
+                raise death_of(rank, error) from error
+            if version != __version__:
+                raise ConfigError(
+                    f"distributed_executor_backend='ray': the machine of rank {rank} has version "
+                    f"{version} of vllm, and the engine is {__version__}. Install one version on "
+                    f"all machines of the Ray cluster"
+                )
+
+    def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
+        """Call a method on all ranks at the same time."""
+        decode = result_decoder(method)
+        return [decode(answer.value) for answer in self._call(method.__name__, args)]
+
+    def _call(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        is_user: bool = False,
+        timeout: float | None = None,
+    ) -> list[RankResult]:
+        message = CallRank(
+            call_id=next(self._call_ids),
+            method=method,
+            arguments=encode_arguments(args, kwargs or {}),
+            is_user=is_user,
+        )
+        found = []
+        for answers in self._answers(self._send(message), method, timeout):
+            (answer,) = [each for each in answers if isinstance(each, RankResult)]
+            if answer.error is not None:
+                raise answer.error.exception()
+            found.append(answer)
+        return found
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        """Start a step on all ranks."""
+        refs = self._send(RunStep(step=step))
+        result = refs[self._layout.result_rank]
+        self._unread.update((ref, rank) for rank, ref in enumerate(refs) if ref is not result)
+        return _RayStep(self, refs)
+
+    def finish_step(self, refs: Sequence[Any]) -> ModelRunnerOutput:
+        """Wait for the result of a step, or for any rank that fails before it.
+
+        Args:
+            refs: of the answers to the step, by rank.
+        """
+        limit_s, rank = self._config.parallel.distributed_timeout_s, self._layout.result_rank
+        result, deadline = refs[rank], time.monotonic() + limit_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            waiting = [result, *self._unread]
+            ready, _ = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready:
+                raise self._hang_of("a step", refs, limit_s)
+            (ref,) = ready
+            answers = self._read(ref, self._unread.pop(ref, rank))
+            if ref == result:
+                break
+        (found,) = [each for each in answers if isinstance(each, StepResult)]
+        self._stats, output = found.stats, found.output
+        if self._layout.pipeline_size > 1 and len(output.rows):
+            told = self._layout.ranks_without_tokens
+            tokens = RecordTokens(tokens=StepTokens.of(output))
+            self._unread.update(zip(self._send(tokens, told), told, strict=True))
+        return output
+
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
+        """See `Executor.prepare`. The workers prepare while the request waits for its first step,
+        which waits for them.
+
+        Raises:
+            RequestError: the request has code, which cannot be sent.
+        """
+        refuse_code(self._config.parallel, request)
+        if request.sampling_params.guided_decoding is not None or request.adapter is not None:
+            self._tell(PrepareRequest(request=request))
+        return None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """See `Executor.release`."""
+        self._tell(ReleaseRequests(request_ids=list(request_ids)))
+
+    def _tell(self, message: ToRank) -> None:
+        """Send a message that has no answer."""
+        self._unread.update((ref, rank) for rank, ref in enumerate(self._send(message)))
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of all workers; arguments and results are plain values.
+
+        Raises:
+            RequestError: also when `method` is a function, which is not sent.
+        """
+        name = name_to_send(method)
+        answers = self._call(name, args, kwargs, is_user=True, timeout=timeout)
+        return [decode_value(answer.value) for answer in answers]
+
+    def stats(self) -> RunnerStats:
+        """Counters of the rank that sends results, as of its last step."""
+        return self._stats
+
+    def shutdown(self) -> None:
+        """End the actors and give their resources back; leave the cluster if this engine has joined
+        it."""
+        ray, placement = self._ray, self._placement
+        if ray is None:  # it is not installed, or nothing has started
+            return
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        # A program that has left Ray has ended its actors; a call would start a cluster of its own.
+        is_there = ray.is_initialized()
+        for actor in self._actors if is_there else ():
+            ray.kill(actor)
+        self._actors, self._placement, self._unread = [], None, {}
+        if placement is not None and is_there:
+            ray.util.remove_placement_group(placement.group)
+        if self._has_joined:
+            self._has_joined = False
+            leave_ray_cluster()
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _send(self, message: ToRank, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Send a message; returns a reference to the answers of each rank."""
+        if not self._actors:
+            raise RuntimeError("the executor has not started, or has been shut down")
+        data = encode(message)
+        chosen = self._actors if ranks is None else [self._actors[rank] for rank in ranks]
+        return [actor.handle.remote(data) for actor in chosen]
+
+    def _answers(
+        self, refs: Sequence[Any], method: str, timeout: float | None = None
+    ) -> list[list[FromRank]]:
+        """The answers to a call, by rank. Raises the failure of the first rank that fails.
+
+        A rank may work as long as it needs, if there is no `timeout`, but it has to be there.
+        """
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        found: dict[int, list[FromRank]] = {}
+        waiting = list(refs)
+        look_s = self._config.parallel.distributed_timeout_s
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while waiting:
+            left_s = look_s if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready and deadline is not None:
+                late = ranks_text([ranks[ref] for ref in waiting])
+                raise TimeoutError(f"{late} has not answered {method} within {timeout} s")
+            if not ready:
+                self._check_answers(method)
+                warn_of_wait(logger, method, [ranks[ref] for ref in waiting], look_s)
+                continue
+            rank = ranks[ready[0]]
+            found[rank] = self._read(ready[0], rank)
+        return [found[rank] for rank in range(len(refs))]
+
+    def _hang_of(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
+        """The error of a call that has taken too long: names the ranks that have not finished,
+        unless one does not answer at all, which is raised."""
+        self._check_answers(what)
+        done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        late = [rank for rank, ref in enumerate(refs) if ref not in done]
+        late = late or [self._layout.result_rank]
+        reason = f"{ranks_text(late)} has no result after {limit_s} s"
+        return CollectiveError(what, late[0], reason)
+
+    def _check_answers(self, what: str) -> None:
+        """Raises: CollectiveError: actors do not answer, whatever they are doing."""
+        assert self._watch is not None
+        if silent := self._watch.silent_ranks():
+            reason = "its process is stopped, or its machine cannot be reached"
+            text = f"{ranks_text(silent)} does not answer: {reason}"
+            raise CollectiveError(what, silent[0], text)
+
+    def _read(self, ref: Any, rank: int) -> list[FromRank]:
+        """The answers of a rank, which are there.
+
+        Raises:
+            ConfigError, RankError: the rank has failed.
+        """
+        try:
+            answers = [decode_from_rank(data) for data in self._get([ref])[0]]
+        except self._ray.exceptions.RayActorError as error:
+            raise death_of(rank, error) from error
+        for answer in answers:
+            if isinstance(answer, RankFailed):
+                if answer.is_config_error:
+                    raise ConfigError(f"rank {rank}: {answer.message}")
+                if answer.is_of_another:
+                    self._raise_failure_of_another()
+                raise RankError(f"rank {rank} failed: {answer.message}")
+        return answers
+
+    def _raise_failure_of_another(self) -> None:
+        """Raise the end of an actor that has ended without a word, or name one that is stopped, if
+        there is one."""
+        assert self._watch is not None
+        if (failure := self._watch.wait(_NOTICE_TIMEOUT_S)) is not None:
+            raise failure
+        self._check_answers("an exchange")
+
+    def _get(self, refs: Sequence[Any]) -> list[Any]:
+        found: list[Any] = self._ray.get(list(refs))
+        return found
+
+
+class _RayStep:
+    """A step in flight."""
+
+    def __init__(self, executor: RayExecutor, refs: Sequence[Any]) -> None:
+        self._executor = executor
+        self._refs = refs
+
+    def result(self) -> ModelRunnerOutput:
+        """The result; waits for it."""
+        return self._executor.finish_step(self._refs)

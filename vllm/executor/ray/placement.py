@@ -1,0 +1,169 @@
+"""Where in a Ray cluster each rank runs."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import ParallelConfig
+from vllm.distributed import RankLayout
+from vllm.errors import ConfigError
+from vllm.executor.ranks.rank_wire import RankPlace
+from vllm.executor.ray.utils import has_own_cluster, import_ray
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_LOOK_S = 1.0
+"""How often to look whether machines have joined."""
+_QUIET_S = 5.0
+"""How long to wait for resources before saying so."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run."""
+
+    group: Any
+    """The placement group of Ray."""
+    bundles: list[int]
+    """By rank: its bundle of the group."""
+    nodes: list[str]
+    """By rank: the id of its machine."""
+    places: list[RankPlace]
+    """By rank."""
+
+
+def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placement:
+    """Reserve resources for each rank. A stage is on one machine, if the machines have room for all
+    stages so, and stages are on different machines where there are several.
+
+    Args:
+        parallel: sizes of the groups, and how long to wait for machines and resources.
+        resources: of each rank, such as {"CPU": 1}.
+
+    Raises:
+        ConfigError: the cluster does not have the resources.
+    """
+    ray = import_ray()
+    layout = RankLayout.of(parallel)
+    size, timeout_s = layout.world_size, parallel.distributed_timeout_s
+    started = time.monotonic()
+    _wait_for_machines(ray, size, resources, timeout_s)
+    room = sum(_room(node, layout.tensor_size, resources) for node in ray.nodes())
+    is_whole = room >= layout.pipeline_size
+    if is_whole:
+        stage = {name: count * layout.tensor_size for name, count in resources.items()}
+        bundles, strategy = [stage] * layout.pipeline_size, "SPREAD"
+    else:
+        logger.warning(
+            "No machines of the Ray cluster have room for %d stages of %d workers each, so a stage "
+            "is divided among machines: its workers exchange tensors over the network",
+            *(layout.pipeline_size, layout.tensor_size),
+        )
+        bundles, strategy = [resources] * size, "PACK"
+    group = _reserve(ray, bundles, strategy, timeout_s - (time.monotonic() - started))
+    found: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    order = _ordered(found, ray.get_runtime_context().get_node_id())
+    ranks = [bundle for bundle in order for _ in range(layout.tensor_size if is_whole else 1)]
+    nodes = [found[bundle] for bundle in ranks]
+    logger.info("%d workers on %d machines of the Ray cluster", size, len(set(nodes)))
+    places = _places(nodes, has_own_devices="HPU" in resources, has_whole_stage=is_whole)
+    return Placement(group, ranks, nodes, places)
+
+
+def _wait_for_machines(ray: Any, size: int, resources: dict[str, float], timeout_s: float) -> None:
+    """Wait until the cluster has the resources, free or not. A cluster that grows by demand is told
+    of it; machines of another one may join late.
+
+    Raises:
+        ConfigError: it does not have them in time, or it is one that no machine will join.
+    """
+    lack = _lack(ray.cluster_resources(), size, resources)
+    if lack is None:
+        return
+    if not has_own_cluster():
+        logger.warning(
+            "%s. Waiting up to %g s (distributed_timeout_s) for machines to join", lack, timeout_s
+        )
+        deadline = time.monotonic() + timeout_s
+        demand = ray.util.placement_group([resources] * size)
+        while lack is not None and time.monotonic() < deadline:
+            demand.wait(min(_LOOK_S, timeout_s))
+            lack = _lack(ray.cluster_resources(), size, resources)
+        ray.util.remove_placement_group(demand)
+    if lack is not None:
+        raise ConfigError(
+            f"distributed_executor_backend='ray': {lack}. Add machines (`ray start --address "
+            f"...`), or lower tensor_parallel_size or pipeline_parallel_size"
+        )
+
+
+def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> Any:
+    """The placement group, which has its resources.
+
+    Raises:
+        ConfigError: they are not free in time.
+    """
+    wanted = f"{len(bundles)} times {bundles[0]}"
+    group = ray.util.placement_group(bundles, strategy=strategy)
+    quiet_s = min(_QUIET_S, max(0.0, timeout_s))
+    if group.wait(quiet_s):
+        return group
+    left_s = max(0.0, timeout_s - quiet_s)
+    logger.warning(
+        "%s are not free in the Ray cluster yet; waiting up to %.0f s for them", wanted, left_s
+    )
+    if group.wait(left_s):
+        return group
+    ray.util.remove_placement_group(group)
+    raise ConfigError(
+        f"distributed_executor_backend='ray': {wanted} were not free in the Ray cluster within "
+        f"{timeout_s:.0f} s, what the wait for machines has left of distributed_timeout_s. End "
+        f"what uses them (`ray status` shows it), or raise distributed_timeout_s"
+    )
+
+
+def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> str | None:
+    """What a cluster has too little of, as a sentence without its full stop."""
+    for name, count in resources.items():
+        total = there.get(name, 0)
+        if total < count * size:
+            lack = f"{size} workers need {count * size:g} {name}, and the Ray cluster has {total:g}"
+            if name == "HPU" and not total:
+                lack += (
+                    " (where Ray has not found the cards of a machine, tell it how many there are: "
+                    "`ray start --resources='{\"HPU\": 8}'`)"
+                )
+            return lack
+    return None
+
+
+def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -> int:
+    """Stages that a machine could run."""
+    if not node["Alive"]:
+        return 0
+    there = node["Resources"]
+    return min(int(there.get(n, 0) // (count * tensor_size)) for n, count in resources.items())
+
+
+def _ordered(nodes: dict[int, str], here: str) -> list[int]:
+    """The bundles: the fullest machines first, as a stage fits into one; and this one before others
+    like it."""
+    on_node = Counter(nodes.values())
+    return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
+
+
+def _places(nodes: list[str], *, has_own_devices: bool, has_whole_stage: bool) -> list[RankPlace]:
+    on_node, seen, places = Counter(nodes), Counter[str](), []
+    for node in nodes:
+        places.append(
+            RankPlace(
+                index=seen[node],
+                count=on_node[node],
+                has_own_devices=has_own_devices,
+                has_whole_stage=has_whole_stage,
+            )
+        )
+        seen[node] += 1
+    return places

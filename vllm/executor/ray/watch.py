@@ -1,0 +1,83 @@
+"""Notices that an actor of Ray has ended, also while nobody waits for it."""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.executor.ranks.rank_group import RankError
+
+WATCH_GROUP = "watch"
+"""Concurrency group of the methods that an actor answers while it works."""
+_LOOK_S = 1.0
+"""How often the thread looks whether it is to end."""
+_ANSWER_TIMEOUT_S = 3.0
+"""For an actor that only has to say that it is there."""
+
+
+class ActorWatch:
+    """Waits for the end of actors in a thread.
+
+    Args:
+        ray: the package.
+        actors: by rank; each is a `RankActor`.
+
+    Attributes:
+        failure_fd: readable once an actor has ended.
+        failure: that has ended one.
+    """
+
+    def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
+        self._ray = ray
+        self._actors = actors
+        self.failure: RankError | None = None
+        self._has_failed = threading.Event()
+        self._is_closing = False
+        self.failure_fd, self._failure_end = os.pipe()
+        calls = [each.watch.options(concurrency_group=WATCH_GROUP).remote() for each in actors]
+        self._ranks = {call: rank for rank, call in enumerate(calls)}
+        self._thread = threading.Thread(target=self._wait, name="actors", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> RankError | None:
+        """The failure of an actor, if there is one within `timeout_s`."""
+        self._has_failed.wait(timeout_s)
+        return self.failure
+
+    def silent_ranks(self) -> list[int]:
+        """The ranks whose actors do not answer: their processes are stopped, or their machines
+        cannot be reached."""
+        asked = [each.ping.options(concurrency_group=WATCH_GROUP).remote() for each in self._actors]
+        _, silent = self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
+        return [rank for rank, call in enumerate(asked) if call in silent]
+
+    def close(self) -> None:
+        """End the thread. The actors may end from here on."""
+        self._is_closing = True
+        self._thread.join()
+        os.close(self.failure_fd)
+        os.close(self._failure_end)
+
+    def _wait(self) -> None:
+        ended: list[Any] = []
+        while not ended:
+            ended, _ = self._ray.wait(list(self._ranks), num_returns=1, timeout=_LOOK_S)
+            if self._is_closing:
+                return
+        try:
+            self._ray.get(ended)
+        except self._ray.exceptions.RayError as error:
+            self.failure = death_of(self._ranks[ended[0]], error)
+            self._has_failed.set()
+            os.write(self._failure_end, b"x")
+
+
+def death_of(rank: int, error: Exception) -> RankError:
+    """What an engine reports when the actor of a rank has ended.
+
+    Args:
+        rank: of the actor.
+        error: of Ray.
+    """
+    reason = " ".join(str(error).split())
+    return RankError(f"rank {rank} (an actor of Ray) has ended: {reason}")

@@ -1,0 +1,172 @@
+"""Experts with weights of quantized checkpoints.
+
+While they are loaded, each expert is three linear layers, which have the methods of the format;
+then their weights become those of one layer, in the layout of the device.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import DenseExperts, Experts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.stored.stored_linear import StoredLinear
+from vllm.ops import get_ops
+from vllm.ops.expert_options import SILU_EXPERTS
+from vllm.ops.prepared import ExpertProducts, PreparedExperts
+from vllm.ops.stored_weight import StoredWeight
+
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated expert."""
+
+
+def are_plain(layer: Experts) -> bool:
+    """Whether these are gated with silu and have no biases. No others take part in measuring, or
+    are written by `vllm quantize`."""
+    return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
+
+
+class HandedOverExperts(DenseExperts):
+    """Experts in the layout of the device once they are loaded, or dense where it has none.
+
+    Args:
+        name: of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.packed: PreparedExperts | None = None
+
+    def hand_over(
+        self,
+        layer: Experts,
+        gate: list[StoredWeight],
+        up: list[StoredWeight],
+        down: list[StoredWeight],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Set `packed` where the device takes the weights, one of each for every expert.
+
+        Raises:
+            WeightLoadError: they cannot be used.
+        """
+        biases = layer.gate_up_bias, layer.bias_of_sum()
+        try:
+            self.packed = get_ops().prepare_experts(
+                *(gate, up, down, dtype, layer.first_expert), *biases, layer.options
+            )
+        except ValueError as error:
+            raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
+        if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
+            layer.packed = self.packed.to(device)
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.packed is None
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().apply(layer, x, ids, weights)
+        return self.packed.forward(x, ids, weights)
+
+    def products(self, layer: Experts) -> ExpertProducts | None:
+        if self.packed is None:
+            return super().products(layer)
+        return self.packed if isinstance(self.packed, ExpertProducts) else None
+
+
+class RoundedExperts(HandedOverExperts):
+    """Dense experts that are stored in fewer bits once they are loaded; inputs stay as they are.
+
+    Where the device has no kernel for them, they stay as they are.
+
+    Args:
+        name: of the module, for errors.
+        round_weights: makes (gate, up, down) of the number of an expert on this rank, its gate and
+            up [2 * I, hidden], and its down [hidden, I].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        round_weights: Callable[
+            [int, Tensor, Tensor], tuple[StoredWeight, StoredWeight, StoredWeight]
+        ],
+    ) -> None:
+        super().__init__(name)
+        self.round_weights = round_weights
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        gate_up, down = layer.gate_up.data, layer.down.data
+        rounded = [
+            self.round_weights(number, *(both.cpu() for both in weights))
+            for number, weights in enumerate(zip(gate_up, down, strict=True))
+        ]
+        gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
+        self.hand_over(layer, gate, up, downs, down.dtype, down.device)
+        if self.packed is not None:
+            layer.remove_weights()
+
+
+class StoredExperts(HandedOverExperts):
+    """Experts in the layout of a checkpoint until they are loaded."""
+
+    def create_weights(self, layer: Experts) -> None:
+        self.dtype = torch.get_default_dtype()
+        total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
+        for number in layer.expert_ids:
+            expert = nn.Module()
+            for part in EXPERT_PARTS[:2]:
+                expert.add_module(part, ColumnParallelLinear(hidden, {"": total}, tp))
+            expert.add_module(EXPERT_PARTS[2], RowParallelLinear(total, hidden, tp))
+            for linear in expert.children():
+                assert isinstance(linear, ParallelLinear)
+                linear.is_held = True
+            layer.add_module(str(number), expert)
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        device = next(layer.parameters()).device
+        gate, up, down = self.read(layer)
+        for number in layer.expert_ids:
+            for linear in layer.get_submodule(str(number)).children():
+                assert isinstance(linear, ParallelLinear)
+                linear.remove_weights()  # the loader still knows the layer
+            delattr(layer, str(number))
+        self.hand_over(layer, gate, up, down, self.dtype, device)
+        if self.packed is not None:
+            return
+        dense = torch.empty(len(gate), 2 * layer.intermediate_size, layer.hidden_size)
+        gate_up = dense.to(device, self.dtype)
+        downs = torch.empty(
+            len(down), layer.hidden_size, layer.intermediate_size, dtype=self.dtype, device=device
+        )
+        for number in range(len(gate)):
+            both = torch.cat([gate[number].dequantize(), up[number].dequantize()])
+            gate_up[number].copy_(both)
+            downs[number].copy_(down[number].dequantize())
+        layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        layer.down = nn.Parameter(downs, requires_grad=False)
+
+    def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
+        """The weights of gate, up and down, one of each for every expert of this rank."""
+        return tuple(list(self._weights(layer, part)) for part in EXPERT_PARTS)
+
+    def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
+        for number in layer.expert_ids:
+            linear = layer.get_submodule(f"{number}.{part}")
+            assert isinstance(linear, ParallelLinear)
+            if not isinstance(linear.method, StoredLinear):
+                raise WeightLoadError(
+                    f"{self.name}.{number}.{part} is not quantized, and other experts are: all "
+                    f"experts of a layer must be stored alike"
+                )
+            yield linear.method.stored_weight(linear)

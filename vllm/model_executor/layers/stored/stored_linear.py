@@ -1,0 +1,275 @@
+"""Linear layers with weights of quantized checkpoints, which the operators of the device multiply.
+
+A format says which checkpoint tensors there are and what they mean (`StoredWeight`); the device
+says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and model families.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.embedding import (
+    DenseTable,
+    EmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
+from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
+from vllm.model_executor.layers.stored.stored_scales import checked_scales
+from vllm.ops import get_ops
+from vllm.ops.native.operators import DenseWeight
+from vllm.ops.prepared import PreparedTable, PreparedWeight
+from vllm.ops.stored_weight import StoredWeight
+
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of scales."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How a format stores one tensor of a layer."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """That it may have."""
+    output_dim: int | None = 0
+    """With the output features; None: it is the same for all of them."""
+    bits: int = WORD_BITS
+    """Of an output feature in words along that dimension; 32: an index is a feature."""
+
+
+class StoredLinear(LinearMethod):
+    """A weight in the layout of a checkpoint until it is loaded, then in that of the device.
+
+    Args:
+        name: of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.packed: PreparedWeight | None = None
+
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """How the checkpoint stores the parameters, by their names."""
+        raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
+
+        Args as of `load`.
+
+        Raises:
+            WeightLoadError: it has the wrong shape, or wrong numbers.
+        """
+        return source
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        stored = self.stored_tensors()[place.param_name]
+        if source.dtype not in (*stored.dtypes, None):
+            accepted = " or ".join(map(dtype_name, stored.dtypes))
+            raise WeightLoadError(
+                f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
+                f"quantization_config in config.json it must be {accepted}"
+            )
+        if place.slice is not None:
+            source = self.arranged(place, name, source)
+        elif stored.dtypes == SCALES:  # a parameter of one rank, as it was saved
+            source = checked_scales(name, source, zero_is_fine=True)
+        place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
+
+    @abstractmethod
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        """The parameters of a layer, which are filled, as a weight on the host.
+
+        Raises:
+            WeightLoadError: their values are wrong.
+        """
+
+    def create_weights(self, layer: ParallelLinear) -> None:
+        self.dtype = torch.get_default_dtype()
+        self.create_parameters(layer)
+
+    @abstractmethod
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        """As `create_weights`."""
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        if layer.is_held:
+            return
+        self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
+
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.stored_weight(layer).dequantize()
+
+    @property
+    def is_dequantized(self) -> bool:
+        return isinstance(self.packed, DenseWeight)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.packed is not None, "the weights are not loaded"
+        return apply_prepared(self.packed, x, bias)
+
+
+class StoredHead(EmbeddingMethod):
+    """An output head that is stored as a linear layer: its table is the weight of one.
+
+    Args:
+        linear: the method of that layer.
+    """
+
+    def __init__(self, linear: LinearMethod) -> None:
+        self.linear: Any = linear  # a head has what the method reads of a layer
+        self.optional_parameters = linear.optional_parameters
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.create_weights(layer)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        self.linear.load(place, name, source, tp)
+
+    def fill_missing(self, place: Place) -> None:
+        self.linear.fill_missing(place)
+
+    def fill_indices(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.fill_indices(layer)
+
+    def finish(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.finish(layer)
+
+    @property
+    def is_dequantized(self) -> bool:
+        found: bool = self.linear.is_dequantized
+        return found
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        raise AssertionError("no rows of an output head are looked up: it is not tied")
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        logits: Tensor = self.linear.apply(layer, hidden_states, None)
+        return logits
+
+
+class StoredTable(DenseTable):
+    """A table of embeddings that is stored as a linear layer, and of the head that shares it.
+
+    Where the device has no kernel for it, it is dense once it is loaded.
+
+    Args:
+        linear: the method of that layer.
+    """
+
+    def __init__(self, linear: StoredLinear) -> None:
+        self.linear: Any = linear  # as in `StoredHead`
+        self.packed: PreparedTable | None = None
+        self.dense: nn.Parameter | None = None
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.create_weights(layer)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        self.linear.load(place, name, source, tp)
+
+    @torch.no_grad()
+    def finish(self, layer: VocabParallelEmbedding) -> None:
+        dtype = self.linear.dtype
+        if self.packed is None and self.dense is None:  # else a layer that shares it has done this
+            weight, device = self.linear.stored_weight(layer), next(layer.parameters()).device
+            self.packed = get_ops().prepare_table(weight, dtype)
+            if self.packed is None:
+                dense = weight.dequantize().to(device, dtype)
+                self.dense = nn.Parameter(dense, requires_grad=False)
+        layer.remove_weights()
+        if self.dense is not None:
+            layer.weight = self.dense
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.dense is not None
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().embed(layer, ids)
+        return self.packed.rows(ids, self.linear.dtype)
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().multiply(layer, hidden_states)
+        return apply_prepared(self.packed, hidden_states, None)
+
+
+class RoundedLinear(UnquantizedLinear):
+    """A dense weight that is stored in fewer bits once it is loaded.
+
+    Args:
+        name: of the module, for errors.
+        round_weight: makes the stored weight of a dense one [output_size, input_size].
+    """
+
+    def __init__(self, name: str, round_weight: Callable[[Tensor], StoredWeight]) -> None:
+        self.name = name
+        self.round_weight = round_weight
+        self.packed: PreparedWeight | None = None
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        weight = on_host(layer, "weight")
+        self.packed = hand_over(layer, self.name, self.round_weight(weight), weight.dtype)
+
+    def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
+        return self.round_weight(on_host(layer, "weight")).dequantize()
+
+    @property
+    def is_dequantized(self) -> bool:
+        return isinstance(self.packed, DenseWeight)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.packed is not None, "the weights are not loaded"
+        return apply_prepared(self.packed, x, bias)
+
+
+def hand_over(
+    layer: ParallelLinear, name: str, weight: StoredWeight, dtype: torch.dtype
+) -> PreparedWeight:
+    """Replace the parameters of a layer by its weight in the layout of the device.
+
+    Args:
+        layer: whose parameters are filled.
+        name: of the layer, for errors.
+        weight: what they mean.
+        dtype: of the layer's inputs.
+
+    Raises:
+        WeightLoadError: the device cannot multiply with it.
+    """
+    try:
+        packed = get_ops().prepare_weight(weight, dtype)
+    except ValueError as error:
+        raise WeightLoadError(f"the weights of {name} cannot be used: {error}") from error
+    device = next(layer.parameters()).device
+    layer.remove_weights()
+    if isinstance(packed, nn.Module):  # so that its tensors are those of the model
+        layer.packed = packed.to(device)
+    return packed
+
+
+def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """As `LinearMethod.apply`."""
+    if not x.is_contiguous() and x.dim() != 2:
+        x = x.contiguous()
+    return packed.linear(x, bias)
+
+
+def add_parameter(layer: ParallelLinear, name: str, values: Tensor) -> None:
+    """Register a parameter of any dtype that is not trained."""
+    layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+
+def on_host(layer: ParallelLinear, name: str) -> Tensor:
+    """A parameter of the layer, in the memory of the host."""
+    return layer.get_parameter(name).data.cpu()

@@ -1,0 +1,1 @@
+"""FP8 by Intel Neural Compressor: measurements, scales, stored weights."""

@@ -1,0 +1,288 @@
+"""`--quantization inc`: FP8 weights and inputs with the scales of `QUANT_CONFIG`.
+
+Weights of a dense checkpoint are rounded while they are loaded; inputs are rounded with the scale
+of what was measured for their layer. Keys and values of an fp8 cache have scales too. Of experts
+the weights alone are rounded. Routers and embeddings stay as they are, and so do output heads that
+are tied to them.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import IncConfig
+from vllm.distributed import Stage, TPGroup, place_in_engine
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
+from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead
+from vllm.model_executor.quantization.inc.files import (
+    Measurements,
+    Node,
+    file_path,
+    find_file,
+    missing_file,
+    read_file,
+    write_file,
+)
+from vllm.model_executor.quantization.inc.measure import (
+    IncMeasure,
+    cache_names,
+    can_be_fp8,
+    expert_names,
+    experts_can_be_fp8,
+    head_can_be_fp8,
+    measured_layers,
+)
+from vllm.model_executor.quantization.inc.scales import (
+    METHODS,
+    RANGES,
+    input_scale,
+    round_weight,
+    weight_scales,
+)
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.ops import get_ops
+from vllm.ops.stored_weight import Fp8Weight
+
+logger = init_logger(__name__)
+
+_CUT = 4
+"""By how much a scale may be too small for the largest weight: searches choose such scales."""
+_ZERO = 2.0**-10
+"""What is smaller becomes 0 in e4m3."""
+_SAME = 0.02
+"""How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
+
+
+def create_inc(config: IncConfig | None) -> Quantization:
+    """The format that a file of `QUANT_CONFIG` asks for.
+
+    Raises:
+        ConfigError: there is no file.
+    """
+    if config is None:
+        raise ConfigError(
+            "the checkpoint is quantized with 'inc', which is not supported; use the unquantized "
+            "checkpoint with --quantization inc and QUANT_CONFIG"
+        )
+    return IncMeasure(config) if config.mode == "MEASURE" else Inc(config)
+
+
+class Inc(Quantization):
+    """`QUANT_CONFIG` with mode QUANTIZE.
+
+    Args:
+        config: the file.
+    """
+
+    def __init__(self, config: IncConfig) -> None:
+        self.config = config
+        self.method = METHODS[config.scale_method]
+        self._measured: Measurements | None = None
+        self._scales: Measurements | None = None
+        self._used: dict[str, Node] = {}
+        """Scales of this run, by the names of modules."""
+
+    def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
+        config = self.config
+        self._limit = get_ops().fp8_max
+        if config.device_for_scales is not None:
+            limit = RANGES[config.device_for_scales]
+            if limit > self._limit:
+                raise ConfigError(
+                    f"QUANT_CONFIG {config.path}: device_for_scales is "
+                    f"{config.device_for_scales!r}, whose e4m3 reaches {limit:g}; that of this "
+                    f"device ends at {self._limit:g}. Calibrate for this device"
+                )
+            self._limit = limit
+        if config.is_dynamic:
+            return
+        prefix = config.dump_stats_path
+        own = (prefix, *place_in_engine(tp, stage))
+        self._scale_path = file_path(*own, config.scale_method)
+        # Stages have parts of what was measured without them.
+        places = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
+        measured = next((path for place in places if (path := find_file(*place))), None)
+        scales = None if config.recalculates else find_file(*own, config.scale_method)
+        if measured is None and scales is None:
+            raise missing_file(config.path, *own)
+        if measured is not None:
+            self._measured = read_file(measured, "DynamicRange")
+        if scales is not None:
+            self._scales = read_file(scales, "Scale")
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if not can_be_fp8(name, layer, self.config):
+            return None
+        if not self.config.is_dynamic and not self._has(name):
+            return None
+        return RoundedLinear(name, lambda weight: self._round(name, weight))
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if not head_can_be_fp8(name, layer, self.config) or not self._is_known(name):
+            return None
+        return StoredHead(RoundedLinear(name, lambda weight: self._round(name, weight)))
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        is_covered = experts_can_be_fp8(name, layer, self.config)
+        if not is_covered or not self._is_known(expert_names(name, 0)[0]):
+            return None
+
+        def round_weights(
+            number: int, gate_up: Tensor, down: Tensor
+        ) -> tuple[Fp8Weight, Fp8Weight, Fp8Weight]:
+            names = expert_names(name, number)
+            both = self._round_alone(names[0], gate_up)
+            half = len(gate_up) // 2
+            gate, up = (
+                replace(both, numbers=both.numbers[part], scales=both.scales[part])
+                for part in (slice(half), slice(half, None))
+            )
+            return gate, up, self._round_alone(names[1], down)
+
+        return RoundedExperts(name, round_weights)
+
+    def finish_model(self, model: nn.Module) -> None:
+        if self.config.is_dynamic:
+            return
+        for name, layer in measured_layers(model, self.config):
+            names = cache_names(name, layer)
+            if not all(self._has(cache) for cache in names):
+                continue
+            scales = (self._input_scale(names[0]), self._input_scale(names[-1]))
+            layer.set_cache_scales(*scales)
+        if self._scales is None:
+            self._save()
+
+    # ---- single modules -------------------------------------------------------------------
+
+    def _has(self, name: str) -> bool:
+        """Whether there are numbers of a module.
+
+        Raises:
+            ConfigError: there are none, and that is not allowed.
+        """
+        source = self._scales or self._measured
+        assert source is not None
+        if source.find(name) is not None:
+            return True
+        if self.config.ignores_missing:
+            return False
+        raise ConfigError(
+            f"{source.path}: Nodes.{name} is not there: the file is of another model, or the "
+            f"module was blocked while it was measured. Measure this model with `vllm calibrate`, "
+            f"or add the name to blocklist.names of {self.config.path}"
+        )
+
+    def _is_known(self, name: str) -> bool:
+        """Whether an output head or experts take part: files may be without them."""
+        if self.config.is_dynamic:
+            return True
+        source = self._scales or self._measured
+        assert source is not None
+        if source.find(name) is not None:
+            return True
+        logger.info("%s stays as it is: %s has no numbers for it", name, source.path)
+        return False
+
+    def _round(self, name: str, weight: Tensor) -> Fp8Weight:
+        if self.config.is_dynamic:
+            return self._round_alone(name, weight)
+        self._check_model(name, _largest(name, weight))
+        scale = self._input_scale(name)
+        rounded = self._round_alone(name, weight)
+        return replace(rounded, input_scale=scale, rounds_inputs=True)
+
+    def _round_alone(self, name: str, weight: Tensor) -> Fp8Weight:
+        """A weight whose inputs stay as they are."""
+        limit, backoff = self._limit, self.config.weight_backoff
+        _largest(name, weight)
+        if self.config.is_dynamic:
+            return round_weight(weight, self.method, limit, backoff)
+        scales = self._weight_scales(name, weight)
+        self._used.setdefault(name, Node()).weight = scales.tolist()
+        return round_weight(weight, self.method, limit, backoff, scales)
+
+    def _check_model(self, name: str, largest: float) -> None:
+        """Refuse measurements of another model."""
+        node = None if self._measured is None else self._measured.find(name)
+        if node is None or not node.weight:
+            return
+        measured = max(node.weight)
+        assert self._measured is not None
+        difference = largest - measured if self._measured.is_part else abs(largest - measured)
+        if difference > _SAME * max(measured, largest):
+            raise ConfigError(
+                f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, and the "
+                f"largest weight of the checkpoint there is {largest:.6g}: the file is of another "
+                f"model. Measure this one with `vllm calibrate`"
+            )
+
+    def _weight_scales(self, name: str, weight: Tensor) -> Tensor:
+        node = None if self._scales is None else self._scales.find(name)
+        if node is None:
+            return weight_scales(weight, self.method, self._limit, self.config.weight_backoff)
+        assert self._scales is not None
+        numbers = node.weight or []
+        wanted = len(weight) if self.method.is_per_output else 1
+        if len(numbers) != wanted:
+            raise ConfigError(
+                f"{self._scales.path}: Nodes.{name}.params.weight has {len(numbers)} numbers, the "
+                f"layer needs {wanted}: the file is of another model. Delete it, or set "
+                f"recalc_scales to true in {self.config.path}"
+            )
+        scales = torch.tensor(numbers)
+        per_output = self.method.is_per_output
+        largest = weight.float().abs().amax(1) if per_output else weight.float().abs().max()[None]
+        quotients = largest / scales
+        is_lost = (quotients > _CUT * self._limit) | ((quotients < _ZERO) & (largest > 0))
+        if bool(is_lost.any()):
+            at = int(is_lost.int().argmax())
+            raise ConfigError(
+                f"{self._scales.path}: Nodes.{name}.params.weight is {numbers[at]:.6g}, and the "
+                f"largest weight of the checkpoint there is {float(largest[at]):.6g}, which fp8 "
+                f"does not reach with this scale: the file is of another model. Delete it, or set "
+                f"recalc_scales to true in {self.config.path}"
+            )
+        return scales
+
+    def _input_scale(self, name: str) -> float:
+        source = self._scales or self._measured
+        assert source is not None
+        node = source.find(name)
+        if node is None or not node.inputs:
+            raise ConfigError(
+                f"{source.path}: Nodes.{name}.inputs is empty. Measure the model with "
+                f"`vllm calibrate`"
+            )
+        scale = max(node.inputs[0])
+        if source is self._measured:
+            if scale == 0:
+                raise ConfigError(
+                    f"{source.path}: Nodes.{name}.inputs is 0: the module had no input while it "
+                    f"was measured. Measure with more data, or add the name to blocklist.names "
+                    f"of {self.config.path}"
+                )
+            scale = input_scale(scale, self.method, self._limit, self.config.input_backoff)
+        self._used[name] = Node([[scale]])
+        return scale
+
+    def _save(self) -> None:
+        """Keep the scales of this run in the file of their method, as the library does."""
+        try:
+            write_file(self._scale_path, self._used, "Scale")
+        except ConfigError as error:
+            logger.warning("scales are computed at each start: %s", error)
+
+
+def _largest(name: str, weight: Tensor) -> float:
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        raise ConfigError(f"the weight of {name} in the checkpoint contains NaN or infinity")
+    return largest

@@ -1,0 +1,256 @@
+"""Largest absolute values of a model that runs, for the scales of FP8 (`QUANT_CONFIG`, MEASURE).
+
+Linear layers note those of their inputs and weights, attention layers those of keys and values.
+They are kept on the device, so that measuring waits for nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.attention.latent import LatentAttention
+from vllm.config import IncConfig
+from vllm.distributed import Stage, TPGroup, place_in_engine
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.experts import DenseExperts, Experts, ExpertsMethod
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethod,
+    ParallelLinear,
+    UnquantizedLinear,
+)
+from vllm.model_executor.layers.stored.stored_experts import are_plain
+from vllm.model_executor.layers.stored.stored_linear import StoredHead
+from vllm.model_executor.quantization.inc.files import (
+    Node,
+    file_path,
+    merged,
+    read_file,
+    write_file,
+)
+from vllm.model_executor.quantization.interface import Quantization
+
+_PREFIX = "measured_"
+"""Beginning of the names of the buffers of a layer that measures."""
+
+_NOTED = ("input", "output", "key", "value")
+"""What launches note; the largest weights are known from the start."""
+
+
+def type_name(layer: ParallelLinear) -> str:
+    """The class that a linear layer has in lists of Intel Neural Compressor."""
+    if not isinstance(layer, ColumnParallelLinear):
+        return "RowParallelLinear"
+    if "q_proj" in layer.feature_slices:
+        return "QKVParallelLinear"
+    return "MergedColumnParallelLinear" if len(layer.feature_slices) > 1 else "ColumnParallelLinear"
+
+
+def can_be_fp8(name: str, layer: ParallelLinear, config: IncConfig) -> bool:
+    """Whether a layer takes part. Projections that are absorbed into others never do."""
+    is_plain = not layer.keeps_precision and not isinstance(layer, LatentUpProjection)
+    return is_plain and config.covers(name, type_name(layer))
+
+
+def head_can_be_fp8(name: str, layer: VocabParallelEmbedding, config: IncConfig) -> bool:
+    """The same of an embedding or output head: a head that is not tied takes part."""
+    is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
+    return is_head and config.covers(name, "ParallelLMHead")
+
+
+def experts_can_be_fp8(name: str, layer: Experts, config: IncConfig) -> bool:
+    """The same of the experts of a layer, which are one module of the library."""
+    types = ("FusedMoE", "VllmMixtureOfExpertsOp")
+    return are_plain(layer) and config.covers(experts_name(name), *types)
+
+
+def experts_name(name: str) -> str:
+    """The module that multiplies with the experts of a layer."""
+    return f"{name}.moe_op"
+
+
+def expert_names(name: str, number: int) -> tuple[str, str]:
+    """The modules with gate and up, and with down, of an expert by its number on this rank."""
+    op = experts_name(name)
+    return f"{op}.w13_list.{number}", f"{op}.w2_list.{number}"
+
+
+def cache_names(name: str, layer: Attention) -> list[str]:
+    """The modules of an attention layer that store keys, and values if they are kept apart."""
+    if isinstance(layer, LatentAttention):
+        return [f"{name}.impl.latent_cache_k"]
+    return [f"{name}.impl.{part}_cache" for part in "kv"]
+
+
+def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Attention]]:
+    """The attention layers whose caches take part."""
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention)
+        and all(config.covers(cache, "VLLMKVCache") for cache in cache_names(name, layer))
+    ]
+
+
+class MeasuredLinear(UnquantizedLinear):
+    """A dense weight that notes the largest input, weight and, if asked for, output."""
+
+    def __init__(self, measures_outputs: bool) -> None:
+        self.measures_outputs = measures_outputs
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        start_measuring(layer, layer.weight.abs().amax().float(), self.measures_outputs)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        note(layer, "input", x)
+        out = super().apply(layer, x, bias)
+        if self.measures_outputs:
+            note(layer, "output", out)
+        return out
+
+
+class MeasuredExperts(DenseExperts):
+    """Dense experts that note the largest input and weights."""
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        weights = [w.abs().amax((1, 2)).float() for w in (layer.gate_up, layer.down)]
+        start_measuring(layer, torch.stack(weights, dim=1))
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        note(layer, "input", x)
+        return super().apply(layer, x, ids, weights)
+
+
+class IncMeasure(Quantization):
+    """`QUANT_CONFIG` with mode MEASURE: nothing is quantized, and layers measure.
+
+    Args:
+        config: the file.
+    """
+
+    def __init__(self, config: IncConfig) -> None:
+        self.config = config
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if not can_be_fp8(name, layer, self.config):
+            return None
+        return MeasuredLinear(self.config.measures_outputs)
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if not head_can_be_fp8(name, layer, self.config):
+            return None
+        return StoredHead(MeasuredLinear(self.config.measures_outputs))
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return MeasuredExperts() if experts_can_be_fp8(name, layer, self.config) else None
+
+    def finish_model(self, model: nn.Module) -> None:
+        device = next(model.parameters()).device
+        for name, layer in measured_layers(model, self.config):
+            for part in ("key", "value")[: len(cache_names(name, layer))]:
+                _register(layer, part, torch.zeros((), device=device))
+            layer.register_forward_pre_hook(_measure_cache)
+
+
+def _measure_cache(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    _, key, *rest = args
+    note(layer, "key", key)
+    if rest and rest[0] is not None:
+        note(layer, "value", rest[0])
+
+
+def start_measuring(layer: nn.Module, largest: Tensor, measures_outputs: bool = False) -> None:
+    """Give a layer what it needs to `note` its inputs.
+
+    Args:
+        layer: a linear layer, or the experts of a layer.
+        largest: absolute weight, float32 on the device: one number, or [experts, 2], of gate and up
+            and of down.
+        measures_outputs: it notes outputs too.
+    """
+    _register(layer, "weight", largest)
+    for part in ("input", "output") if measures_outputs else ("input",):
+        _register(layer, part, torch.zeros((), device=largest.device))
+
+
+def _register(layer: nn.Module, part: str, value: Tensor) -> None:
+    layer.register_buffer(_PREFIX + part, value, persistent=False)
+
+
+def note(layer: nn.Module, part: str, x: Tensor) -> None:
+    """Keep the largest absolute value of x, the input or output of a layer that measures."""
+    kept: Tensor = layer.get_buffer(_PREFIX + part)
+    kept.copy_(torch.maximum(kept, x.abs().amax().float()))
+
+
+def reset(model: nn.Module) -> None:
+    """Forget what was measured so far, such as launches without requests."""
+    names = {_PREFIX + part for part in _NOTED}
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in names:
+            buffer.zero_()
+
+
+def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
+    """What was measured, by the names of modules."""
+    nodes: dict[str, Node] = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, f"{_PREFIX}weight"):
+            continue
+        if isinstance(layer, Experts):
+            nodes[experts_name(name)] = Node([_read(layer, "input")])
+            for number, weights in enumerate(layer.get_buffer(f"{_PREFIX}weight").tolist()):
+                for part, weight in zip(expert_names(name, number), weights, strict=True):
+                    nodes[part] = Node(weight=[weight])
+        else:
+            outputs = [_read(layer, "output")] if hasattr(layer, f"{_PREFIX}output") else []
+            nodes[name] = Node([_read(layer, "input")], outputs, _read(layer, "weight"))
+    for name, layer in measured_layers(model, config):
+        for cache, part in zip(cache_names(name, layer), ("key", "value"), strict=False):
+            nodes[cache] = Node([_read(layer, part)])
+    return nodes
+
+
+def _read(layer: nn.Module, part: str) -> list[float]:
+    return [float(layer.get_buffer(_PREFIX + part))]
+
+
+def save(model: nn.Module, config: IncConfig, tp: TPGroup, stage: Stage | None, adds: bool) -> str:
+    """Write the measurements of this rank.
+
+    Args:
+        model: that has measured.
+        config: says where.
+        tp: the ranks that share its layers.
+        stage: of the pipeline; None: there is one.
+        adds: to the file that is there, which is of an earlier run with the same model.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: it cannot be written, or the file that is there cannot be added to.
+    """
+    rank, world_size = place_in_engine(tp, stage)
+    path = file_path(config.dump_stats_path, rank, world_size)
+    nodes = collect(model, config)
+    if adds and path.is_file():
+        nodes = merged(nodes, read_file(path, "DynamicRange"))
+    is_split = world_size > 1
+    write_file(
+        path,
+        nodes,
+        "DynamicRange",
+        global_rank=rank if is_split else None,
+        local_rank=rank if is_split else None,
+    )
+    return str(path)

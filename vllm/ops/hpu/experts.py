@@ -1,0 +1,127 @@
+"""Gated experts of a Gaudi card whose weights are dense: one operator where there is one."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.native.operators import NativeOps
+from vllm.platforms.habana.bridge import FusedKernels
+
+NATIVE = NativeOps()
+"""Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
+of ours, as `options` of `moe` is."""
+
+_PARTS = (
+    "mixture_of_experts",
+    "mixture_of_experts with biases",
+    "mixture_of_experts in fp8",
+    "mixture_of_experts in MXFP4",
+    "mixture_of_experts in MXFP4 with biases",
+)
+"""Of `ExpertOperators`, in order."""
+
+
+class ExpertOperators(NamedTuple):
+    """Which operators for experts a bridge has. Asked for once: compiled code cannot ask."""
+
+    plain: bool
+    biased: bool
+    fp8: bool
+    mxfp4: bool
+    biased_mxfp4: bool
+
+    @classmethod
+    def of(cls, kernels: FusedKernels) -> "ExpertOperators":
+        """Those of a card."""
+        return cls(*(kernels.has(name) for name in _PARTS))
+
+
+@dataclass(frozen=True)
+class CardExperts:
+    """How a card computes experts.
+
+    `mixture_of_experts` has two activations: silu without biases, and the clamped one of GPT-OSS
+    with biases. What it has not, and plain eager mode, for which it is not, is left to torch.
+    """
+
+    kernels: FusedKernels
+    is_lazy: bool
+    """Operators are recorded."""
+    operators: ExpertOperators
+    options: ExpertOptions
+    first_expert: int | None = None
+    """See `Ops.moe`."""
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether operators for experts can be called here."""
+        return self.is_lazy or torch.compiler.is_compiling()
+
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        has_inputs_first: bool = False,
+    ) -> Tensor:
+        """As `Ops.moe`.
+
+        Args:
+            x, ids, weights, gate_up_bias, down_bias: as there.
+            gate_up: [E, 2 * I, hidden].
+            down: [E, hidden, I].
+            has_inputs_first: gate_up is [E, hidden, 2 * I] and down [E, I, hidden].
+        """
+        is_plain = self.options == SILU_EXPERTS and gate_up_bias is down_bias is None
+        if self.can_fuse and not self.options.scales_inputs:
+            routed, first = (x, ids, weights.to(x.dtype)), self.first_expert or 0
+            if is_plain and self.operators.plain:
+                return self.kernels.moe(
+                    *routed, gate_up.unbind(0), down.unbind(0), first, has_inputs_first
+                )
+            if self.options.limit is not None and self.operators.biased:
+                dim = 2 if has_inputs_first else 1
+                added = [  # the operator has no form without them
+                    weight.new_zeros(len(weight), weight.shape[dim]) if bias is None else bias
+                    for bias, weight in ((gate_up_bias, gate_up), (down_bias, down))
+                ]
+                alpha, limit = self.options.alpha, self.options.limit
+                # A copy of the weights in each forward pass: the layer keeps gates before ups.
+                return self.kernels.bias_moe(
+                    *routed,
+                    in_turn(gate_up, dim).unbind(0),
+                    down.unbind(0),
+                    in_turn(added[0], 1).unbind(0),
+                    added[1].unbind(0),
+                    alpha,
+                    limit,
+                    first,
+                    has_inputs_first,
+                )
+        if has_inputs_first:
+            gate_up, down = gate_up.mT, down.mT
+        return NATIVE.moe(
+            *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
+            *(self.options, self.first_expert),
+        )
+
+
+def in_turn(x: Tensor, dim: int) -> Tensor:
+    """Return x with gate and up of each feature in turn along a dimension that has all gates before
+    all ups, as operators with biases take it."""
+    return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def kept_bias(bias: Tensor | None) -> nn.Parameter | None:
+    """A bias of a layer as a parameter of what computes its experts: the same one, so that the
+    memory of the model has it once."""
+    if bias is None or isinstance(bias, nn.Parameter):
+        return bias
+    return nn.Parameter(bias, requires_grad=False)

@@ -1,0 +1,177 @@
+"""Experts in MXFP4 on a Gaudi card whose operator for experts takes them as they are stored.
+
+Without that operator they are `HPUNarrowExperts`, which become bfloat16 for each forward pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops.expert_options import SILU_EXPERTS
+from vllm.ops.hpu.experts import NATIVE, CardExperts, in_turn, kept_bias
+from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight
+
+_BLOCK_BYTES = 16
+_E8M0_BIAS = 127
+
+
+class HPUMxfp4Experts(nn.Module):
+    """Gated experts in MXFP4.
+
+    With the clamped activation, which the operator has with biases only, gate and up of a feature
+    are neighbours in the weights; with silu all gates come before all ups. Biases stay as they are.
+
+    Args:
+        gate_up: of each expert, gate then up.
+        down: of each expert.
+        gate_up_bias, down_bias: see `Ops.prepare_experts`.
+        card: how it computes them.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    elements: Tensor
+
+    def __init__(
+        self,
+        gate_up: Sequence[Mxfp4Weight],
+        down: Sequence[Mxfp4Weight],
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        card: CardExperts,
+    ) -> None:
+        super().__init__()
+        self._card, self._is_biased = card, card.options.limit is not None
+        first, last = (_stacked(weights) for weights in (gate_up, down))
+        if self._is_biased:  # the operator has no form without biases
+            gate_up_bias, down_bias = (
+                _zeros(stack[0]) if bias is None else bias
+                for bias, stack in ((gate_up_bias, first), (down_bias, last))
+            )
+            first = in_turn(first[0], 1), in_turn(first[1], 1)
+        self.gate_up, self.gate_up_scales = (_parameter(x) for x in first)
+        self.down, self.down_scales = (_parameter(x) for x in last)
+        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
+        self.register_parameter("down_bias", kept_bias(down_bias))
+        values = torch.tensor([*E2M1, *(-x for x in E2M1)])
+        self.register_buffer("elements", values, persistent=False)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """See `PreparedExperts`."""
+        card = self._card
+        if not card.can_fuse:
+            return self._one_by_one(x, topk_ids, topk_weights)
+        routed = x.to(torch.bfloat16), topk_ids, topk_weights.to(torch.bfloat16)
+        tensors = (self.gate_up, self.gate_up_scales, self.down, self.down_scales)
+        lists = [each.unbind(0) for each in tensors]
+        first = card.first_expert or 0
+        if not self._is_biased:
+            return card.kernels.mxfp4_moe(
+                *routed, lists[0], lists[1], lists[2], lists[3], first
+            ).to(x.dtype)
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        assert card.options.limit is not None
+        return card.kernels.bias_mxfp4_moe(
+            *routed,
+            lists[0],
+            lists[1],
+            lists[2],
+            lists[3],
+            in_turn(self.gate_up_bias, 1).unbind(0),
+            self.down_bias.unbind(0),
+            card.options.alpha,
+            card.options.limit,
+            first,
+        ).to(x.dtype)
+
+    def _one_by_one(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        gate_up = self._dense(self.gate_up, self.gate_up_scales, x.dtype)
+        down = self._dense(self.down, self.down_scales, x.dtype)
+        if self._is_biased:
+            gate_up = _apart(gate_up, 1)
+        return NATIVE.moe(
+            *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
+            *(self._card.options, self._card.first_expert),
+        )
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        weight = self._dense(self.gate_up[expert], self.gate_up_scales[expert], x.dtype)
+        return x @ (_apart(weight, 0) if self._is_biased else weight).T
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return x @ self._dense(self.down[expert], self.down_scales[expert], x.dtype).T
+
+    def _dense(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., out, in / 2] and [..., out, in / 32] -> [..., out, in]"""
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten().int()
+        values = self.elements.index_select(0, codes).view(*scales.shape, -1)
+        powers = torch.exp2(scales.float() - _E8M0_BIAS)
+        return (values * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def prepare_mxfp4_experts(
+    gate: Sequence[StoredWeight],
+    up: Sequence[StoredWeight],
+    down: Sequence[StoredWeight],
+    dtype: torch.dtype,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    card: CardExperts,
+) -> HPUMxfp4Experts | None:
+    """Return the experts as the operator takes them; None: it does not.
+
+    Args:
+        gate, up, down: see `Ops.prepare_experts`.
+        dtype: of the inputs.
+        gate_up_bias, down_bias, card: see `HPUMxfp4Experts`.
+    """
+    options = card.options
+    is_plain = options == SILU_EXPERTS and gate_up_bias is down_bias is None
+    has_operator = (is_plain and card.operators.mxfp4) or (
+        options.limit is not None and not options.scales_inputs and card.operators.biased_mxfp4
+    )
+    stored = [_whole_blocks(weights) for weights in (gate, up, down)]
+    if dtype != torch.bfloat16 or not has_operator or not all(stored):
+        return None
+    gates, ups, downs = stored
+    both = [
+        Mxfp4Weight(
+            blocks=torch.cat((first.blocks, second.blocks)),
+            scales=torch.cat((first.scales, second.scales)),
+        )
+        for first, second in zip(gates, ups, strict=True)
+    ]
+    return HPUMxfp4Experts(both, downs, gate_up_bias, down_bias, card)
+
+
+def _whole_blocks(weights: Sequence[StoredWeight]) -> list[Mxfp4Weight]:
+    """Return the weights if all are MXFP4 in whole blocks, which a rank may have parts of."""
+    found = [
+        weight
+        for weight in weights
+        if isinstance(weight, Mxfp4Weight) and weight.blocks.shape[-1] == _BLOCK_BYTES
+    ]
+    return found if len(found) == len(weights) else []
+
+
+def _stacked(weights: Sequence[Mxfp4Weight]) -> tuple[Tensor, Tensor]:
+    """([E, out, in / 2], [E, out, in / 32]), uint8"""
+    blocks = torch.stack([weight.blocks.flatten(-2) for weight in weights])
+    return blocks, torch.stack([weight.scales for weight in weights])
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """A bias of no effect."""
+    return torch.zeros(weight.shape[:2], dtype=torch.bfloat16)
+
+
+def _apart(x: Tensor, dim: int) -> Tensor:
+    """Undo `in_turn`."""
+    return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.contiguous(), requires_grad=False)

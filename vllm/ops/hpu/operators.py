@@ -1,0 +1,144 @@
+"""Operators of a Gaudi card: the fused kernels of the bridge, torch for the rest.
+
+Shapes depend on the arguments alone and no value is read on the host, so every operator here can
+be captured in a graph. Attention is not here: its layouts are those of `attention.backends`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.hpu.experts import CardExperts, ExpertOperators
+from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
+from vllm.ops.hpu.narrow_experts import prepare_narrow_experts
+from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
+from vllm.ops.native.operators import NativeOps
+from vllm.ops.prepared import PreparedExperts, PreparedWeight
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.hpu import HPUPlatform
+from vllm.platforms.registry import resolve_platform
+
+
+class HPUOps(NativeOps):
+    """Operators of the HPU platform. Writes over no argument but the caches.
+
+    `fused_add_rms_norm` is the sum of the reference, then the kernel of `rms_norm`. Positions may
+    be int32 too, which is what a launch has. What the bridge lacks is left to the reference.
+    """
+
+    def __init__(self, bridge: HabanaBridge | None = None) -> None:
+        """
+        Args:
+            bridge: the card; None is that of this process.
+
+        Raises:
+            ConfigError: there is no card.
+        """
+        if bridge is None:
+            platform = resolve_platform("hpu")
+            assert isinstance(platform, HPUPlatform)
+            bridge = platform.bridge
+        self._kernels = bridge.kernels
+        self._is_lazy, self._operators = bridge.is_lazy, ExpertOperators.of(bridge.kernels)
+        self._fp8_max = bridge.fp8_max
+        # Compiled code cannot ask.
+        self._has_rms_norm = self._kernels.has("FusedRMSNorm")
+        self._has_rotary = self._kernels.has("apply_rotary_pos_emb")
+
+    @property
+    def fp8_max(self) -> float:
+        return self._fp8_max
+
+    def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.cast_to_fp8(x, factor, dtype)
+
+    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.cast_from_fp8(x, scale, dtype)
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
+        return super().prepare_weight(weight, dtype) if prepared is None else prepared
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+        first_expert: int | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
+    ) -> PreparedExperts | None:
+        gates, ups, downs = (
+            [weight for weight in weights if isinstance(weight, Fp8Weight)]
+            for weights in (gate, up, down)
+        )
+        biases, card = (gate_up_bias, down_bias), self._card(options, first_expert)
+        if not len(gates) == len(ups) == len(downs) == len(gate):
+            packed = prepare_mxfp4_experts(gate, up, down, dtype, *biases, card)
+            return packed or prepare_narrow_experts(gate, up, down, dtype, *biases, card)
+        return HPUFp8Experts(gates, ups, downs, *biases, self._fp8_max, card)
+
+    def _card(self, options: ExpertOptions, first_expert: int | None) -> CardExperts:
+        return CardExperts(self._kernels, self._is_lazy, self._operators, options, first_expert)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+        if not self._has_rms_norm:
+            return super().rms_norm(x, weight, eps)
+        # The kernel takes three dimensions or more; models launch with [T, hidden].
+        shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
+        return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
+
+    def moe(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
+    ) -> Tensor:
+        return self._card(options, first_expert).moe(
+            *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias)
+        )
+
+    def rotary_angles(
+        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        # Rounded before they get there: one float32 operand makes the kernel return float32.
+        angles = cos_sin_cache.index_select(0, positions).to(dtype)[:, None]
+        cos, sin = angles.chunk(2, dim=-1)
+        return (_widen(cos, is_neox), _widen(sin, is_neox)) if self._has_rotary else (cos, sin)
+
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        if not self._has_rotary:
+            return super().rotate(query, key, angles, is_neox)
+        cos, sin = angles
+        return self._rotate(query, cos, sin, is_neox), self._rotate(key, cos, sin, is_neox)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+        """Rotate the first elements of every head of x [T, H, D], as many as cos is wide."""
+        rot_dim = cos.shape[-1]
+        rotated = self._kernels.rotary(x[..., :rot_dim], cos, sin, interleaved=not is_neox)
+        if rot_dim == x.shape[-1]:
+            return rotated
+        return torch.cat((rotated, x[..., rot_dim:]), dim=-1)
+
+
+def _widen(half: Tensor, is_neox: bool) -> Tensor:
+    """From one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
+    if is_neox:
+        return torch.cat((half, half), dim=-1)
+    # Unlike repeat_interleave, a view of fixed shape.
+    return torch.stack((half, half), dim=-1).flatten(-2)

@@ -1,0 +1,261 @@
+"""Quantized weights on a Gaudi card: FP8 products, and numbers that become wide for a product.
+
+Weights are brought into the layout of the card on the host, while they are loaded. Shapes depend on
+the arguments alone, so that every step can be captured in a graph.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.ops import get_ops
+from vllm.ops.expert_options import SILU_EXPERTS
+from vllm.ops.hpu.experts import CardExperts, kept_bias
+from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.native.experts import sum_of_experts
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupedWeight,
+    StackedWeight,
+    StoredWeight,
+    in_equal_groups,
+    round_to_fp8,
+)
+from vllm.platforms.habana.bridge import FusedKernels
+
+_GROUP = 32
+"""Columns of a group, where groups of a weight differ in size."""
+_TINY = 1e-8
+"""Added to the largest input of a row, so that a row of zeros has a scale."""
+
+
+class _Fp8Rows(NamedTuple):
+    """A weight as the card multiplies with it."""
+
+    numbers: Tensor
+    """[out_features, in_features] float8_e4m3fn"""
+    scales: Tensor
+    """[out_features] float32"""
+    input_scale: float | None
+
+
+def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
+    """Numbers that the card has, with one scale for each output feature.
+
+    Blocks of scales are converted, which rounds once more. Where e4m3 ends at 240 (Gaudi 2),
+    numbers of a wider range are halved and scales doubled.
+    """
+    input_scale = weight.input_scale
+    if weight.scales.shape[1] > 1:
+        weight = round_to_fp8(weight.dequantize())
+    numbers, scales = weight.numbers, weight.scales[:, 0].clone()
+    if fp8_max < weight.largest:
+        numbers = (numbers.float() * 0.5).to(torch.float8_e4m3fn)
+        scales *= 2
+        input_scale = None if input_scale is None else 2 * input_scale
+    return _Fp8Rows(numbers, scales, input_scale)
+
+
+def _round_rows(kernels: FusedKernels, x: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+    """Inputs [T, in_features] as numbers of the card, and what each row was divided by, [T, 1]
+    float32: its largest number becomes the largest of the card."""
+    scale = (x.abs().amax(-1, keepdim=True).float() + _TINY) / fp8_max
+    return kernels.cast_to_fp8(x, scale.reciprocal(), torch.float8_e4m3fn), scale
+
+
+class HPUFp8Weight(nn.Module):
+    """fp8 numbers with a scale per output feature, as `_fp8_rows` makes them. Inputs are rounded to
+    fp8: with the scale of the checkpoint, or with one for each row.
+    """
+
+    def __init__(self, weight: Fp8Weight, kernels: FusedKernels, fp8_max: float) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.fp8_max = fp8_max
+        numbers, scales, input_scale = _fp8_rows(weight, fp8_max)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        if input_scale is None:
+            self.register_parameter("input_scale", None)
+        else:
+            self.input_scale = nn.Parameter(torch.tensor([input_scale]), requires_grad=False)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        rows = x.reshape(-1, x.shape[-1])
+        scale: Tensor = self.input_scale
+        if scale is None:
+            numbers, scale = _round_rows(self._kernels, rows, self.fp8_max)
+        else:
+            numbers = self._kernels.cast_to_fp8(rows, scale.reciprocal(), torch.float8_e4m3fn)
+        out = self._kernels.fp8_gemm(numbers, self.weight, scale, self.weight_scale, x.dtype)
+        if bias is not None:
+            out = out + bias
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class HPUFp8Experts(nn.Module):
+    """Gated experts of fp8 numbers with a scale per output feature, as `_fp8_rows` makes them.
+
+    Inputs of both products are rounded to fp8 with a scale for each row; scales of a checkpoint
+    for its inputs are not used.
+
+    Args:
+        gate, up, down, gate_up_bias, down_bias: see `Ops.prepare_experts`.
+        fp8_max: the largest number of the card's e4m3.
+        card: what it computes of them. Its operator in fp8 has silu and no biases; others are one
+            product after the other.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        gate: Sequence[Fp8Weight],
+        up: Sequence[Fp8Weight],
+        down: Sequence[Fp8Weight],
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        fp8_max: float,
+        card: CardExperts,
+    ) -> None:
+        super().__init__()
+        self._fp8_max, self._card = fp8_max, card
+        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
+        self.register_parameter("down_bias", kept_bias(down_bias))
+        gates, ups, downs = (
+            [_fp8_rows(weight, fp8_max) for weight in weights] for weights in (gate, up, down)
+        )
+        both = [row for pair in zip(gates, ups, strict=True) for row in pair]
+        self.gate_up, self.gate_up_scale = self._stack(both, len(gates))
+        self.down, self.down_scale = self._stack(downs, len(downs))
+
+    def _stack(self, rows: Sequence[_Fp8Rows], num_experts: int) -> list[nn.Parameter]:
+        """Numbers [num_experts, out_features, in_features] and scales [num_experts, out_features];
+        fp8 is put together as bytes."""
+        numbers = torch.cat([each.numbers.view(torch.uint8) for each in rows])
+        scales = torch.cat([each.scales for each in rows])
+        parts = (numbers.view(torch.float8_e4m3fn), scales)
+        return [
+            nn.Parameter(part.unflatten(0, (num_experts, -1)), requires_grad=False)
+            for part in parts
+        ]
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """See `PreparedExperts`."""
+        card = self._card
+        is_plain = card.options == SILU_EXPERTS and self.gate_up_bias is self.down_bias is None
+        if not (is_plain and card.can_fuse and card.operators.fp8):
+            return sum_of_experts(
+                *(get_ops(), x, topk_ids, topk_weights, len(self.down)),
+                lambda expert, given: self._biased(
+                    self.multiply_gate_up(expert, given), self.gate_up_bias, expert
+                ),
+                lambda expert, middle: self._biased(
+                    self.multiply_down(expert, middle), self.down_bias, expert
+                ),
+                *(card.options, card.first_expert),
+            )
+        numbers, scale = _round_rows(card.kernels, x, self._fp8_max)
+        summed = card.kernels.fp8_moe(
+            numbers,
+            scale,
+            topk_ids,
+            topk_weights.to(torch.bfloat16),
+            self.gate_up.unbind(0),
+            self.gate_up_scale.unbind(0),
+            self.down.unbind(0),
+            self.down_scale.unbind(0),
+            card.first_expert or 0,
+        )
+        return summed.to(x.dtype)
+
+    def _biased(self, product: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        return product if bias is None else product + bias[expert]
+
+    def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return self._multiply(self.gate_up[expert], self.gate_up_scale[expert], x)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return self._multiply(self.down[expert], self.down_scale[expert], x)
+
+    def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
+        kernels = self._card.kernels
+        numbers, scale = _round_rows(kernels, x, self._fp8_max)
+        return kernels.fp8_gemm(numbers, weight, scale, weight_scale, x.dtype)
+
+
+class HPUNarrowWeight(nn.Module):
+    """Numbers of 4 or 8 bits that are converted to the dtype of the inputs for each product.
+
+    With an order, columns were permuted at load, and inputs are permuted for each product.
+
+    Args:
+        rows: one for each column of the weight.
+        order: the input that each of its columns is for; None: as they come.
+    """
+
+    def __init__(self, rows: NarrowRows, order: Tensor | None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.register_parameter("order", None)
+        if order is not None:
+            self.order = nn.Parameter(order.int(), requires_grad=False)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        weight = self.rows.widened(x.dtype)
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        return F.linear(x, weight.T, bias)
+
+
+class HPUStackedWeight(nn.Module):
+    """The outputs of several weights of the same inputs, one product after the other."""
+
+    def __init__(self, parts: "Sequence[HPUWeight]") -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        products: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
+        out = torch.cat(products, dim=-1)
+        return out if bias is None else out + bias
+
+
+HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
+"""A quantized weight of a linear layer as the card multiplies with it."""
+
+
+def prepare_on_host(
+    weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    """The weight as the card multiplies with it, on the host; None: it has no such format.
+
+    Args:
+        weight: on the host.
+        kernels: of the card.
+        fp8_max: the largest number of its e4m3.
+        dtype: of the inputs.
+    """
+    if isinstance(weight, Fp8Weight):
+        return HPUFp8Weight(weight, kernels, fp8_max)
+    if isinstance(weight, StackedWeight):
+        parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
+        found = [part for part in parts if part is not None]
+        return HPUStackedWeight(found) if len(found) == len(parts) else None
+    order = None
+    if isinstance(weight, GroupedWeight) and weight.groups is not None:
+        even = in_equal_groups(weight, _GROUP)
+        if even is None:
+            return None
+        weight, order = even
+    rows = narrow_rows([weight], kernels, dtype)
+    return None if rows is None else HPUNarrowWeight(rows, order)

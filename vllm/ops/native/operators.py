@@ -1,0 +1,194 @@
+"""The reference that defines every operator: plain torch, any device, obviously right.
+
+Never optimised. Norms and softmax are computed in float32 whatever the dtype of the data. A
+device implementation derives from this class and replaces what it does better.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.ops.native.adapters import NativeAdapters
+from vllm.ops.native.attention import NativeAttention
+from vllm.ops.native.experts import NativeExperts
+from vllm.ops.native.state_space import NativeScans
+from vllm.ops.prepared import PreparedHeads, PreparedTable, PreparedWeight
+from vllm.ops.rounded_inputs import RoundedInputs, is_rounding_inputs
+from vllm.ops.stored_weight import StoredWeight
+
+
+class DenseWeight(nn.Module):
+    """A dequantized weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        return F.linear(x, self.weight, bias)
+
+
+class DenseHeads(nn.Module):
+    """Matrices of heads, [H, I, O]."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrices.contiguous(), requires_grad=False)
+
+    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """See `PreparedHeads`."""
+        out = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+        return out if beside is None else torch.cat((out, beside), dim=-1)
+
+    def dense(self) -> Tensor:
+        """[H, I, O]"""
+        return self.weight
+
+
+class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
+    """Every operator in torch. Writes over no argument but the caches."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+        x_float = x.float()
+        normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape != residual.shape or x.dtype != residual.dtype:
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)}, residual is {residual.dtype} "
+                f"{list(residual.shape)}"
+            )
+        new_residual = x + residual
+        return self.rms_norm(new_residual, weight, eps), new_residual
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        is_by_head = weight is not None and weight.dim() == 2
+        by_row = x.shape[-1:]
+        for operand, sizes in ((weight, x.shape[1:] if is_by_head else by_row), (bias, by_row)):
+            if operand is not None and operand.shape != sizes:
+                raise ValueError(f"weight or bias is {list(operand.shape)}, x is {list(x.shape)}")
+        if weight is None or not is_by_head:
+            return F.layer_norm(x, by_row, weight, bias, eps)
+        normed = F.layer_norm(x.float(), by_row, eps=eps) * weight.float()
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError(
+                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
+            )
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
+        return F.gelu(x, approximate="tanh" if is_tanh else "none")
+
+    def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError(
+                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
+            )
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
+
+    def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
+        if factor.shape != (len(x), 1):
+            raise ValueError(f"factor is {list(factor.shape)}, not [{len(x)}, 1]")
+        factor = factor.sigmoid() if is_gate else factor
+        return x * factor.view(-1, *[1] * (x.dim() - 1))
+
+    def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        largest = self.fp8_max if dtype == torch.float8_e4m3fn else torch.finfo(dtype).max
+        return (x.float() * factor).clamp(-largest, largest).to(dtype)
+
+    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return (x.float() * scale).to(dtype)
+
+    def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
+        scaled = (x.float() * factor).clamp(-largest, largest)
+        return scaled.to(torch.float8_e4m3fn).to(x.dtype)
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        if is_rounding_inputs(weight):
+            return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))
+        return DenseWeight(weight.dequantize().to(dtype))
+
+    def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
+        return DenseHeads(matrices)
+
+    def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
+        return None
+
+    def rows_of_part(
+        self, embed: Callable[[Tensor], Tensor], ids: Tensor, first_id: int, num_rows: int
+    ) -> Tensor:
+        local_ids = ids - first_id
+        is_elsewhere = (local_ids < 0) | (local_ids >= num_rows)
+        rows = embed(local_ids.masked_fill(is_elsewhere, 0))
+        return rows.masked_fill(is_elsewhere[:, None], 0.0)
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> tuple[Tensor, Tensor]:
+        check_rotary(positions, query, key, cos_sin_cache)
+        angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox)
+        return self.rotate(query, key, angles, is_neox)
+
+    def rotary_angles(
+        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
+        cos, sin = cos_sin_cache[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = angles
+        return _rotate(query, cos, sin, is_neox), _rotate(key, cos, sin, is_neox)
+
+
+def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Raise ValueError for what no `rotary_embedding` takes."""
+    rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
+    if rot_dim % 2 or rot_dim > head_size:
+        raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+    num_tokens = positions.shape[0]
+    if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
+        raise ValueError(
+            f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """Rotate pairs of the first 2 * cos.shape[-1] elements of every head of x [T, H, D]."""
+    rot_dim = 2 * cos.shape[-1]
+    rotated, rest = x[..., :rot_dim], x[..., rot_dim:]
+    if is_neox:
+        first, second = rotated.chunk(2, dim=-1)
+    else:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    # Written as (x * cos) + (rotate_half(x) * sin) so that bf16 rounds as Hugging Face does.
+    new_first = first * cos + -second * sin
+    new_second = second * cos + first * sin
+    if is_neox:
+        return torch.cat((new_first, new_second, rest), dim=-1)
+    return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)

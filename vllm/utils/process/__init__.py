@@ -1,0 +1,1 @@
+"""Processes and sockets: started, watched, killed at a deadline."""

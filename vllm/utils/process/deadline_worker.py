@@ -1,0 +1,197 @@
+"""Runs calls with a deadline in a separate process, which is killed at the deadline.
+
+For work on user input whose cost is not known beforehand: compiling a grammar, rendering a
+template. The process answers one call at a time; input and output are bytes, nothing is pickled.
+
+    parent                                         child
+    call    argument                    ->         handler(argument)
+            (0, result) or (1, message) <-         or what it raised, as text
+
+A child is forked by a `ForkServer` that has imported everything already, so after a process was
+killed, the next call does not wait for imports. A child outlives neither its parent nor its call:
+it ends when its connection does, and the kernel's alarm ends it if the parent dies in the middle of
+a call.
+"""
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from vllm.utils.process.fork_server import (
+    ALARM_GRACE_S,
+    FAILED,
+    HEADER,
+    OK,
+    CallFailed,
+    Child,
+    DeadlineExceeded,
+    ForkServer,
+    Handler,
+    WorkerDied,
+    WorkerError,
+    receive,
+    send,
+)
+
+__all__ = [
+    "CallFailed",
+    "DeadlineExceeded",
+    "DeadlineWorker",
+    "WorkerDied",
+    "WorkerError",
+    "make_server",
+]
+
+_LIMITS = struct.Struct("<dQ")
+"""Of a call: seconds until the alarm, and bytes that the address space may grow by."""
+_MAX_ANSWER_BYTES = 2**28
+
+
+def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:
+    """A fork server whose children answer calls; nothing is started yet.
+
+    Args:
+        target: "module:function"; called once with `setup`, returns the function that answers the
+            calls. Its exceptions reach the caller as `CallFailed`.
+        setup: for `target`.
+        start_timeout_s: for the imports and the setup.
+    """
+    child = "vllm.utils.process.deadline_worker:_serve_calls"
+    return ForkServer(target, setup, child, start_timeout_s=start_timeout_s)
+
+
+class DeadlineWorker:
+    """One child process, forked by the first call, and again after it was killed.
+
+    Thread-safe: calls wait for each other.
+
+    Args:
+        server: forks the process; several workers may share one.
+        max_memory_bytes: by how much calls may enlarge the address space of the child.
+    """
+
+    def __init__(self, server: ForkServer, *, max_memory_bytes: int = 2 * 2**30) -> None:
+        self._server = server
+        self._max_memory_bytes = max_memory_bytes
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._release: weakref.finalize[..., DeadlineWorker] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, or None."""
+        child = self._child
+        return None if child is None else child.pid
+
+    def start(self) -> None:
+        """Start the process if it is not ready for a call.
+
+        Raises:
+            WorkerError: it cannot be started.
+        """
+        with self._lock:
+            self._ready_child()
+
+    def call(self, argument: bytes, timeout_s: float) -> bytes:
+        """The handler's answer.
+
+        Args:
+            argument: for the handler.
+            timeout_s: seconds from when the process has the argument; the start of a process and
+                the wait for other calls are not part of it.
+
+        Raises:
+            DeadlineExceeded: no answer in time. The process is dead.
+            WorkerDied: the process ended by itself.
+            CallFailed: the handler raised.
+        """
+        with self._lock:
+            return self._exchange(self._ready_child(), argument, timeout_s)
+
+    def close(self) -> None:
+        """Kill the process, even during a call. A later call starts another one."""
+        if (child := self._child) is not None:
+            # Ends a running call, and so the wait for the lock.
+            self._server.kill(child)
+        with self._lock:
+            self._kill()
+
+    def _ready_child(self) -> Child:
+        if self._child is not None and _is_open(self._child.connection):
+            return self._child
+        self._kill()
+        self._child = self._server.fork()
+        self._release = weakref.finalize(self, self._server.bury, self._child)
+        return self._child
+
+    def _exchange(self, child: Child, argument: bytes, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        try:
+            frame = _LIMITS.pack(timeout_s, self._max_memory_bytes) + argument
+            send(child.connection, HEADER.pack(OK, len(frame)) + frame, deadline)
+            status, length = HEADER.unpack(receive(child.connection, HEADER.size, deadline))
+            if length > _MAX_ANSWER_BYTES:
+                raise WorkerDied(f"the worker process answered with {length} bytes")
+            answer = receive(child.connection, length, deadline)
+        except BaseException as error:
+            # A part of an answer may have been sent, which must not be read as the next answer.
+            self._kill()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                raise WorkerDied("the worker process has ended") from error
+            raise
+        if status == FAILED:
+            raise CallFailed(answer.decode())
+        return answer
+
+    def _kill(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._child = self._release = None
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the process at the other end is alive; it sends nothing without a call."""
+    connection.settimeout(0)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+# ---- the child --------------------------------------------------------------------------------
+
+
+def _serve_calls(handler: Handler, connection: socket.socket) -> None:
+    """Answer calls until the connection is closed."""
+    is_limited = False
+    while header := connection.recv(HEADER.size, socket.MSG_WAITALL):
+        frame = connection.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
+        timeout_s, max_memory_bytes = _LIMITS.unpack_from(frame)
+        if not is_limited:
+            _limit_memory(max_memory_bytes)
+            is_limited = True
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
+        try:
+            answer, status = handler(frame[_LIMITS.size :]), OK
+        except Exception as error:  # every error is reported to the caller
+            answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.sendall(HEADER.pack(status, len(answer)) + answer)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let the address space grow by this much, where the system can say how large it is."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))

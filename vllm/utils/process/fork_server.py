@@ -1,0 +1,336 @@
+"""A process that has imported the modules of its children, so that forking one takes milliseconds.
+
+The libraries that compile grammars take seconds to import. Replacing a killed child would take as
+long, so they are imported once, in a process with one thread that only forks. Its children share
+its memory until they write to it.
+
+    parent                                              fork server
+    start   {module:function, setup}           ->       handler = module.function(setup)
+    fork    one end of a socket pair           ->       os.fork(): the child answers calls there
+            process id                         <-
+    reap    process id                         ->       os.waitpid()
+
+Independent of the work of the children: `serve_child` of the caller gets handler and socket.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm.errors import VllmError
+from vllm.utils.imports import without_collections
+from vllm.utils.process.blocking_sockets import blocking_pair
+from vllm.utils.process.child_process import describe_exit
+
+Handler = Callable[[bytes], bytes]
+
+HEADER = struct.Struct("<BQ")
+"""Status and length of the following message."""
+OK, FAILED = 0, 1
+ALARM_GRACE_S = 2.0
+"""The parent's deadline comes first; the alarm is for when there is no parent."""
+
+_COMMAND = struct.Struct("<cQ")
+"""Fork, or reap with the id of a process."""
+_FORK, _REAP = b"F", b"R"
+_FORK_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 1.0
+"""From the end of a connection to the end of the process that has closed it."""
+_TOO_LONG = "the call took too long"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from vllm.utils.fork_server import _serve; _serve()"
+)
+
+
+class WorkerError(VllmError):
+    """A call got no answer."""
+
+
+class DeadlineExceeded(WorkerError, TimeoutError):
+    """The call took too long; its process was killed."""
+
+
+class WorkerDied(WorkerError):
+    """The process ended during the call: out of memory, or a crash in native code."""
+
+
+class CallFailed(WorkerError):
+    """The called function raised; has its message. The process continues."""
+
+
+class _Start(msgspec.Struct):
+    target: str
+    setup: bytes
+    child: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that answers calls.
+
+    Attributes:
+        pid: its id; no other process gets it before `ForkServer.bury`.
+        connection: to it. Closing it ends an idle child.
+    """
+
+    pid: int
+    connection: socket.socket
+
+
+class ForkServer:
+    """One process that forks. It is started by `start` or the first fork, and again if it died.
+
+    Thread-safe.
+
+    Args:
+        target: "module:function"; called once in the process with `setup`, returns the handler
+            that every child has.
+        setup: for `target`.
+        child: "module:function"; called in each child with the handler and its socket.
+        start_timeout_s: for the imports and `target`.
+
+    Attributes:
+        num_starts: processes started so far; more than one only after a death.
+    """
+
+    def __init__(
+        self, target: str, setup: bytes, child: str, *, start_timeout_s: float = 120.0
+    ) -> None:
+        self.num_starts = 0
+        self._start_message = msgspec.msgpack.encode(_Start(target, setup, child, start_timeout_s))
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._release: weakref.finalize[..., ForkServer] | None = None
+        self._dead: list[int] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists; it may still be importing."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, once it was started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process and wait until it can fork; does nothing if it runs.
+
+        Raises:
+            CallFailed: `target` raised; the message is its own.
+            WorkerError: it cannot be started.
+        """
+        with self._lock:
+            self._running()
+
+    def fork(self) -> Child:
+        """A new child. Raises as `start`."""
+        with self._lock:
+            control = self._running()
+            ours, theirs = blocking_pair()
+            deadline = time.monotonic() + _FORK_TIMEOUT_S
+            try:
+                while self._dead:
+                    send(control, _COMMAND.pack(_REAP, self._dead.pop()), deadline)
+                socket.send_fds(control, [_COMMAND.pack(_FORK, 0)], [theirs.fileno()])
+                _, pid = _COMMAND.unpack(receive(control, _COMMAND.size, deadline))
+            except BaseException as error:
+                ours.close()
+                self._kill()
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                    raise WorkerDied("the fork server has ended") from error
+                raise
+            finally:
+                theirs.close()
+            return Child(pid, ours)
+
+    def kill(self, child: Child) -> None:
+        """Kill a child, even during a call; the waiting caller gets WorkerDied."""
+        # Without its server, init has reaped the child, and its id may belong to another process.
+        # The child ends by itself: when its connection is closed, or by its alarm.
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+
+    def bury(self, child: Child) -> None:
+        """Kill a child and forget it; once for each child."""
+        self.kill(child)
+        self._dead.append(child.pid)
+        child.connection.close()
+
+    def close(self) -> None:
+        """End the process, also while it starts. A later fork starts another one."""
+        if (process := self._process) is not None:
+            process.kill()  # ends a running start, and so the wait for the lock
+        with self._lock:
+            self._kill()
+
+    def _running(self) -> socket.socket:
+        if self._control is not None and self.is_running:
+            return self._control
+        self._kill()
+        control, theirs = blocking_pair()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # libraries print what users sent
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        theirs.close()
+        self.num_starts += 1
+        self._process, self._control = process, control
+        self._release = weakref.finalize(self, _end, process, control)
+        try:
+            deadline = time.monotonic() + self._start_timeout_s
+            send(control, HEADER.pack(OK, len(self._start_message)) + self._start_message, deadline)
+            status, length = HEADER.unpack(receive(control, HEADER.size, deadline))
+            answer = receive(control, length, deadline)
+        except BaseException as error:
+            is_end = isinstance(error, (OSError, WorkerDied)) and not isinstance(
+                error, TimeoutError
+            )
+            how = _how_ended(process) if is_end else ""
+            self._kill()
+            if is_end:
+                raise WorkerDied(f"the fork server has ended while it started{how}") from error
+            raise
+        if status == FAILED:
+            self._kill()
+            raise CallFailed(answer.decode())
+        return control
+
+    def _kill(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._process = self._control = self._release = None
+        self._dead.clear()
+
+
+def _how_ended(process: "subprocess.Popen[bytes]") -> str:
+    """Return how a process that has closed its connection has ended, in parentheses."""
+    try:
+        return f" ({describe_exit(process.wait(_END_TIMEOUT_S))})"
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+def send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    """Send all data; DeadlineExceeded if that takes too long, OSError if the other end is
+    closed."""
+    _set_timeout(connection, deadline)
+    try:
+        connection.sendall(data)
+    except TimeoutError:
+        raise DeadlineExceeded(_TOO_LONG) from None
+
+
+def receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive exactly this many bytes.
+
+    Raises:
+        DeadlineExceeded: they do not arrive in time.
+        WorkerDied: the other end is closed.
+    """
+    parts = bytearray()
+    while len(parts) < size:
+        _set_timeout(connection, deadline)
+        try:
+            part = connection.recv(min(size - len(parts), 2**20))
+        except TimeoutError:
+            raise DeadlineExceeded(_TOO_LONG) from None
+        if not part:
+            raise WorkerDied("the worker process has ended: out of memory, or a crash")
+        parts += part
+    return bytes(parts)
+
+
+def _set_timeout(connection: socket.socket, deadline: float) -> None:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded(_TOO_LONG)
+    connection.settimeout(left_s)
+
+
+# ---- the process ------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Start, then fork until the parent closes the connection."""
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    header = control.recv(HEADER.size, socket.MSG_WAITALL)
+    if len(header) < HEADER.size:
+        return
+    message = control.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
+    start = msgspec.msgpack.decode(message, type=_Start)
+    signal.setitimer(signal.ITIMER_REAL, start.timeout_s + ALARM_GRACE_S)
+    try:
+        with without_collections():
+            handler = _find(start.target)(start.setup)
+    except Exception as error:  # every error is reported to the parent
+        text = (str(error) or repr(error)).encode(errors="replace")
+        control.sendall(HEADER.pack(FAILED, len(text)) + text)
+        return
+    serve_child = _find(start.child)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    # Children share the memory that the garbage collector does not write to.
+    gc.collect()
+    gc.freeze()
+    control.sendall(HEADER.pack(OK, 0))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, _COMMAND.size, 1)
+        if not data:
+            return
+        command, pid = _COMMAND.unpack(data)
+        if command == _REAP:
+            with contextlib.suppress(ChildProcessError):  # of a server before this one
+                os.waitpid(pid, 0)
+        elif (child := os.fork()) == 0:
+            control.close()
+            _run_child(serve_child, handler, descriptors[0])
+        else:
+            os.close(descriptors[0])
+            control.sendall(_COMMAND.pack(_FORK, child))
+
+
+def _find(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _run_child(serve_child: "Callable[..., object]", handler: Handler, descriptor: int) -> None:
+    status = 1
+    try:
+        serve_child(handler, socket.socket(fileno=descriptor))
+        status = 0
+    finally:
+        os._exit(status)  # exit handlers belong to the fork server

@@ -1,0 +1,171 @@
+"""A copy of this process that runs one function.
+
+A copy has all imported modules at once, where a new interpreter takes seconds to import them. Only
+a process without other threads can be copied: the copy has none of them, and a lock that one of
+them held would stay locked for ever. A copy also keeps the memory of its parent, so that what the
+parent frees later stays allocated; hence the limit on it.
+"""
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from vllm.utils.process.child_process import obey_parent
+
+MAX_SHARED_BYTES = 2**30
+"""More memory than this is not copied: libraries take 0.2 GB of it."""
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
+_NUM_LOOKS = 10
+
+
+def can_fork() -> bool:
+    """Whether this process can be copied: it runs Linux, has this thread alone, which is the main
+    one, and little memory of its own."""
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return False
+    if threading.active_count() > 1 or _own_memory_bytes() > MAX_SHARED_BYTES:
+        return False
+    if _num_threads() > 1:
+        # OpenBLAS, which numpy brings, ends its threads before any fork, and makes new ones when
+        # it computes. Others stay.
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        for _ in range(_NUM_LOOKS):  # one that has ended may be listed for a moment
+            if _num_threads() == 1:
+                break
+            time.sleep(_FIRST_WAIT_S)
+    return _num_threads() == 1
+
+
+class ForkedProcess:
+    """A copy, with the methods of `subprocess.Popen`. `can_fork` has allowed it just before.
+
+    The copy ends with its parent (`obey_parent`). It has standard output and error, and the
+    descriptors it is given; all others are the null device there. `sys.stdout` and `sys.stderr` are
+    new, signals have their default action, and no object of the parent is ever finalised.
+
+    Args:
+        run: what the copy does; the result is its exit code.
+        descriptors: that it keeps.
+
+    Raises:
+        OSError: the system has no memory for it.
+    """
+
+    def __init__(self, run: Callable[[], int], descriptors: Collection[int]) -> None:
+        self._lock = threading.Lock()
+        self.returncode: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError):  # none, or closed
+                stream.flush()  # or the copy writes what is in the buffer once more
+        parent = os.getpid()
+        # A handler of the parent must not run in the copy.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _run_copy(run, descriptors, parent, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def poll(self) -> int | None:
+        """How the process has ended, as `Popen.returncode`; None: it has not."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # somebody else has waited for it
+                    self.returncode = 0
+                else:
+                    if pid:
+                        self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The same; waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within so many seconds.
+        """
+        deadline = time.monotonic() + timeout
+        wait_s = _FIRST_WAIT_S
+        while (code := self.poll()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired("a copy of this process", timeout)
+            time.sleep(min(wait_s, left_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        return code
+
+    def kill(self) -> None:
+        """Kill it; nothing happens if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _run_copy(
+    run: Callable[[], int],
+    descriptors: Collection[int],
+    parent: int,
+    signal_mask: Collection[int],
+) -> NoReturn:
+    """In the copy, which never returns to the frames of its parent."""
+    code = 1
+    try:
+        obey_parent(parent)
+        gc.freeze()  # finalisers of its objects belong to the parent
+        _drop_descriptors({1, 2, *descriptors})
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        # What they are in the parent may be a buffer of a test or a notebook.
+        sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        code = run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # reported here, as nothing above may see it
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = os.fdopen(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
+
+
+def _drop_descriptors(kept: Collection[int]) -> None:
+    """Put the null device in the place of all other descriptors: objects that still use one harm
+    no file that gets its number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in kept and descriptor != null:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.fstat(descriptor)
+                os.dup2(null, descriptor, inheritable=descriptor == 0)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _own_memory_bytes() -> int:
+    """Memory of this process that belongs to no file."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+    return 0

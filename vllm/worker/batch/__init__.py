@@ -1,0 +1,1 @@
+"""The running requests of a worker, and the inputs and results of a forward pass."""

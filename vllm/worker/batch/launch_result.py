@@ -1,0 +1,106 @@
+"""What a launch gives: sampled tokens on the device, which the host reads later."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from vllm.messages import IntArray, LogprobRows
+from vllm.sample.logprobs import LogprobTensors
+from vllm.sample.sampler import SamplerOutput
+from vllm.worker.batch.input_batch import ExpectedTokens
+from vllm.worker.batch.verification import count_accepted
+
+
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Log-probabilities of consecutive positions of one row, still on the device."""
+
+    parts: list[LogprobTensors]
+    """Parts of consecutive positions; the last part ends with padding."""
+    num_positions: int
+    num_logprobs: int
+
+    def result(self) -> LogprobRows:
+        """Copy to the host; waits for the device."""
+        found, logprobs, ranks = (
+            np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
+            for column in zip(*self.parts, strict=True)
+        )
+        width = 1 + self.num_logprobs
+        return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
+
+
+def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
+    """Concatenate the positions of one row."""
+    return LogprobRows(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+    )
+
+
+PendingRows = tuple[int, PendingLogprobs]
+"""A row, and what a launch gives of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """The result of one launch, on the device."""
+
+    rows: IntArray
+    """[n] the row of each row of the logits; a row with drafts occurs once per position."""
+    indices: IntArray
+    """[t] indices of the entries that sampled a token, ascending."""
+    sampled: SamplerOutput | None
+    """The sampled tokens of n rows or more; None when t is 0."""
+    prompt_logprobs: list[PendingRows]
+    num_drafts: IntArray | None = field(default=None, kw_only=True)
+    """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
+    `indices`. None if no row has drafts; m is t then."""
+    accepted: Tensor | None = field(default=None, kw_only=True)
+    """[rows, 1 + Q] where the device has compared drafts: see `ResidentTokens.accept`; the rows of
+    the logits are those of its last Q columns. None: the host compares them."""
+
+    @classmethod
+    def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
+        """Of a stage of a pipeline whose tokens the last stage samples.
+
+        Args:
+            rows: [m] rows of the batch that sample.
+            num_drafts: [m] of each; None: no row has drafts.
+        """
+        if num_drafts is not None:
+            rows = np.repeat(rows, num_drafts + 1)
+        indices = np.arange(len(rows), dtype=np.int32)
+        return cls(rows, indices, None, [], num_drafts=num_drafts)
+
+    def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
+        """Wait for the tokens: those of the rows of the logits, and how many of each row of the
+        batch that sampled are output (None: one each, and no row has drafts)."""
+        assert self.sampled is not None
+        if self.accepted is None:
+            host_ids = self.sampled.host_ids.cpu().numpy()
+            if expected.num_drafts is None:
+                return host_ids, None
+            assert expected.draft_ids is not None
+            sampled = host_ids[self.indices]
+            return host_ids, count_accepted(sampled, expected.draft_ids, expected.num_drafts)
+        found = self.accepted.cpu().numpy()
+        host_ids = found[:, 1:].ravel()
+        if expected.num_drafts is None:
+            return host_ids, None
+        first = np.cumsum(expected.num_drafts + 1) - expected.num_drafts - 1
+        return host_ids, found[self.indices[first] // (found.shape[1] - 1), 0]
+
+    @property
+    def sampled_rows(self) -> IntArray:
+        """[m] rows of the batch that sampled."""
+        rows = self.rows[self.indices]
+        if self.num_drafts is None:
+            return rows
+        return rows[np.cumsum(self.num_drafts + 1) - 1]
+
+
+PendingLaunch = tuple[LaunchResult, ExpectedTokens]
+"""A launch, and the expected tokens of its `indices` in the batch."""

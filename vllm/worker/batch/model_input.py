@@ -1,0 +1,106 @@
+"""From a launch to the tensors of a forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates
+from vllm.messages import IntArray
+from vllm.utils.ragged import positions_within
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+
+NO_PARTS: LaunchParts = {}
+"""Of rows that bring nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A ragged launch, ready to run: T tokens of n rows."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    context: LaunchContext
+    """The launch as the layers see it."""
+    sampled: IntArray
+    """[m] indices into the launch's rows of those that sample."""
+    num_drafts: IntArray | None
+    """[m] number of drafts of each; None if no row has drafts."""
+    logits_indices: Tensor | None
+    """int64: indices of the tokens whose logits are sampled from: the newest token of a row and its
+    drafts. None: all T."""
+
+
+def build_ragged_input(
+    batch: InputBatch,
+    launch: Launch,
+    block_size: int,
+    device: torch.device,
+    parts: LaunchParts = NO_PARTS,
+    *,
+    has_states: bool = False,
+) -> ModelInput:
+    """Flatten the scheduled tokens of the rows, in order of the rows.
+
+    Args:
+        batch: has the rows.
+        launch: which of them run.
+        block_size: tokens of a block.
+        device: for the tensors.
+        parts: what the rows bring to the tokens.
+        has_states: layers of the model keep states of the rows.
+    """
+    rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
+    seq_lens = start + count
+    num_decodes = int((count == 1).sum())
+    only_decodes = num_decodes == len(rows)
+    if only_decodes:
+        token_rows, positions = rows, start
+        query_start_loc = np.arange(len(rows) + 1, dtype=np.int32)
+    else:
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(count, out=query_start_loc[1:])
+        token_rows = np.repeat(rows, count)
+        positions = np.repeat(start, count) + positions_within(count)
+    max_blocks = -(-int(seq_lens.max()) // block_size)
+    groups = []
+    for table in batch.block_tables:
+        blocks = table[token_rows, positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        of_rows = torch.from_numpy(table[rows, :max_blocks])
+        groups.append((torch.from_numpy(slots).to(device), of_rows.to(device)))
+    metadata = RaggedMetadata(
+        num_decodes=num_decodes,
+        slot_mapping=groups[0][0],
+        block_tables=groups[0][1],
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        query_start_loc=query_start_loc,
+        host_seq_lens=seq_lens,
+        more_groups=tuple(groups[1:]),
+    )
+    states = None
+    if has_states:
+        states = RaggedStates.build(rows, start, query_start_loc, num_decodes, device)
+    sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
+    all_tokens = only_decodes and len(sampled) == len(rows)
+    logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1
+    num_drafts = None if launch.num_drafts is None else launch.num_drafts[sampled]
+    if num_drafts is not None:
+        sizes = num_drafts + 1
+        logits_indices = np.repeat(logits_indices - num_drafts, sizes) + positions_within(sizes)
+    return ModelInput(
+        input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
+            device
+        ),
+        context=LaunchContext(
+            attention=metadata,
+            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            states=states,
+            **parts,
+        ),
+        sampled=sampled,
+        num_drafts=num_drafts,
+        logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
+    )

@@ -1,0 +1,1 @@
+"""Draft models and speculators: which tokens they have computed, and what they keep."""

@@ -1,0 +1,67 @@
+"""Makes the drafts of a step with a draft model: what its runners on all devices have in common."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
+
+
+class DraftMaker(ABC):
+    """Makes the drafts of a step behind the newest tokens of its rows.
+
+    A draft is sampled with the random number that the model will use in its place, from the draft
+    model's distribution: where the two distributions are alike, so are the tokens. Masks,
+    penalties and other changes of logits are left to the model.
+
+    Attributes:
+        config: of the draft model.
+        batch: the rows of the model.
+    """
+
+    config: VllmConfig
+    batch: InputBatch
+    _progress: DraftProgress | NewestTokens | None = None
+
+    def start(self, num_blocks: int) -> None:
+        """The KV cache is bound, with so many blocks."""
+        config, max_len = self.config, self.config.model.max_model_len
+        assert max_len is not None
+        self._progress = DraftProgress(self.batch, config.cache.block_size, num_blocks, max_len)
+
+    @torch.inference_mode()
+    def propose(self, step: SchedulerOutput) -> None:
+        """Write the drafts of a step into the batch, behind the known tokens of their rows.
+
+        Args:
+            step: the batch is up to date with it.
+        """
+        assert self._progress is not None, "the KV cache is not bound"
+        spans = self._progress.plan(step)
+        if spans is None:
+            return
+        num_tokens = self.batch.num_tokens
+        known = num_tokens[spans.rows]
+        num_tokens[spans.rows] = spans.num_known
+        try:
+            self._run_known(spans)
+            for place in range(1, int(spans.num_drafts.max())):
+                self._run_newest(spans.rows[spans.num_drafts > place], place)
+        finally:
+            num_tokens[spans.rows] = known
+        self._write_drafts()
+        self._progress.add_drafts(spans)
+
+    @abstractmethod
+    def _run_known(self, spans: DraftSpans) -> None:
+        """Run known tokens, and append the first draft of the rows that get drafts."""
+
+    @abstractmethod
+    def _run_newest(self, rows: IntArray, place: int) -> None:
+        """Run the newest token of each row, the draft before a place, and append what follows."""
+
+    def _write_drafts(self) -> None:  # noqa: B027
+        """All drafts are made: those that are not in the batch yet are written there."""

@@ -1,0 +1,201 @@
+"""Which tokens of the requests have keys and values of the draft model.
+
+The draft model keeps its keys and values in the blocks of the model, in tensors of its own. It does
+not run every token when the model does: it computes prompts beside the model, but the outputs only
+of requests that get drafts. So each block knows how many of its tokens the draft model has
+computed, and a request that finds its prefix in shared blocks knows where they are missing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.utils.ragged import positions_within
+from vllm.worker.batch.input_batch import InputBatch
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpans:
+    """Known tokens that the draft model runs before it makes drafts, for n rows."""
+
+    rows: IntArray
+    """[n]"""
+    first: IntArray
+    """[n] position of the first token to run."""
+    count: IntArray
+    """[n] tokens to run, at least 1."""
+    num_drafts: IntArray
+    """[n] drafts to make behind them; 0 for prompts."""
+    num_known: IntArray
+    """[n] tokens of the row, with those that a step in flight samples."""
+    in_flight: IntArray
+    """[n] see `SchedulerOutput.drafts_in_flight`. Where it is not -1, the last so many tokens to
+    run, and one more, are those of the step in flight, of which the last ones may turn out to be
+    no output."""
+
+    @classmethod
+    def of(
+        cls, step: SchedulerOutput, places: BoolArray, first: IntArray, count: IntArray
+    ) -> "DraftSpans":
+        """Of some rows of a step."""
+        num_drafts = _num_drafts(step)
+        num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
+        in_flight = step.drafts_in_flight
+        if in_flight is None:
+            in_flight = np.full_like(step.rows, -1)
+        return cls(
+            rows=step.rows[places],
+            first=first,
+            count=count,
+            num_drafts=num_drafts[places],
+            num_known=num_known[places],
+            in_flight=in_flight[places],
+        )
+
+
+def _num_drafts(step: SchedulerOutput) -> IntArray:
+    counts = step.num_draft_tokens
+    return np.zeros_like(step.rows) if counts is None else counts
+
+
+class NewestTokens:
+    """What a speculator without attention runs: the newest token of each row with drafts."""
+
+    def plan(self, step: SchedulerOutput) -> DraftSpans | None:
+        """See `DraftProgress.plan`."""
+        if step.num_draft_tokens is None:
+            return None
+        has_drafts = step.num_draft_tokens > 0
+        first = step.num_computed_tokens[has_drafts] - 1
+        return DraftSpans.of(step, has_drafts, first, np.ones_like(first))
+
+    def add_drafts(self, spans: DraftSpans) -> None:
+        """See `DraftProgress.add_drafts`; nothing of them is kept."""
+
+
+class DraftProgress:
+    """Follows the draft model over the steps.
+
+    Args:
+        batch: the rows and their block tables.
+        block_size: tokens of a block.
+        num_blocks: of the KV cache.
+        max_model_len: tokens that the draft model can process.
+        reads_states: it is a speculator, which takes with each token the next one and a hidden
+            state of the model: it computes the tokens that the model has computed before the step,
+            and those of drafts again once they are known.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        reads_states: bool = False,
+    ) -> None:
+        self._reads_states = reads_states
+        self._batch = batch
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._num_tokens: IntArray = np.zeros(len(batch.num_tokens), np.int32)
+        """[rows] leading tokens that the draft model has computed."""
+        self._in_block: IntArray = np.zeros(num_blocks, np.int32)
+        """[blocks] leading tokens of the block that the draft model has computed."""
+        self._had_drafts = np.zeros(len(batch.num_tokens), np.bool_)
+        """[rows] whether some of the computed tokens may be drafts that were wrong."""
+
+    def plan(self, step: SchedulerOutput) -> DraftSpans | None:
+        """What the draft model runs in a step: prompts with the model, and what it lacks of the
+        rows with drafts. It counts as computed from here on.
+
+        Args:
+            step: the batch is up to date with it.
+
+        Returns:
+            None: nothing.
+        """
+        rows, start = step.rows, step.num_computed_tokens
+        self._in_block[step.block_ids] = 0
+        if (
+            step.num_draft_tokens is None
+            and not self._had_drafts[rows].any()
+            and (step.num_scheduled_tokens == 1).all()
+            and not step.new_requests
+        ):
+            return None
+        num_drafts = _num_drafts(step)
+        end = start.copy()
+        if not self._reads_states:
+            end += step.num_scheduled_tokens - num_drafts
+        self._had_drafts[rows] = num_drafts > 0
+        # Tokens from here on are new, or replace drafts that were wrong or may be.
+        low = start
+        if step.drafts_in_flight is not None:
+            low = start - np.maximum(step.drafts_in_flight, 0)
+        self._forget(rows, low, step.num_scheduled_tokens + start - low)
+        known = np.maximum(low - 1, 0) if self._reads_states else low
+        self._num_tokens[rows] = np.minimum(self._num_tokens[rows], known)
+        end = np.minimum(end, self._max_model_len)
+        runs = (num_drafts > 0) | (step.num_scheduled_tokens - num_drafts > 1)
+        is_new = np.zeros(len(rows), np.bool_)
+        if step.new_requests:
+            is_new = np.isin(rows, [new.row for new in step.new_requests])
+        first = self._num_tokens[rows]
+        decodes = runs & (num_drafts > 0)
+        self._note(rows[decodes], first[decodes], end[decodes])
+        # One by one: a prompt may share blocks that the one before it computes in this step.
+        for place in np.flatnonzero((runs & ~decodes) | is_new).tolist():
+            if is_new[place]:
+                first[place] = self._find(int(rows[place]), int(start[place]))
+                if self._reads_states:  # the last of them was computed with another next token
+                    first[place] = max(0, first[place] - 1)
+                self._num_tokens[rows[place]] = first[place]
+            if runs[place]:
+                one = slice(place, place + 1)
+                self._note(rows[one], first[one], end[one])
+        runs &= end > first
+        if not runs.any():
+            return None
+        return DraftSpans.of(step, runs, first[runs], (end - first)[runs])
+
+    def add_drafts(self, spans: DraftSpans) -> None:
+        """Drafts were made. The last one of each row has not been run."""
+        has = spans.num_drafts > 1
+        first = (spans.first + spans.count)[has]
+        self._note(spans.rows[has], first, first + spans.num_drafts[has] - 1)
+
+    def _find(self, row: int, num_tokens: int) -> int:
+        """Leading tokens of the first `num_tokens` of a new row, whose blocks are shared, that the
+        draft model has computed."""
+        size = self._block_size
+        computed = self._in_block[self._batch.block_table[row, : -(-num_tokens // size)]]
+        lacking = np.flatnonzero(computed < size)
+        if not len(lacking):
+            return min(num_tokens, self._max_model_len)
+        found = int(lacking[0]) * size + int(computed[lacking[0]])
+        return min(found, num_tokens)
+
+    def _forget(self, rows: IntArray, start: IntArray, count: IntArray) -> None:
+        """The model writes tokens here: what was in these places is gone."""
+        blocks, offsets = self._places(rows, start, count)
+        np.minimum.at(self._in_block, blocks, offsets)
+
+    def _note(self, rows: IntArray, first: IntArray, end: IntArray) -> None:
+        """The draft model computes the tokens from `first` up to `end` of each row."""
+        blocks, offsets = self._places(rows, first, np.maximum(end - first, 0))
+        self._in_block[blocks] = offsets + 1
+        self._num_tokens[rows] = np.maximum(first, end)
+
+    def _places(
+        self, rows: IntArray, first: IntArray, count: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Block and offset of each token, row by row."""
+        positions = np.repeat(first, count) + positions_within(count)
+        blocks = self._batch.block_table[np.repeat(rows, count), positions // self._block_size]
+        return blocks, positions % self._block_size

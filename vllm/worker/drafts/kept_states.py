@@ -1,0 +1,105 @@
+"""Hidden states of the tokens of requests, which a speculator reads in later steps."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray
+from vllm.utils.ragged import positions_within
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+
+
+class KeptStates(ABC):
+    """Vectors of `size` elements, one for each token that is kept.
+
+    Args:
+        batch: the rows.
+        size: of a vector.
+        dtype: of its elements.
+
+    Attributes:
+        memory: [places, size]
+    """
+
+    def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype) -> None:
+        self._batch = batch
+        self.memory = torch.zeros(self._num_places, size, dtype=dtype)
+
+    @property
+    @abstractmethod
+    def _num_places(self) -> int:
+        """Vectors that there is room for."""
+
+    @abstractmethod
+    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Where the vectors of tokens are."""
+
+    def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:
+        """Indices of the tokens of a launch that are kept.
+
+        Args:
+            positions: [T]
+            ends: [T] position behind the last token of its row.
+        """
+        return np.arange(len(positions), dtype=np.int32)
+
+    def write(self, launch: Launch, states: Tensor) -> None:
+        """Keep the vectors [T, size] of the tokens of a launch."""
+        start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
+        if len(states) == len(start):  # one token each
+            self.memory[self._index(launch.rows, start)] = states
+            return
+        rows = np.repeat(launch.rows, count)
+        positions = np.repeat(start, count) + positions_within(count)
+        kept = self._is_kept(positions, np.repeat(start + count, count))
+        if len(kept) < len(rows):
+            states = states[torch.from_numpy(kept)]
+        self.memory[self._index(rows[kept], positions[kept])] = states
+
+    def read(self, rows: IntArray, positions: IntArray) -> Tensor:
+        """The vectors [n, size] of n tokens that were written."""
+        return self.memory[self._index(rows, positions)]
+
+    def _index(self, rows: IntArray, positions: IntArray) -> Tensor:
+        return torch.from_numpy(self._places(rows, positions).astype(np.int64))
+
+
+class StatesInBlocks(KeptStates):
+    """Of all tokens whose keys and values are in the KV cache: requests that share blocks share
+    them."""
+
+    def __init__(
+        self, batch: InputBatch, size: int, dtype: torch.dtype, num_blocks: int, block_size: int
+    ) -> None:
+        self._num_blocks, self._block_size = num_blocks, block_size
+        super().__init__(batch, size, dtype)
+
+    @property
+    def _num_places(self) -> int:
+        return self._num_blocks * self._block_size
+
+    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+        block_size = self._block_size
+        blocks = self._batch.block_table[rows, positions // block_size]
+        return blocks * block_size + positions % block_size
+
+
+class LatestStates(KeptStates):
+    """Of the last tokens of each row that have run: the newest one, and its drafts."""
+
+    def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype, num_latest: int) -> None:
+        self._num_latest = num_latest
+        super().__init__(batch, size, dtype)
+
+    @property
+    def _num_places(self) -> int:
+        return len(self._batch.num_tokens) * self._num_latest
+
+    def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
+        return rows * self._num_latest + positions % self._num_latest
+
+    def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:
+        return np.flatnonzero(positions >= ends - self._num_latest).astype(np.int32)

@@ -1,0 +1,1 @@
+"""Padded batches of a card: planned, filled and run."""

@@ -1,0 +1,95 @@
+"""The embeddings of requests on a card: in a table of one size, which a prefill reads by index."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.bucketing import format_bytes
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.messages import IntArray
+from vllm.model_executor.models.interface import CausalLM
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.batch.launch import Launch
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
+from vllm.worker.memory_use import MemoryUse, embeddings_use
+from vllm.worker.parts.embedding_rows import EmbeddingRows
+
+logger = init_logger(__name__)
+
+FIRST_GIVEN = -1
+"""Stands for a token of a prefill whose embedding is row 0 of the table; less by one for each row
+behind it."""
+_PART_SIZE = 256
+"""Rows of the table that are written at a time, so that one write is compiled."""
+
+
+class DeviceEmbeddings(EmbeddingRows):
+    """Embeddings on a card. A prefill that has some writes them to the table before it runs.
+
+    The memory of the table is in use before that of launches is measured, so the ledger counts it
+    with the weights.
+
+    Args:
+        model: see `EmbeddingRows`.
+        config: of the engine.
+        bridge: the card.
+
+    Attributes:
+        table: [tokens of a step or more, embedding_dim]; None: another stage of the pipeline looks
+            up embeddings.
+    """
+
+    def __init__(self, model: CausalLM | None, config: VllmConfig, bridge: HabanaBridge) -> None:
+        limits = config.scheduler
+        super().__init__(model, limits.max_num_seqs, bridge.device)
+        self._bridge, self._config = bridge, config
+        self.table: Tensor | None = None
+        if model is None:
+            return
+        self._to_device = HostBuffers(bridge).to_device
+        num_parts = -(-limits.max_num_batched_tokens // _PART_SIZE)
+        dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+        size = model.embedding.embedding_dim
+        self.table = bridge.zeros((num_parts * _PART_SIZE, size), dtype)
+        self._write(self.table, 0, torch.zeros(_PART_SIZE, size))
+        logger.info(
+            "Embeddings of prompts take %s on the card, whether they are used or not",
+            format_bytes(self.table.nbytes),
+        )
+
+    def mark(self, launch: Launch, token_ids: IntArray) -> None:
+        """Write the rows of the table in the place of tokens whose embeddings are given.
+
+        Args:
+            launch: a prefill.
+            token_ids: [T] of the launch; changed.
+        """
+        num_rows = 0
+        for span in self.spans(launch):
+            rows = np.arange(num_rows, num_rows + len(span), dtype=np.int32)
+            token_ids[span.first : span.first + len(span)] = FIRST_GIVEN - rows
+            num_rows += len(span)
+
+    def send(self, launch: Launch) -> None:
+        """Write the embeddings of a prefill to the table, in the order of `mark`."""
+        if self.table is None:
+            return
+        found = [span.read() for span in self.spans(launch)]
+        if not found:
+            return
+        embeddings = torch.cat(found)
+        for begin in range(0, len(embeddings), _PART_SIZE):
+            self._write(self.table, begin, embeddings[begin : begin + _PART_SIZE])
+
+    def memory_uses(self) -> list[MemoryUse]:
+        return [] if self.table is None else [embeddings_use(self._config, self.table.nbytes)]
+
+    def _write(self, table: Tensor, begin: int, embeddings: Tensor) -> None:
+        """Write up to a part of rows, and zeros behind them. Every write is alike."""
+        part = np.zeros((_PART_SIZE, table.shape[1]), np.float32)
+        part[: len(embeddings)] = embeddings.numpy()
+        self._bridge.mark_step()  # what is queued is no part of it
+        index = self._to_device(np.arange(begin, begin + _PART_SIZE, dtype=np.int64))
+        table.index_copy_(0, index, self._to_device(part).to(table.dtype))
+        self._bridge.mark_step()

@@ -1,0 +1,325 @@
+"""The inputs of a padded launch: one host buffer, one copy to the device, one split into parts.
+
+The fields of the three dataclasses, and of those inside them, are what the buffer holds, in this
+order. Their sizes depend on the shape of the launch alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vllm.attention.backends.hpu_metadata import (
+    HPUDecodeMetadata,
+    HPUPrefillMetadata,
+    build_decode_metadata,
+    build_prefill_metadata,
+    padding_slots,
+)
+from vllm.attention.backends.merged_prefill import (
+    MergedPrefillMetadata,
+    build_merged_prefill_metadata,
+)
+from vllm.attention.backends.packed_fields import (
+    Array,
+    PackedFields,
+    packed,
+    packed_fields_of,
+)
+from vllm.bucketing import Phase
+from vllm.messages import IntArray
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+
+BoolArray = npt.NDArray[np.bool_]
+
+RESIDENT = -1
+"""Stands for a token that has been sampled on the device and is still there."""
+
+
+@dataclass(frozen=True)
+class DecodeInput(Generic[Array]):
+    """A decode of B padded rows with Q padded tokens each, T = B * Q."""
+
+    token_ids: Array = packed("T")
+    """[T]; RESIDENT where the device has it."""
+    rows: Array = packed("B")
+    """[B] row of each; the padding row for padding."""
+    positions: Array = packed("T")
+    """[T]; behind the tokens of a row, that of its last one."""
+    earlier_slots: Array = packed("B S")
+    """[B, S] slots of the S positions before the first one of each row, where its tokens go if
+    drafts of the launch before it were wrong."""
+    metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
+    adapter_slots: Array = packed("B")
+    """[B] slot of the LoRA adapter of each; -1: none."""
+    sample_rows: Array = packed("L")
+    """[L] row of each of the logits that are the first ones of their row; the padding row for all
+    others, and where none is sampled."""
+
+
+@dataclass(frozen=True)
+class PrefillInput(Generic[Array]):
+    """A prefill of B padded rows with Q padded tokens each, T = B * Q."""
+
+    token_ids: Array = packed("T")
+    """[T]; negative where the embedding is given, see `DeviceEmbeddings.mark`."""
+    rows: Array = packed("B")
+    """[B] as in a decode."""
+    positions: Array = packed("T")
+    """[T]"""
+    last_tokens: Array = packed("B")
+    """[B] index of the last token of each row among all T."""
+    metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)
+    adapter_slots: Array = packed("B")
+    """[B] as in a decode."""
+    sample_rows: Array = packed("L")
+    """[L] as in a decode."""
+
+
+@dataclass(frozen=True)
+class MergedInput(Generic[Array]):
+    """A prefill of P padded prompts in one row of Q padded tokens."""
+
+    token_ids: Array = packed("Q")
+    """[Q] as in a prefill."""
+    metadata: MergedPrefillMetadata[Array] = packed_fields_of(MergedPrefillMetadata)
+    adapter_slots: Array = packed("Q")
+    """[Q] of each token."""
+    sample_rows: Array = packed("L")
+    """[L] as in a decode."""
+
+
+_DECODE: PackedFields[DecodeInput[Any]] = PackedFields(DecodeInput)
+_PREFILL: PackedFields[PrefillInput[Any]] = PackedFields(PrefillInput)
+_MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
+
+
+def padded_sizes(shape: PaddedShape) -> dict[str, int]:
+    """The sizes that fields are made of, by the letters in their shapes."""
+    bucket = shape.bucket
+    return {
+        "B": bucket.batch,
+        "Q": bucket.query_len,
+        "T": bucket.num_tokens,
+        "C": bucket.blocks,
+        "N": shape.num_entries,
+        "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
+        "P": shape.merged_prompts,
+        "S": shape.max_shift,
+        "L": shape.num_rows,
+    }
+
+
+def fields_of(shape: PaddedShape) -> PackedFields[Any]:
+    """What the packed input of a launch holds."""
+    if shape.bucket.phase is Phase.DECODE:
+        return _DECODE
+    return _MERGED if shape.merged_prompts else _PREFILL
+
+
+def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
+    """Views of the parts of a packed decode."""
+    return _DECODE.unpack(buffer, padded_sizes(shape))
+
+
+def unpack_prefill(buffer: Tensor, shape: PaddedShape) -> PrefillInput[Tensor]:
+    """Views of the parts of a packed prefill."""
+    return _PREFILL.unpack(buffer, padded_sizes(shape))
+
+
+def unpack_merged(buffer: Tensor, shape: PaddedShape) -> MergedInput[Tensor]:
+    """Views of the parts of a packed merged prefill."""
+    return _MERGED.unpack(buffer, padded_sizes(shape))
+
+
+class HPUInputBuilder:
+    """Packs launches. Keeps which rows have their newest token on the device.
+
+    Args:
+        batch: tokens and block tables of the rows.
+        block_size: tokens per block.
+        slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
+            adapters.
+        has_resident_drafts: drafts are made on the card, too.
+        embeddings: that requests bring in place of tokens; None: none may.
+    """
+
+    tokens_ahead: ClassVar[int] = 0
+    """The token that runs at a position is that of the position so many places further on."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        block_size: int,
+        slot_of_row: IntArray | None = None,
+        *,
+        has_resident_drafts: bool = False,
+        embeddings: DeviceEmbeddings | None = None,
+    ) -> None:
+        self._embeddings = embeddings
+        self._batch = batch
+        self._has_resident_drafts = has_resident_drafts
+        self._block_size = block_size
+        self._num_rows = len(batch.num_tokens)
+        self._is_resident = np.zeros(self._num_rows, bool)
+        if slot_of_row is None:
+            slot_of_row = np.full(self._num_rows, -1, np.int32)
+        self._slot_of_row = slot_of_row
+
+    @property
+    def padding_row(self) -> int:
+        """The row of padding, one beyond all others."""
+        return self._num_rows
+
+    def place(self, rows: list[int]) -> None:
+        """The tokens of these rows come from the host: their requests are new, or the host knows
+        better than the device."""
+        self._is_resident[rows] = False
+
+    def mark_sampled(self, rows: IntArray) -> None:
+        """The newest tokens of these rows are on the device."""
+        self._is_resident[rows] = True
+
+    def are_resident(self, rows: IntArray) -> BoolArray:
+        """Whether the newest token of each row is on the device."""
+        resident: BoolArray = self._is_resident[rows]
+        return resident
+
+    def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
+        """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
+        batch, start = self._batch, launch.num_computed_tokens
+        seq_lens = start + launch.num_scheduled_tokens
+        num_known = batch.num_tokens[launch.rows] - self.tokens_ahead
+        sampled = np.flatnonzero(seq_lens >= num_known).astype(np.int32)
+        sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
+        sample_rows[sampled * np.int32(launch.tokens_with_logits)] = launch.rows[sampled]
+        given = self._input(launch, seq_lens, sample_rows)
+        return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+
+    def _on_device(self, launch: PaddedLaunch) -> BoolArray:
+        """[n, Q] which tokens of a decode are on the device."""
+        on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
+        # Where drafts are in flight, the host may count more tokens than it knows of by now.
+        newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
+        on_device[:, 0] = self._is_resident[launch.rows] & newest
+        if self._has_resident_drafts and launch.num_drafts is not None:
+            on_device[:, 1:] = True
+        return on_device
+
+    def _earlier_slots(self, launch: PaddedLaunch) -> IntArray:
+        """[B, S] see `DecodeInput`."""
+        padded, most = launch.bucket.batch, launch.max_shift
+        slots = padding_slots(padded * most, self._block_size).reshape(padded, most)
+        if most:
+            back = launch.num_computed_tokens[:, None] + np.arange(-most, 0, dtype=np.int32)
+            place = np.maximum(back, 0)
+            blocks = self._batch.block_table[launch.rows[:, None], place // self._block_size]
+            found = blocks * self._block_size + place % self._block_size
+            slots[: len(back)] = np.where(back < 0, slots[: len(back)], found)
+        return slots
+
+    def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
+        return fields_of(shape)
+
+    def _input(
+        self, launch: PaddedLaunch, seq_lens: IntArray, sample_rows: IntArray
+    ) -> DecodeInput[IntArray] | PrefillInput[IntArray] | MergedInput[IntArray]:
+        if launch.bucket.phase is Phase.DECODE:
+            return self._decode(launch, seq_lens, sample_rows)
+        if launch.merged_prompts:
+            return self._merged_prefill(launch, sample_rows)
+        return self._prefill(launch, sample_rows)
+
+    def _decode(
+        self, launch: PaddedLaunch, seq_lens: IntArray, sample_rows: IntArray
+    ) -> DecodeInput[IntArray]:
+        batch, rows, bucket = self._batch, launch.rows, launch.bucket
+        shape, start = launch.shape, launch.num_computed_tokens
+        positions, query_lens = start[:, None], None
+        if bucket.query_len > 1:
+            query_lens = launch.num_scheduled_tokens
+            column = np.arange(bucket.query_len, dtype=np.int32)
+            positions = positions + np.minimum(column, query_lens[:, None] - 1)
+        token_ids = batch.token_ids[rows[:, None], positions + self.tokens_ahead]
+        token_ids[self._on_device(launch)] = RESIDENT
+        metadata = build_decode_metadata(
+            batch.block_table[rows],
+            seq_lens,
+            bucket.batch,
+            bucket.blocks,
+            self._block_size,
+            padded_shared=shape.num_shared if shape.is_contiguous else None,
+            query_lens=query_lens,
+            padded_query_len=bucket.query_len,
+        )
+        return DecodeInput(
+            token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
+            rows=self._padded(bucket.batch, self.padding_row, rows),
+            positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
+            earlier_slots=self._earlier_slots(launch),
+            metadata=metadata,
+            adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
+            sample_rows=sample_rows,
+        )
+
+    def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+        batch, rows, bucket = self._batch, launch.rows, launch.bucket
+        start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
+        metadata = build_prefill_metadata(
+            batch.block_table[rows],
+            start,
+            count,
+            bucket.batch,
+            bucket.query_len,
+            bucket.blocks,
+            self._block_size,
+        )
+        token_ids = np.zeros((bucket.batch, bucket.query_len), np.int32)
+        positions = np.zeros_like(token_ids)
+        index, column = np.nonzero(np.arange(bucket.query_len) < count[:, None])
+        positions[index, column] = start[index] + column
+        places = start[index] + column + self.tokens_ahead
+        token_ids[index, column] = batch.token_ids[rows[index], places]
+        first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
+        if self._embeddings is not None:
+            self._embeddings.mark(launch, token_ids.ravel())
+        return PrefillInput(
+            token_ids=token_ids.ravel(),
+            rows=self._padded(bucket.batch, self.padding_row, rows),
+            positions=positions.ravel(),
+            last_tokens=self._padded(bucket.batch, 0, first + count - 1),
+            metadata=metadata,
+            adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
+            sample_rows=sample_rows,
+        )
+
+    def _merged_prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> MergedInput[IntArray]:
+        batch, rows, bucket = self._batch, launch.rows, launch.bucket
+        metadata = build_merged_prefill_metadata(
+            batch.block_table[rows],
+            launch.num_computed_tokens,
+            launch.num_scheduled_tokens,
+            launch.merged_prompts,
+            bucket.query_len,
+            bucket.blocks,
+            self._block_size,
+        )
+        num_tokens = int(launch.num_scheduled_tokens.sum())
+        index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
+        known = batch.token_ids[rows[index], position + self.tokens_ahead]
+        token_ids = self._padded(bucket.query_len, 0, known)
+        if self._embeddings is not None:
+            self._embeddings.mark(launch, token_ids)
+        slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
+        return MergedInput(token_ids, metadata, slots, sample_rows)
+
+    @staticmethod
+    def _padded(size: int, fill: int, values: IntArray | None = None) -> IntArray:
+        out = np.full(size, fill, np.int32)
+        if values is not None:
+            out[: len(values)] = values
+        return out

@@ -1,0 +1,57 @@
+"""Launch shapes that were compiled at their first use, and when to compile another one.
+
+Without a warm-up, or for a bucket that it has left out, a launch compiles. From then on its shape
+is as good as warmed up: a later launch that fits into it is padded to it and compiles nothing. Not
+for ever, or the first long prompt would make every short one as slow as itself: what padding costs
+is counted for the shape that would have been compiled, and once it comes to `COMPILE_COST`, that
+shape is compiled. So a shape that is needed now and then costs no compilation, one that is needed
+again and again gets its own, and padding in place of a shape costs no more than compiling it does.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from vllm.bucketing import Phase
+from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.catalog.catalog import padded_cost
+
+if TYPE_CHECKING:
+    from vllm.worker.hpu.launches.planner import PaddedShape
+
+COMPILE_COST = {
+    Phase.PREFILL: padded_cost(prefill(64, 512)),
+    Phase.DECODE: padded_cost(decode(256, 65_280)),
+}
+"""What compiling a shape costs, in padded cost of launches: 32,768 tokens of prompts, or 65,536
+blocks that decodes read. Of an 8B model on a Gaudi 2 these are about 2 s and 0.6 s by published
+figures; published compilations take 0.3 to 7 s."""
+
+
+class LateShapes:
+    """The shapes of one model that were compiled at their first use."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[PaddedShape, None] = {}  # in the same order on all ranks
+        self._lost: dict[PaddedShape, float] = {}
+
+    def __contains__(self, shape: object) -> bool:
+        return shape in self._shapes
+
+    def __iter__(self) -> "Iterator[PaddedShape]":
+        return iter(self._shapes)
+
+    def add(self, shape: "PaddedShape") -> None:
+        """Note that a shape is compiled."""
+        self._shapes[shape] = None
+        self._lost.pop(shape, None)
+
+    def price(self, shape: "PaddedShape") -> float:
+        """What compiling a shape still costs, in padded cost: less, the more was lost by padding
+        its launches to others."""
+        return max(0, COMPILE_COST[shape.bucket.phase] - self._lost.get(shape, 0))
+
+    def note_loss(self, shapes: "Iterable[PaddedShape]", lost: float) -> None:
+        """Note how much launches have cost more than they would have in these shapes."""
+        shapes = list(shapes)
+        for shape in shapes:
+            self._lost[shape] = self._lost.get(shape, 0) + lost / len(shapes)

@@ -1,0 +1,302 @@
+"""Padded launches on a card: what runners that generate and runners that pool have in common."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.utils.trace import get_trace
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.hpu.launches.execution import GraphExecution, Outputs, make_execution
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
+from vllm.worker.hpu.launches.input import HPUInputBuilder
+from vllm.worker.hpu.launches.late_shapes import LateShapes
+from vllm.worker.hpu.launches.launch_peers import LaunchPeers
+from vllm.worker.hpu.launches.model import LaunchModel
+from vllm.worker.hpu.launches.planner import (
+    HPULaunchPlanner,
+    NeedsPrefill,
+    PaddedLaunch,
+    PaddedShape,
+    launch_shapes,
+)
+from vllm.worker.hpu.launches.step_report import StepReport
+from vllm.worker.hpu.launches.trace import trace_launch
+
+_MAX_MERGED_PROMPTS = 64
+"""Rows of the logits of a merged prefill, however few its prompts are."""
+
+Sampling = Literal["none", "warm_up", "heaviest"]
+"""What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
+compile for its batch size, or what needs the most memory."""
+
+
+class PaddedLaunches:
+    """Plans, packs and counts the launches of one model, in the shapes of a catalog.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+        model: runs a packed launch.
+        inputs: packs them.
+        batch: the rows.
+        needs_prefill: see `HPULaunchPlanner`.
+        whole_prompts: every prompt runs in one launch, and there are no decodes.
+        single_tokens: each row of a launch has one token, and there are no prompts.
+
+    Attributes:
+        inputs, to_device, execution, report: pack a launch, copy it to the card, run it, and
+            report what it compiled.
+        phases: of its launches.
+        planner: there from the first `use_catalog`.
+        is_warm: the warm-up has ended.
+        peers: the cards that run every launch together with this one; None: there are none.
+        beside: launches of what makes drafts, which run in the same buckets and are warmed up with
+            this one.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        bridge: HabanaBridge,
+        model: LaunchModel,
+        inputs: HPUInputBuilder,
+        batch: InputBatch,
+        *,
+        needs_prefill: NeedsPrefill | None = None,
+        whole_prompts: bool = False,
+        single_tokens: bool = False,
+    ) -> None:
+        self.beside: list[PaddedLaunches] = []
+        self.peers: LaunchPeers | None = None
+        self._single_tokens = single_tokens
+        self._config = config
+        self._bridge = bridge
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+        self.inputs = inputs
+        self.to_device = HostBuffers(bridge).to_device
+        self.execution = make_execution(bridge, model, config)
+        hpu = config.hpu
+        self.report = StepReport(
+            bridge, hpu.log_compilations, hpu.log_cpu_fallbacks, log_recipes=hpu.log_recipes
+        )
+        self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
+        self._batch = batch
+        self._needs_prefill = needs_prefill
+        self._whole_prompts = whole_prompts
+        self._merged_prompts = 0
+        if config.hpu.merged_prefill and not whole_prompts:
+            self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
+        self.is_warm = False
+        self._is_beside = False
+        self._late = LateShapes()
+        self._num_run_tokens = 0
+
+    def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
+        """Launch in these buckets from now on.
+
+        Raises:
+            ConfigError: prompts have to be whole, and one of max_model_len tokens has no bucket.
+        """
+        longest = max((bucket.query_len for bucket in catalog.prefill), default=0)
+        max_model_len = self._config.scheduler.max_model_len
+        if self._whole_prompts and longest < max_model_len:
+            raise ConfigError(
+                f"the longest prompt bucket has {longest} tokens, max_model_len is "
+                f"{max_model_len}, and this model cannot run a prompt in parts: set "
+                f"VLLM_PROMPT_SEQ_BUCKET_MAX={max_model_len}, or lower --max-model-len"
+            )
+        self._limits = limits
+        self.planner = HPULaunchPlanner(
+            catalog,
+            limits,
+            self._batch,
+            self._merged_prompts,
+            self._needs_prefill,
+            has_states=self._config.model.resolved_arch.has_states,
+            late=self._late,
+        )
+        for launches in self.beside:
+            launches.use_catalog(catalog, limits)
+
+    def add_beside(self, launches: "PaddedLaunches") -> None:
+        """Let those of a draft model use the same buckets; their report is this one."""
+        self.beside.append(launches)
+        launches._is_beside = True
+        launches.report = self.report
+
+    def runs(self, shape: PaddedShape) -> bool:
+        """Whether launches of this shape occur."""
+        bucket = shape.bucket
+        return not self._single_tokens or (bucket.phase is Phase.DECODE and bucket.query_len == 1)
+
+    def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
+        """Every shape in which launches of a bucket can run."""
+        return launch_shapes(bucket, self._limits, self._merged_prompts)
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step."""
+        if self._whole_prompts:
+            return self.planner.plan_prompts(step)
+        return self.planner.plan(step)
+
+    @contextmanager
+    def running(self, launch: PaddedLaunch, *, may_compile: bool = False) -> Iterator[ExitStack]:
+        """Around all that a launch does: counts and traces it, and after the warm-up lets nothing
+        compile or wait, until the stack that it yields is closed. After a full warm-up that is
+        everything, expected or not.
+
+        Args:
+            launch: to be run.
+            may_compile: it runs what no warm-up can know.
+        """
+        bucket, trace = launch.bucket, get_trace()
+        is_known = self.report.check_warmed(
+            bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+        )
+        is_compiled = self.planner.is_compiled(launch.shape)
+        is_warmed = is_known and self.planner.catalog.is_warmed(bucket)
+        is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
+        self._num_run_tokens += bucket.num_tokens
+        span = trace.span(
+            str(bucket.phase),
+            how=self.execution.how(launch.shape),
+            batch=bucket.batch,
+            query_len=bucket.query_len,
+            blocks=bucket.blocks,
+        )
+        with self.warmed_section(is_promised=is_promised and not may_compile) as warmed, span:
+            yield warmed
+        if not is_compiled:
+            self._note_compiled(launch)
+        if trace.is_on:
+            trace_launch(trace, launch, self._config.cache.block_size)
+
+    def _note_compiled(self, launch: PaddedLaunch) -> None:
+        """A launch has compiled its shape. A bucket is warmed up once all of its shapes are, those
+        of draft models included. (After a launch that samples nothing, a part of a prompt, the
+        small recipe that keeps its tokens is still to come.)"""
+        self._late.add(launch.shape)
+        ends = launch.num_computed_tokens + launch.num_scheduled_tokens
+        samples = bool((ends >= self._batch.num_tokens[launch.rows]).any())
+        catalog, bucket = self.planner.catalog, launch.bucket
+        if self._is_beside or not samples or bucket not in catalog:
+            return
+        shapes = self.launch_shapes(bucket)
+        if all(s in each._late for each in (self, *self.beside) for s in shapes if each.runs(s)):
+            catalog.mark_warmed([bucket])
+
+    @contextmanager
+    def warmed_section(self, *, is_promised: bool) -> Iterator[ExitStack]:
+        """Nothing compiles or waits, if that is promised, until the stack is closed."""
+        with ExitStack() as warmed:
+            if is_promised:
+                warmed.enter_context(self._bridge.warmed_section())
+            yield warmed
+
+    def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
+        """What a runner has done. Tokens of padding are counted as the model sees them: the rows
+        of a bucket times its length, less those of requests."""
+        report = self.report
+        return RunnerStats(
+            num_steps=num_steps,
+            num_useful_tokens=num_useful_tokens,
+            num_padded_tokens=self._num_run_tokens - num_useful_tokens,
+            num_bucket_hits=report.num_hits,
+            num_bucket_misses=report.num_misses,
+            num_late_compilations=report.recent_compilations(),
+        )
+
+    def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
+        """Of the hidden states that a launch takes from the stage of the pipeline before this one,
+        [B * Q, hidden] or more behind them; None: this is the first stage."""
+        launch_model = self.execution.model
+        if launch_model.model.stage.is_first:
+            return None
+        return shape.bucket.num_tokens, launch_model.size_before
+
+    def received(self, shape: PaddedShape) -> list[Tensor]:
+        """What the stage of the pipeline before this one has sent for a launch; nothing to the
+        first stage."""
+        size = self.size_before(shape)
+        if size is None:
+            return []
+        return [self.execution.model.model.stage.receive(*size, self._dtype, self._bridge.device)]
+
+    def run_padding(self, shape: PaddedShape) -> tuple[Tensor, Outputs]:
+        """Run a launch without rows: its packed input, and what it returns."""
+        packed, *before = self.padding_inputs(shape)
+        return packed, self.execution.run(packed, shape, *before)
+
+    def padding_inputs(self, shape: PaddedShape) -> list[Tensor]:
+        """Packed input on the device of a launch without rows, which writes nothing but the null
+        block, and the hidden states of the stage before, if there is one."""
+        none = np.empty(0, np.int32)
+        launch = PaddedLaunch(
+            none,
+            none,
+            none,
+            shape.bucket,
+            shape.is_contiguous,
+            shape.merged_prompts,
+            shape.num_shared,
+            shape.max_shift,
+        )
+        packed, _ = self.inputs.pack(launch)
+        size = self.size_before(shape)
+        states = [] if size is None else [self._bridge.zeros(size, self._dtype)]
+        return [self.to_device(packed), *states]
+
+    def allow_shapes(self, num_shapes: int) -> None:
+        """Launches of so many shapes will run; see `Execution.allow_shapes`."""
+        # Limits count what is compiled of a function, and models share functions.
+        num_models = 1 + len(self.beside)
+        for launches in (self, *self.beside):
+            launches.execution.allow_shapes(num_models * num_shapes)
+
+    def capture(self, shape: PaddedShape) -> None:
+        """Record the graph of a shape, if launches of it occur."""
+        assert isinstance(self.execution, GraphExecution)
+        if not self.runs(shape):
+            return
+        packed, *before = self.padding_inputs(shape)
+        self.execution.capture(packed, shape, *before)
+        for launches in self.beside:
+            launches.capture(shape)
+
+    def release(self, shape: PaddedShape) -> None:
+        """Throw the graph of a shape away, if it has one."""
+        assert isinstance(self.execution, GraphExecution)
+        self.execution.release(shape)
+        for launches in self.beside:
+            launches.release(shape)
+
+    def finish_warmup(self) -> None:
+        """From now on nothing new should compile."""
+        for launches in (self, *self.beside):
+            launches.is_warm = True
+        self.report.finish_warmup()
+
+
+class PaddedRunner(Protocol):
+    """What profiling, warm-up and sleep mode need of a runner."""
+
+    launches: PaddedLaunches
+
+    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
+        """Run a launch of padding alone.
+
+        Args:
+            shape: of the launch.
+            sampling: what follows it.
+        """
+        ...

@@ -1,0 +1,365 @@
+"""A model as the device runs it: packed input of one bucket in, logits or pooled numbers out.
+
+Everything between the one copy to the device and these happens in here, on the device, with
+shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import (
+    Attention,
+    AttentionMetadata,
+    LaunchContext,
+    PaddedStates,
+    StateLayer,
+    TableEmbeddings,
+    share_context,
+)
+from vllm.attention.backends.flat_pa import FusedBlocks, Softmax
+from vllm.attention.backends.normalisers import parse_normaliser
+from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, fit_kernel, layer_kinds
+from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.bucketing import Phase
+from vllm.config import HPUConfig
+from vllm.lora.launches import DeviceSlots, SlottedAdapters
+from vllm.model_executor.layers.rotary import number_rotary_tables
+from vllm.model_executor.loader.stage import Absent, present_layers
+from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
+from vllm.platforms.habana.bridge import FusedKernels
+from vllm.worker.drafts.stage_drafts import InnerLayers
+from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
+from vllm.worker.hpu.launches.input import unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentTokens
+
+
+def softmax_normaliser(config: HPUConfig, kernels: FusedKernels) -> Softmax:
+    """Return what the decodes of an engine normalise scores with, on a card with these kernels."""
+    if config.softmax_const_norm is not None:
+        return config.softmax_const_norm
+    if config.pa_softmax_impl:
+        return parse_normaliser(config.pa_softmax_impl)
+    if not config.fused_block_softmax_adjustment or not kernels.has("block_softmax_adjustment"):
+        return None
+    return FusedBlocks(kernels, config.fused_block_softmax and kernels.has("block_softmax"))
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """A launch of T tokens, unpacked, with what its layers share."""
+
+    attention: AttentionMetadata
+    """How its tokens attend."""
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T]"""
+    slots: Tensor
+    """[T] of the KV cache."""
+    last_tokens: Tensor | None = None
+    """[L] which tokens the head gets; None: all."""
+    adapters: SlottedAdapters | None = None
+    """Of its tokens; None: no model has any."""
+    states: PaddedStates | None = None
+    """Recurrent states of its requests; None: no layer has any."""
+    replaced: TableEmbeddings | None = None
+    """Embeddings that are given; None: all are looked up."""
+
+    def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
+        """Return the launch as the layers see it."""
+        return LaunchContext(
+            self.attention,
+            self.positions,
+            self.replaced,
+            rotary_angles=rotary_angles,
+            adapters=self.adapters,
+            states=self.states,
+        )
+
+    def context_of_head(self) -> LaunchContext:
+        """Return the same for the output head, which gets `last_tokens` alone."""
+        adapters = self.adapters
+        if adapters is not None and self.last_tokens is not None:
+            adapters = adapters.select(self.last_tokens)
+        return LaunchContext(self.attention, self.positions, adapters=adapters)
+
+
+class LaunchModel(nn.Module):
+    """A model over padded launches. Subclasses say what a launch does.
+
+    Args:
+        model: on the device; its attention layers have their caches when a launch runs.
+        block_size: tokens per KV block.
+        kernel: attention of prompts.
+        adapters: LoRA adapters on the device; None: there are none.
+        dtype: of the hidden states; None: of the first parameter, which is the embedding.
+
+    Raises:
+        ConfigError: a layer asks for what no launch has.
+
+    Shape: packed input of a launch -> (result, hidden states [B * Q, hidden])
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        block_size: int,
+        kernel: SDPAKernel,
+        adapters: DeviceSlots | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.model: LayeredModel = model
+        self.launch_holder = share_context(model)
+        self._block_size = block_size
+        self._adapters = adapters
+        self._rotary_tables = number_rotary_tables(model)
+        self._dtype = dtype or next(model.parameters()).dtype
+        self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
+        self._kernel = fit_kernel(kernel, self._kinds)
+
+    @property
+    def size_before(self) -> int:
+        """Elements of a token that the stage of the pipeline before this one sends."""
+        return self.model.arch.hidden_size
+
+    def compile_regions(self, **options: Any) -> None:
+        """Compile the parts of a launch each by itself, with these options of `torch.compile`: the
+        layers, and the modules beside them, such as embeddings, the last norm and the head."""
+        for module in regions_of(self.model):
+            module.compile(**options)
+
+    def _run(self, launch: PreparedLaunch, inputs: Tensor, *more: Any) -> Any:
+        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
+        angles = [table.angles(launch.positions, self._dtype) for table in self._rotary_tables]
+        self.launch_holder.context = launch.context(angles)
+        result = self._forward(inputs, launch.positions, *more)
+        self.launch_holder.context = None
+        return result
+
+    def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
+        """What runs with the context of the launch."""
+        return self.model(inputs, positions, *more)
+
+
+def regions_of(model: LayeredModel) -> list[nn.Module]:
+    """The layers of a model, and the largest modules that have no part in a layer; those of this
+    stage of a pipeline."""
+    layers = present_layers(model)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+
+    def beside(parent: nn.Module) -> list[nn.Module]:
+        found = []
+        for child in parent.children():
+            if id(child) in inside or isinstance(child, Absent):
+                continue
+            is_list = isinstance(child, nn.ModuleList)
+            has_layers = is_list or any(id(module) in inside for module in child.modules())
+            found += beside(child) if has_layers else [child]
+        return found
+
+    return layers + beside(model)
+
+
+class StateKeeper(Protocol):
+    """Keeps hidden states of the tokens of a launch on the card, as a part of the launch."""
+
+    def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """Keep them.
+
+        Args:
+            slots: [T] of the KV cache, one for each token.
+            result: [T, hidden] of the forward pass.
+            inner: [T, hidden] each, the inputs of the layers that are read besides the result.
+        """
+        ...
+
+
+class HPUModel(LaunchModel):
+    """A decoder, or a stage of one, over prefills and decodes, of which last tokens count.
+
+    Args:
+        model, block_size, kernel, adapters, dtype: see `LaunchModel`.
+        normaliser: of the softmax of decodes, see `flat_paged_attention`.
+        resident: the newest tokens of the rows, which were sampled on the device. None: nothing is
+            sampled.
+
+    Attributes:
+        keeper: takes the hidden states of all tokens; None: nothing does.
+        inner_layers: whose inputs a speculator reads.
+        embeddings: table of embeddings that prompts bring; None: they bring none.
+
+    Shape: packed input of a launch and, for a stage after the first, what the stage before has
+    returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
+    [B, V], of a decode [B * Q, V]; hidden states [B * Q, hidden]). A stage before the last has no
+    logits: what it sends stands for them.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM | PoolingModel,
+        block_size: int,
+        kernel: SDPAKernel,
+        normaliser: Softmax = None,
+        resident: ResidentTokens | None = None,
+        adapters: DeviceSlots | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, block_size, kernel, adapters, dtype)
+        self.keeper: StateKeeper | None = None
+        self.embeddings: Tensor | None = None
+        self.inner_layers = InnerLayers()
+        self.resident = resident
+        self._normaliser = normaliser
+        self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
+        self._has_head = model.stage.is_last
+
+    def forward(
+        self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        launch = self.prepare(packed, shape)
+        inner: list[Tensor] = []
+        inputs = launch.token_ids
+        if before is not None:
+            inputs, inner = self.inner_layers.split(before)
+        result = self._run(launch, inputs)
+        hidden_states = result
+        if self.inner_layers.own:
+            hidden_states, own = result
+            inner = inner + own
+        if self.keeper is not None:
+            self.keeper.keep(launch.slots, hidden_states, inner)
+        if not self._has_head:
+            if inner:
+                hidden_states = torch.cat((hidden_states, *inner), dim=1)
+            return hidden_states, hidden_states
+        rows = hidden_states
+        if launch.last_tokens is not None:
+            rows = hidden_states.index_select(0, launch.last_tokens)
+        if launch.adapters is None:
+            return self._head(rows), hidden_states
+        self.launch_holder.context = launch.context_of_head()
+        logits = self._head(rows)
+        self.launch_holder.context = None
+        return logits, hidden_states
+
+    @property
+    def size_before(self) -> int:
+        return super().size_before * (1 + self.inner_layers.num_before)
+
+    def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
+        """The hidden states, and the inputs of inner layers where there are some."""
+        if not self.inner_layers.own:
+            return super()._forward(inputs, positions, *more)
+        assert isinstance(self.model, CausalLM)
+        return self.model.forward_and_inputs(inputs, positions, self.inner_layers.own)
+
+    def compile_regions(self, **options: Any) -> None:
+        super().compile_regions(**options)
+        self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
+
+    def prepare(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
+        """Unpack a launch, and derive what its layers share."""
+        if shape.bucket.phase is Phase.DECODE:
+            return self._prepare_decode(packed, shape)
+        if shape.merged_prompts:
+            return self._prepare_merged(packed, shape)
+        return self._prepare_prefill(packed, shape)
+
+    def _head(self, rows: Tensor) -> Tensor:
+        # Not an attribute: older compilers do not trace a method of another module that is one.
+        if isinstance(self.model, PoolingModel):
+            return self.model.head(rows)
+        assert isinstance(self.model, CausalLM)
+        return self.model.compute_logits(rows)
+
+    def _token_ids(self, token_ids: Tensor) -> Tensor:
+        """Return the tokens [T] of a launch as the model takes them."""
+        return token_ids
+
+    def _separate(self, token_ids: Tensor) -> tuple[Tensor, TableEmbeddings | None]:
+        """Return the tokens [T] of a prefill, and embeddings that are given in their place."""
+        if self.embeddings is None:
+            return self._token_ids(token_ids), None
+        replaced = TableEmbeddings(FIRST_GIVEN - token_ids, self.embeddings)
+        return self._token_ids(token_ids.clamp_min(0)), replaced
+
+    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
+        given = unpack_decode(packed, shape)
+        if self.resident is not None:
+            given = self.resident.follow(given, shape)
+        query_len, positions = shape.bucket.query_len, None
+        if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
+            positions = given.positions.unflatten(0, (-1, query_len))
+        attention = PaddedDecode.derive(
+            given.metadata,
+            self._kinds,
+            self._block_size,
+            self._dtype,
+            self._normaliser,
+            positions,
+        )
+        adapters = self._adapters_of(given.adapter_slots, query_len)
+        states = None
+        if self._has_states:  # and no drafts, so that each row has one token
+            states = PaddedStates(given.rows.long(), given.positions == 0)
+        return PreparedLaunch(
+            attention,
+            self._token_ids(given.token_ids),
+            given.positions,
+            given.metadata.slot_mapping,
+            adapters=adapters,
+            states=states,
+        )
+
+    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
+        given = unpack_prefill(packed, shape)
+        token_ids, replaced = self._separate(given.token_ids)
+        attention = PaddedPrefill.derive(
+            given.metadata, self._kinds, self._block_size, self._kernel
+        )
+        adapters = self._adapters_of(given.adapter_slots, shape.bucket.query_len)
+        states = None
+        if self._has_states:
+            is_new = given.metadata.context_lens == 0
+            states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
+        return PreparedLaunch(
+            attention,
+            token_ids,
+            given.positions,
+            given.metadata.slot_mapping.flatten(),
+            given.last_tokens,
+            adapters,
+            states,
+            replaced,
+        )
+
+    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
+        given = unpack_merged(packed, shape)
+        token_ids, replaced = self._separate(given.token_ids)
+        metadata = given.metadata
+        attention = PaddedPrefill.derive_merged(
+            metadata, self._kinds, self._block_size, self._kernel
+        )
+        return PreparedLaunch(
+            attention,
+            token_ids,
+            metadata.positions,
+            metadata.slot_mapping,
+            metadata.last_token_indices,
+            self._adapters_of(given.adapter_slots),
+            replaced=replaced,
+        )
+
+    def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
+        """Of the tokens of rows with these slots."""
+        if self._adapters is None:
+            return None
+        if query_len > 1:
+            slots = slots[:, None].expand(-1, query_len).flatten()
+        return self._adapters.of_tokens(slots)

@@ -1,0 +1,498 @@
+"""Splits a step into launches that have a bucket.
+
+    decodes    all rows with one token, or with drafts to verify, in as few launches as the largest
+               bucket allows; with drafts, rows without any are padded to the same query length
+    prefills   a prompt longer than the longest bucket in pieces; neighbours share a launch where
+               padding them to one shape costs less than another launch
+
+The catalog is closed (`bucketing/catalog/closure`), so every launch finds a bucket. Should it be
+wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.attention.backends.hpu_metadata import DecodeBlockCounts, count_decode_blocks
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.step_limits import round_up
+from vllm.cost_model.padded import GATHER_COST, PREFILL_LAUNCH_COST
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.hpu.launches.late_shapes import LateShapes
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLaunch(Launch):
+    """A launch that is padded to a bucket."""
+
+    bucket: Bucket
+    is_contiguous: bool = False
+    """Decode: the first `bucket.blocks` blocks of the cache are read as a slice."""
+    merged_prompts: int = 0
+    """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
+    num_shared: int = 0
+    """See `PaddedShape`."""
+    max_shift: int = 0
+    """See `PaddedShape`."""
+
+    @property
+    def tokens_with_logits(self) -> int:
+        """Tokens of each row that have logits: the last one of a prompt, all of a decode."""
+        return self.bucket.query_len if self.bucket.phase is Phase.DECODE else 1
+
+    @property
+    def starts(self) -> IntArray:
+        """[n] where the tokens of each row begin among the padded ones."""
+        if self.merged_prompts:
+            count = self.num_scheduled_tokens
+            return np.cumsum(count, dtype=np.int32) - count
+        return np.arange(len(self.rows), dtype=np.int32) * np.int32(self.bucket.query_len)
+
+    @property
+    def shape(self) -> "PaddedShape":
+        """What decides the recipe of this launch."""
+        return PaddedShape(
+            self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared, self.max_shift
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedShape:
+    """Padded sizes of a launch: the key of what is compiled, captured and warmed up."""
+
+    bucket: Bucket
+    is_contiguous: bool = False
+    merged_prompts: int = 0
+    num_shared: int = 0
+    """Entries beside the slice of a contiguous decode, for references to a block that another row
+    of the launch has too; they are gathered."""
+    max_shift: int = 0
+    """So many tokens earlier than the host says a row of a decode may begin."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the logits: one for each token of a decode, the last token of each prompt."""
+        if self.bucket.phase is Phase.DECODE:
+            return self.bucket.num_tokens
+        return self.merged_prompts or self.bucket.batch
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the block list of a decode."""
+        return self.bucket.blocks + self.num_shared
+
+    @property
+    def read_cost(self) -> int:
+        """What attention of a decode takes, in blocks of a slice."""
+        num_sliced = self.bucket.blocks if self.is_contiguous else 0
+        return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
+
+    @property
+    def cost(self) -> int:
+        """Return the cost of a batch of this shape, in the unit of `padded_cost`."""
+        if self.bucket.phase is Phase.DECODE:
+            return self.bucket.num_tokens + self.read_cost
+        return padded_cost(self.bucket)
+
+
+def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
+    """Return every shape in which batches of a bucket can run.
+
+    With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
+    that its sequences have.
+    """
+    plain = PaddedShape(bucket, max_shift=limits.max_pending_drafts)
+    if bucket.phase is Phase.PREFILL:
+        return [PaddedShape(bucket, merged_prompts=merged_prompts)]
+    if not limits.contiguous_pa:
+        return [plain]
+    sliced = _sliced_shapes(bucket, limits)
+    if bucket.blocks == limits.num_blocks and not limits.enable_prefix_caching:
+        return sliced  # the whole cache holds any decode, and no block is gathered twice
+    return [*sliced, plain]
+
+
+def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
+    """Of contiguous decodes, the cheapest first: without room for blocks that several rows have,
+    and with. None where the cache has no such slice, and none that cost more than a gather of all
+    blocks that so many rows can have."""
+    if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
+        return []
+    exact = PaddedShape(bucket, is_contiguous=True, max_shift=limits.max_pending_drafts)
+    if not limits.enable_prefix_caching:  # no two rows have the same block
+        return [exact]
+    shapes = [exact, replace(exact, num_shared=bucket.batch)]
+    most = bucket.batch * limits.max_blocks_per_seq
+    return [shape for shape in shapes if shape.read_cost <= GATHER_COST * most]
+
+
+class _Rows(NamedTuple):
+    """What a launch, or a part of a step, runs. A row may occur twice, in order of its tokens."""
+
+    ids: IntArray
+    computed: IntArray
+    scheduled: IntArray
+    drafts: IntArray
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> "_Rows":
+        """All rows of a step."""
+        drafts = step.num_draft_tokens
+        if drafts is None:
+            drafts = np.zeros_like(step.rows)
+        return cls(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, drafts)
+
+    def part(self, start: int, end: int | None = None) -> "_Rows":
+        """Entries from `start` up to `end`."""
+        return _Rows(*(column[start:end] for column in self))
+
+    def select(self, is_chosen: npt.NDArray[np.bool_]) -> "_Rows":
+        """Some of the entries."""
+        return _Rows(*(column[is_chosen] for column in self))
+
+
+NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
+"""Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
+
+
+class HPULaunchPlanner:
+    """Plans steps for one runner.
+
+    Args:
+        catalog: the buckets; it is asked anew for every launch, so it may be warming up.
+        limits: what a launch may ask for; larger ones are split.
+        batch: block tables of the rows.
+        merged_prompts: most prompts in one row of a merged prefill; 0: prompts have rows of
+            their own.
+        has_states: a launch takes the state of a row as the launch before it has left it, so that
+            it runs one piece of a prompt only.
+        needs_prefill: which single tokens may not run as decodes; None: all may.
+        late: shapes that were compiled at their first use.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        limits: StepLimits,
+        batch: InputBatch,
+        merged_prompts: int = 0,
+        needs_prefill: NeedsPrefill | None = None,
+        *,
+        has_states: bool = False,
+        late: LateShapes | None = None,
+    ) -> None:
+        self.catalog = catalog
+        self._late = LateShapes() if late is None else late
+        self._needs_prefill = needs_prefill
+        self._limits = limits
+        self._batch = batch
+        self._merged_prompts = merged_prompts
+        self._has_states = has_states
+        self._size = limits.block_size
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step: decodes, then prefills in the order of its rows."""
+        decodes, prompts = self._separate(_Rows.of(step))
+        return [*self._decodes(decodes), *self._prefills(prompts)]
+
+    def plan_known(
+        self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
+    ) -> list[PaddedLaunch]:
+        """The launches of known tokens that a draft model lacks.
+
+        Args:
+            rows: [n]
+            computed: [n] position of the first token of each.
+            scheduled: [n] tokens of each.
+            is_decode: they are no more than the tokens of a decode that verifies drafts.
+        """
+        if is_decode:
+            return self._decodes(_Rows(rows, computed, scheduled, scheduled - 1))
+        return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
+
+    def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
+        most = self._limits.max_draft_batch
+        if most is None or len(rows.ids) <= most or not rows.drafts.any():
+            return [self._decode(part) for part in self._split_decodes(rows)]
+        has_drafts = rows.drafts > 0
+        parts = self._split_decodes(rows.select(~has_drafts))
+        parts += self._split_decodes(rows.select(has_drafts), most)
+        return [self._decode(part) for part in parts]
+
+    def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
+        return [
+            _launch(part, bucket, merged_prompts=self._merged_prompts)
+            for part, bucket in self._group_prefills(self._split_prompts(rows))
+        ]
+
+    def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
+        """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
+        unless what its request brings is for prefills alone."""
+        num_decodes = int(np.count_nonzero(rows.scheduled - rows.drafts == 1))
+        is_prompt = None
+        if self._needs_prefill is not None:
+            is_prompt = self._needs_prefill(rows.ids, rows.computed)
+        if is_prompt is None:
+            return rows.part(0, num_decodes), rows.part(num_decodes)
+        is_prompt[num_decodes:] = True
+        return rows.select(~is_prompt), rows.select(is_prompt)
+
+    def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step of whole prompts, none of which is split or decoded."""
+        rows = _Rows.of(step)
+        return [_launch(part, bucket) for part, bucket in self._group_prefills(rows)]
+
+    # ---- decodes --------------------------------------------------------------------------
+
+    def _split_decodes(self, rows: _Rows, max_batch: int | None = None) -> list[_Rows]:
+        """Runs of rows within the largest batch and the most blocks of one launch."""
+        if not len(rows.ids):
+            return []
+        limits = self._limits
+        max_batch = max_batch or limits.max_decode_batch
+        most = limits.max_block_refs
+        refs = _num_blocks(rows.computed + rows.scheduled, self._size)
+        if len(refs) <= max_batch and (most is None or refs.sum() <= most):
+            return [rows]
+        parts, start, total = [], 0, 0
+        for end, count in enumerate(refs.tolist()):
+            is_full = end - start == max_batch
+            if is_full or (most is not None and total + count > most):
+                parts.append(rows.part(start, end))
+                start, total = end, 0
+            total += count
+        return [*parts, rows.part(start)]
+
+    def _decode(self, rows: _Rows) -> PaddedLaunch:
+        batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
+        query_len = int(rows.scheduled.max())
+        if self._limits.contiguous_pa:
+            table = self._batch.block_table[rows.ids]
+            counts = count_decode_blocks(table, seq_lens, self._size)
+        else:
+            refs = int(_num_blocks(seq_lens, self._size).sum())
+            counts = DecodeBlockCounts(references=refs, span=refs, shared=0)
+        shape = self._decode_shape(batch, query_len, counts)
+        if shape is None:
+            own = self._own_shape(Phase.DECODE, batch, query_len, counts.references)
+            shape = self._shape(own)
+        if not self.is_compiled(shape):
+            warmed = self._decode_shape(batch, query_len, counts, warmed_only=True)
+            late = (s for s in self._late if self._holds(s, batch, query_len, counts))
+            shape = self._instead_of(shape, late if warmed is None else [warmed, *late])
+        return self._launch_decode(rows, shape.bucket, shape.is_contiguous, shape.num_shared)
+
+    def _decode_shape(
+        self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
+    ) -> PaddedShape | None:
+        """The cheapest shape of the catalog that holds a decode, or None."""
+
+        def fit(blocks: int) -> Bucket | None:
+            return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
+
+        options: list[PaddedShape] = []
+        if self._limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
+            sliced = _sliced_shapes(bucket, self._limits)
+            options += [shape for shape in sliced if counts.shared <= shape.num_shared]
+        if (bucket := fit(counts.references)) is not None:
+            options.append(self._shape(bucket))
+        return min(options, key=lambda shape: shape.read_cost, default=None)
+
+    def _holds(
+        self, shape: PaddedShape, batch: int, query_len: int, counts: DecodeBlockCounts
+    ) -> bool:
+        """Whether a decode can be padded to a shape."""
+        blocks = counts.span if shape.is_contiguous else counts.references
+        is_shared = shape.is_contiguous and counts.shared > shape.num_shared
+        asked = Bucket(Phase.DECODE, batch, query_len, blocks)
+        is_possible = self._limits.contiguous_pa or not shape.is_contiguous
+        return is_possible and not is_shared and shape.bucket.covers(asked)
+
+    def _launch_decode(
+        self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
+    ) -> PaddedLaunch:
+        max_shift = self._limits.max_pending_drafts
+        return _launch(
+            rows,
+            bucket,
+            is_contiguous=is_contiguous,
+            num_shared=num_shared,
+            max_shift=max_shift,
+        )
+
+    # ---- prefills -------------------------------------------------------------------------
+
+    def _split_prompts(self, rows: _Rows) -> _Rows:
+        """Prompts longer than a launch may be in pieces, each of which has those before it as
+        context. Pieces may even share a launch: all of its keys are written before any is read."""
+        longest = self._limits.max_query_len
+        if not len(rows.ids) or rows.scheduled.max() <= longest:
+            return rows
+        counts = _num_blocks(rows.scheduled, longest)
+        index = np.repeat(np.arange(len(counts)), counts)
+        piece = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        done = (piece * longest).astype(np.int32)
+        return _Rows(
+            rows.ids[index],
+            rows.computed[index] + done,
+            np.minimum(rows.scheduled[index] - done, longest).astype(np.int32),
+            rows.drafts[index],
+        )
+
+    def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
+        """Launches of neighbours, in the order of the rows, that cost the least together, what they
+        compile included."""
+        cheapest = self._cheapest_groups(rows)
+        new = [shape for shape in self._shapes_of(cheapest) if not self.is_compiled(shape)]
+        if not new or not self._has_compiled(Phase.PREFILL):
+            return cheapest
+        groups = self._cheapest_groups(rows, pays_compiling=True)
+        lost = _cost_of(groups) - _cost_of(cheapest)
+        if lost > 0:
+            self._late.note_loss(new, lost)
+        return groups
+
+    def _cheapest_groups(
+        self, rows: _Rows, *, pays_compiling: bool = False
+    ) -> list[tuple[_Rows, Bucket]]:
+        """Launches of neighbours that cost the least.
+
+        Args:
+            rows: of prompts.
+            pays_compiling: what compiles costs more than what does not.
+        """
+        ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
+        contexts = _num_blocks(rows.computed, self._size).tolist()
+        # For each number of leading rows: their cost, and start and bucket of their last launch.
+        best: list[tuple[float, int, Bucket]] = []
+        for end in range(1, len(scheduled) + 1):
+            options: list[tuple[float, int, Bucket]] = []
+            for start, shape in self._groups_before(ids, scheduled[:end], contexts):
+                bucket = self.catalog.fit(Phase.PREFILL, *shape)
+                if bucket is None:
+                    if options:
+                        break  # and larger groups have none either
+                    bucket = self._own_shape(Phase.PREFILL, *shape)
+                price = 0.0
+                if pays_compiling:
+                    bucket, price = self._padded_prefill(bucket, shape)
+                before = best[start - 1][0] if start else 0
+                cost = before + padded_cost(bucket) + PREFILL_LAUNCH_COST + price
+                options.append((cost, start, bucket))
+            best.append(min(options))
+        groups: list[tuple[_Rows, Bucket]] = []
+        end = len(best)
+        while end:
+            _, start, bucket = best[end - 1]
+            groups.append((rows.part(start, end), bucket))
+            end = start
+        return groups[::-1]
+
+    def _padded_prefill(self, bucket: Bucket, asked: tuple[int, int, int]) -> tuple[Bucket, float]:
+        """The bucket that a prefill runs in, going by what is compiled, and what compiling it
+        costs.
+
+        Args:
+            bucket: the cheapest one.
+            asked: batch, query length and blocks.
+        """
+        shape, wanted = self._shape(bucket), Bucket(Phase.PREFILL, *asked)
+        if self.is_compiled(shape):
+            return bucket, 0.0
+        options = [s.bucket for s in self._late if s.bucket.covers(wanted)]
+        warmed = self.catalog.fit(Phase.PREFILL, *asked, warmed_only=True)
+        if warmed is not None:
+            options.append(warmed)
+        price = self._late.price(shape)
+        padded = min(options, key=padded_cost, default=None)
+        if padded is None or padded_cost(padded) > padded_cost(bucket) + price:
+            return bucket, price
+        return padded, 0.0
+
+    def _shapes_of(self, groups: list[tuple[_Rows, Bucket]]) -> list[PaddedShape]:
+        return [self._shape(bucket) for _, bucket in groups]
+
+    def _groups_before(
+        self, ids: list[int], scheduled: list[int], contexts: list[int]
+    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """First row and shape of each group that ends with the last row, the smallest first."""
+        longest = tokens = most = blocks = 0
+        for start in range(len(scheduled) - 1, -1, -1):
+            count = len(scheduled) - start
+            if self._has_states and count > 1 and ids[start] == ids[start + 1]:
+                return
+            longest, tokens = max(longest, scheduled[start]), tokens + scheduled[start]
+            most, blocks = max(most, contexts[start]), blocks + contexts[start]
+            if not self._merged_prompts:
+                yield start, (count, longest, most)
+            elif count > self._merged_prompts:
+                return
+            else:
+                yield start, (1, tokens, blocks)
+
+    # ---- buckets --------------------------------------------------------------------------
+
+    def is_compiled(self, shape: PaddedShape) -> bool:
+        """Whether a launch of this shape compiles nothing."""
+        return self.catalog.is_warmed(shape.bucket) or shape in self._late
+
+    def _has_compiled(self, phase: Phase) -> bool:
+        """Whether any shape of a phase is compiled."""
+        compiled = (*self.catalog.warmed, *(shape.bucket for shape in self._late))
+        return any(bucket.phase is phase for bucket in compiled)
+
+    def _shape(self, bucket: Bucket) -> PaddedShape:
+        """Return the shape of a prefill, or of a decode that gathers its blocks."""
+        if bucket.phase is Phase.PREFILL:
+            return PaddedShape(bucket, merged_prompts=self._merged_prompts)
+        return PaddedShape(bucket, max_shift=self._limits.max_pending_drafts)
+
+    def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
+        """The cheapest of some shapes that are compiled, unless it costs more than compiling
+        another one, which is to be launched otherwise."""
+        padded = min(compiled, key=lambda each: each.cost, default=None)
+        if padded is None or padded.cost > shape.cost + self._late.price(shape):
+            return shape
+        self._late.note_loss([shape], max(0, padded.cost - shape.cost))
+        return padded
+
+    def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
+        """What a launch without a bucket is padded to."""
+        padded = query_len if phase is Phase.DECODE else round_up(query_len, self._size)
+        return Bucket(phase, batch, padded, blocks)
+
+
+def _launch(
+    rows: _Rows,
+    bucket: Bucket,
+    *,
+    is_contiguous: bool = False,
+    merged_prompts: int = 0,
+    num_shared: int = 0,
+    max_shift: int = 0,
+) -> PaddedLaunch:
+    return PaddedLaunch(
+        rows.ids,
+        rows.computed,
+        rows.scheduled,
+        bucket,
+        is_contiguous,
+        merged_prompts,
+        num_shared,
+        max_shift,
+        num_drafts=rows.drafts if rows.drafts.any() else None,
+    )
+
+
+def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
+    return sum(padded_cost(bucket) + PREFILL_LAUNCH_COST for _, bucket in groups)
+
+
+def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:
+    return -(-num_tokens // block_size)

@@ -1,0 +1,289 @@
+"""What the card knows of the rows of a batch before the host does.
+
+A launch leaves the newest token of each row on the card, where the next launch of the row reads
+it. With drafts it also leaves how many of them were right. So a launch can start before the host
+has read the one before: the host packs it for the case that all drafts are right, and the card
+moves a row back by as many tokens as were wrong (`ResidentTokens.follow`). Every shape depends on
+the bucket alone; how far a row moves is data.
+
+Letters: R rows of the batch and one of padding, k most drafts of a row, B, Q and T as in a packed
+decode, S how far a row may move back.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
+from vllm.bucketing import Phase
+from vllm.sample.sampler import SamplerOutput
+from vllm.worker.hpu.launches.input import DecodeInput, unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.launches.planner import PaddedShape
+
+
+class ResidentTokens:
+    """The newest tokens of the rows of a model.
+
+    Args:
+        num_rows: of the batch.
+        device: the card.
+        block_size: tokens of a block of the KV cache.
+        max_drafts: k, drafts of a row that are made on the card; 0: none are.
+
+    Attributes:
+        newest: [R] int32, the newest token of each row.
+        ends: [R] int32, its position. This and what follows only where drafts are made on the card.
+        counts: [R] int32, how many tokens the last launch of the row has put out.
+        outputs: [R, 1 + k] int32, these tokens; what is behind `counts` of them is no output.
+        drafts: [R * k] int32, the drafts that the next launch of the row verifies.
+        beside: those of what makes the drafts, which begins where this model is.
+    """
+
+    tokens_ahead = 0
+    """See `HPUInputBuilder`."""
+
+    def __init__(
+        self, num_rows: int, device: torch.device, block_size: int, max_drafts: int = 0
+    ) -> None:
+        self._block_size = block_size
+        self.max_drafts = max_drafts
+        self.beside: list[ResidentTokens] = []
+        self.newest = _zeros(num_rows + 1, device)
+        if max_drafts:
+            self.ends = _zeros(num_rows + 1, device)
+            self.counts = _zeros(num_rows + 1, device)
+            outputs = _zeros((num_rows + 1) * (1 + max_drafts), device)
+            self.outputs = outputs.view(num_rows + 1, 1 + max_drafts).clone()
+            self.drafts = _zeros((num_rows + 1) * max_drafts, device)
+
+    # ---- a launch begins ------------------------------------------------------------------
+
+    def follow(self, given: DecodeInput[Tensor], shape: PaddedShape) -> DecodeInput[Tensor]:
+        """A decode with the tokens that are on the card, at the places where its rows are."""
+        on_card = self._tokens(given.rows, shape.bucket.query_len)
+        token_ids = torch.where(given.token_ids < 0, on_card, given.token_ids)
+        positions, metadata = given.positions, given.metadata
+        if shape.max_shift:
+            shift = self._shift(given, shape)
+            positions = (given.positions.unflatten(0, (len(shift), -1)) + shift[:, None]).flatten()
+            metadata = self._move(given, shift, shape)
+        return DecodeInput(
+            token_ids=token_ids,
+            rows=given.rows,
+            positions=positions,
+            earlier_slots=given.earlier_slots,
+            metadata=metadata,
+            adapter_slots=given.adapter_slots,
+            sample_rows=given.sample_rows,
+        )
+
+    def draw_index(self, packed: Tensor, shape: PaddedShape) -> Tensor:
+        """[T] which of the random numbers of B rows at S + Q positions each, up to the last one of
+        the launch as the host has packed it, each token takes."""
+        given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
+        shift = self._shift(given, shape)
+        first = _range(len(shift), shift) * (shape.max_shift + query_len) + shape.max_shift
+        return ((first + shift)[:, None] + _range(query_len, shift)).flatten()
+
+    def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
+        """[B * Q] the newest token of each row, and its drafts."""
+        newest = self.newest.index_select(0, rows)
+        if query_len == 1:
+            return newest
+        if not self.max_drafts:
+            return newest.unsqueeze(-1).expand(-1, query_len).flatten()
+        drafts = self.drafts.view(-1, self.max_drafts).index_select(0, rows)
+        return torch.cat([newest[:, None], drafts[:, : query_len - 1]], 1).flatten()
+
+    def _shift(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
+        """[B] how many tokens further on each row begins than the host has packed: -S to 0. A row
+        whose tokens the host has given begins where it says."""
+        first = _first(given.positions, shape)
+        begin = self.ends.index_select(0, given.rows) - self.tokens_ahead
+        is_resident = _first(given.token_ids, shape) < 0
+        return torch.where(is_resident, begin - first, 0).clamp(-shape.max_shift, 0)
+
+    def _move(
+        self, given: DecodeInput[Tensor], shift: Tensor, shape: PaddedShape
+    ) -> HPUDecodeMetadata[Tensor]:
+        metadata, query_len = given.metadata, shape.bucket.query_len
+        slots = metadata.slot_mapping.view(-1, query_len)
+        column, width = _range(query_len, shift), shape.max_shift + query_len
+        first = _range(len(slots), shift) * width + shape.max_shift + shift
+        moved = torch.cat([given.earlier_slots, slots], 1).flatten()
+        moved = moved.index_select(0, (first[:, None] + column).flatten()).view(-1, query_len)
+        is_token = column <= _num_more(given.positions, shape)[:, None]
+        groups = metadata.block_groups
+        of_entries = shift.index_select(0, groups.clamp_min(0)).masked_fill(groups < 0, 0)
+        age = metadata.block_age + of_entries
+        usage = torch.where(groups < 0, metadata.block_usage, (age + 1).clamp(0, self._block_size))
+        return HPUDecodeMetadata(
+            block_list=metadata.block_list,
+            block_groups=groups,
+            block_usage=usage,
+            block_age=age,
+            slot_mapping=torch.where(is_token, moved, slots).flatten(),
+        )
+
+    # ---- a launch has sampled -------------------------------------------------------------
+
+    def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> Tensor | None:
+        """Keep the newest token of each row that has sampled. With drafts, that is the first token
+        that is not the draft in its place, or the last one.
+
+        Returns:
+            [B, 1 + Q] int32 of a decode of several tokens: how many of the sampled tokens of each
+            row are output, and these tokens, -1 where none could be sampled. None for others: all
+            are output.
+        """
+        if shape.bucket.phase is not Phase.DECODE:
+            rows, ends = self._prompts(packed, shape)
+            self._keep(rows, sampled.token_ids[:, None], torch.ones_like(rows), ends)
+            return None
+        given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
+        rows, token_ids = _first(given.sample_rows, shape), sampled.token_ids.view(-1, query_len)
+        ends = _first(given.positions, shape)
+        if shape.max_shift:
+            ends = ends + self._shift(given, shape)
+        if query_len == 1:
+            self._keep(rows, token_ids, torch.ones_like(rows), ends + 1)
+            return None
+        on_card = self._tokens(given.rows, query_len)
+        run = torch.where(given.token_ids < 0, on_card, given.token_ids).view(-1, query_len)
+        host_ids = sampled.host_ids.view(-1, query_len)
+        column = _range(query_len, rows)
+        is_last = column >= _num_more(given.positions, shape)[:, None]
+        is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
+        # The documented operators of the device have a maximum of int32, as a function of torch and
+        # not as a method of tensors, and no minimum.
+        distance = torch.where(is_last | is_wrong, query_len - 1 - column, 0)
+        end = query_len - 1 - torch.amax(distance, 1)
+        has_failed = _at(host_ids, end) < 0  # the row ends before it
+        counts = end + 1 - ((end > 0) & has_failed).int()
+        self._keep(rows, token_ids, counts, ends + counts)
+        return torch.cat([counts[:, None], host_ids], 1)
+
+    def _prompts(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+        """[L] rows of the logits of a prefill, and the positions of what they sample."""
+        if shape.merged_prompts:
+            merged = unpack_merged(packed, shape)
+            metadata = merged.metadata
+            last = metadata.positions.index_select(0, metadata.last_token_indices)
+            return merged.sample_rows, last + 1
+        given = unpack_prefill(packed, shape)
+        return given.sample_rows, given.positions.index_select(0, given.last_tokens) + 1
+
+    def _keep(self, rows: Tensor, token_ids: Tensor, counts: Tensor, ends: Tensor) -> None:
+        """Keep what rows [B] have put out: the first `counts` of `token_ids` [B, n]."""
+        index = rows.long()
+        newest = _at(token_ids, counts - 1)
+        for tokens in (self, *self.beside):
+            tokens.newest.index_copy_(0, index, newest)
+            if self.max_drafts:
+                tokens.ends.index_copy_(0, index, ends)
+        if self.max_drafts:
+            self.counts.index_copy_(0, index, counts)
+            lacking = 1 + self.max_drafts - token_ids.shape[1]
+            outputs = torch.nn.functional.pad(token_ids, (0, lacking))
+            self.outputs.index_copy_(0, index, outputs)
+
+
+class ResidentDrafts(ResidentTokens):
+    """The newest tokens of the rows of what makes drafts: drafts, behind the tokens of the model.
+
+    Its launches of several tokens run what the model has put out last, or known tokens.
+
+    Args:
+        target: of the model; without drafts, these are kept here alone, and the host reads them.
+        num_rows, device, block_size: see `ResidentTokens`.
+        tokens_ahead: see `HPUInputBuilder`.
+    """
+
+    def __init__(
+        self,
+        target: ResidentTokens,
+        num_rows: int,
+        device: torch.device,
+        block_size: int,
+        tokens_ahead: int,
+    ) -> None:
+        super().__init__(num_rows, device, block_size)
+        self.tokens_ahead = tokens_ahead
+        self.ends = _zeros(num_rows + 1, device)
+        self._target = target
+        target.beside.append(self)
+
+    def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
+        if query_len == 1 or not self._target.max_drafts:
+            return super()._tokens(rows, query_len)
+        return self._target.outputs[:, :query_len].index_select(0, rows).flatten()
+
+    def _shift(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
+        shift = super()._shift(given, shape)
+        # The host knows where the tokens begin that the model has put out last.
+        return shift if shape.bucket.query_len == 1 else torch.zeros_like(shift)
+
+    def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
+        """[B] which token of each row of a decode is the last one."""
+        on_host = _num_more(given.positions, shape)
+        if shape.bucket.query_len == 1 or not self._target.max_drafts:
+            return on_host
+        is_resident = _first(given.token_ids, shape) < 0
+        return torch.where(
+            is_resident, self._target.counts.index_select(0, given.rows) - 1, on_host
+        )
+
+    def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
+        """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
+        if not self._target.max_drafts:
+            return given.token_ids < 0
+        ends = self.ends.index_select(0, given.rows)
+        return (given.token_ids < 0) & (ends > self._target.ends.index_select(0, given.rows))
+
+    def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> None:
+        """Keep the draft behind the last token of each row of a decode."""
+        if shape.bucket.phase is not Phase.DECODE:
+            return
+        given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
+        target, rows = self._target, _first(given.sample_rows, shape)
+        column = self.last_column(given, shape)
+        ends = _first(given.positions, shape) + self.tokens_ahead + 1 + column
+        if shape.max_shift:
+            ends = ends + self._shift(given, shape)
+        drafts = _at(sampled.token_ids.view(-1, query_len), column)
+        if not target.max_drafts:
+            self.newest.index_copy_(0, rows.long(), drafts)
+            return
+        place = ends - target.ends.index_select(0, rows) - 1
+        most = target.max_drafts
+        place = rows * most + place.clamp(0, most - 1)
+        self.newest.index_copy_(0, rows.long(), drafts)
+        self.ends.index_copy_(0, rows.long(), ends)
+        target.drafts.index_copy_(0, place.long(), drafts)
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def _range(size: int, like: Tensor) -> Tensor:
+    return torch.arange(size, dtype=torch.int32, device=like.device)
+
+
+def _first(of_tokens: Tensor, shape: PaddedShape) -> Tensor:
+    """[B] the first of the Q entries [B * Q] of each row."""
+    query_len = shape.bucket.query_len
+    return of_tokens if query_len == 1 else of_tokens.view(-1, query_len)[:, 0]
+
+
+def _num_more(positions: Tensor, shape: PaddedShape) -> Tensor:
+    """[B] how many tokens of each row follow the first; padding repeats the last position."""
+    by_row = positions.view(-1, shape.bucket.query_len)
+    return by_row[:, -1] - by_row[:, 0]
+
+
+def _at(values: Tensor, column: Tensor) -> Tensor:
+    """[B] of values [B, n], those at a column [B] of each row."""
+    if values.shape[1] == 1:
+        return values[:, 0]
+    is_chosen = _range(values.shape[1], column) == column[:, None]
+    return torch.sum(torch.where(is_chosen, values, 0), 1, dtype=torch.int32)

@@ -1,0 +1,34 @@
+"""What each launch of a card widens before it multiplies, as one line of the log."""
+
+from torch import nn
+
+from vllm.bucketing import format_bytes
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.hpu.narrow_rows import NarrowRows
+from vllm.worker.kv_cache import cache_dtype
+
+logger = init_logger(__name__)
+
+
+def log_widened(config: VllmConfig, model: nn.Module) -> None:
+    """Say which weights and which cache are narrow in memory, and wide where they are multiplied.
+
+    Args:
+        config: of the engine.
+        model: loaded.
+    """
+    rows = [module for module in model.modules() if isinstance(module, NarrowRows)]
+    found = []
+    if rows:
+        num_bytes = sum(param.nbytes for each in rows for param in each.parameters())
+        found.append(f"{len(rows)} quantized weights ({format_bytes(num_bytes)})")
+    dtype = cache_dtype(config)
+    if dtype in FP8_DTYPES:
+        found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
+    if found:
+        logger.info(
+            "Each launch widens to %s what it multiplies of %s",
+            *(config.model.dtype_name, " and ".join(found)),
+        )

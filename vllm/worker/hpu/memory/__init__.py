@@ -1,0 +1,1 @@
+"""Memory of a card: measured, forecast, moved to the host and back."""

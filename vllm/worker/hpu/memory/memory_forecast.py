@@ -1,0 +1,112 @@
+"""Predicts what a launch takes of memory at least, from smaller ones that have run.
+
+A failed allocation may be fatal on a card, so the warm-up does not run what cannot fit. The model:
+memory is a sum of parts that grow with the padded sizes of a launch (tokens, block list, scores,
+rows of logits, a constant), each with a factor that is unknown, but not negative. Two launches that
+have run leave a range of factors; the least memory that any of them gives for a larger launch is
+the prediction. So it is rather too low than too high: a launch that fits is not refused, and one
+that is predicted too low is given up when its allocation fails, as without a prediction.
+"""
+
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.bucketing import Phase
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import Attempt
+
+_TOLERANCE = 0.02
+"""A prediction counts only beyond this share of the memory there is: sizes are rounded up."""
+
+_MOST_COMPARED = 16
+"""Launches that a prediction looks at: those that have taken the most tell the most."""
+
+_Sizes = npt.NDArray[np.float64]
+
+
+class MemoryForecast:
+    """The launches of one runner that have run.
+
+    Attributes:
+        most_blocks: entries of the longest block list of a decode in the profiling run, which has
+            no slices of the cache. None: there was no profiling run.
+        passing_bytes: the most that a launch has taken besides the workspace, which all of them
+            keep.
+    """
+
+    def __init__(self) -> None:
+        self.most_blocks: int | None = None
+        self.passing_bytes = 0
+        # Sizes, bytes, and whether it has taken these, or at most these.
+        self._seen: dict[tuple[Phase, bool], list[tuple[_Sizes, int, bool]]] = {}
+
+    def add(self, shape: PaddedShape, attempted: Attempt) -> None:
+        """Take in a launch that has completed."""
+        if attempted.refused_bytes is None:
+            # Where a workspace is kept, that much is known of each launch; what goes from recipe to
+            # recipe depends on the sampling too.
+            num_bytes = attempted.kept_bytes or attempted.needed_bytes
+            if attempted.kept_bytes:
+                self.passing_bytes = max(self.passing_bytes, attempted.passing_bytes)
+            seen = self._seen.setdefault(_way(shape), [])
+            seen.append((_sizes(shape), num_bytes, attempted.has_grown))
+
+    def exceeds(self, shape: PaddedShape, most_bytes: int) -> int | None:
+        """The bytes that a launch takes at least, if they are more than `most_bytes`, or None.
+
+        Its workspace stays for good, so launches must find room besides it for what they pass on.
+        """
+        sizes = _sizes(shape)
+        smaller = [each for each in self._seen.get(_way(shape), ()) if (each[0] <= sizes).all()]
+        smaller.sort(key=lambda each: -each[1])
+        exact = [each for each in smaller if each[2]][:_MOST_COMPARED]
+        predicted = [
+            least
+            for large in exact
+            for small in [each for each in smaller if each[1] < large[1]][:_MOST_COMPARED]
+            if (small[0] <= large[0]).all()
+            if (least := _least(small, large, sizes)) is not None
+        ]
+        if not predicted:
+            return None
+        needed = max(predicted) + self.passing_bytes
+        return int(needed) if needed > most_bytes * (1 + _TOLERANCE) else None
+
+
+def _way(shape: PaddedShape) -> tuple[Phase, bool]:
+    """Launches whose sizes are comparable."""
+    return shape.bucket.phase, shape.is_contiguous
+
+
+def _sizes(shape: PaddedShape) -> _Sizes:
+    """What parts of the memory are in proportion to."""
+    bucket, size = shape.bucket, shape.bucket.num_tokens
+    if bucket.phase is Phase.DECODE:
+        entries = shape.num_entries
+        return np.array([1, size, entries, size * entries], float)
+    context = bucket.batch * bucket.blocks
+    return np.array(
+        [1, shape.num_rows, size, size * bucket.query_len, context, size * bucket.blocks], float
+    )
+
+
+def _least(
+    small: tuple[_Sizes, int, bool], large: tuple[_Sizes, int, bool], sizes: _Sizes
+) -> float | None:
+    """The least memory of a launch by all factors that give two others what they have taken.
+
+    The least is reached with two parts only, as there are two equations. None: no factors do.
+    """
+    found = []
+    for i, j in combinations(range(len(sizes)), 2):
+        parts = np.array([[small[0][i], small[0][j]], [large[0][i], large[0][j]]])
+        determinant = parts[0, 0] * parts[1, 1] - parts[0, 1] * parts[1, 0]
+        if abs(determinant) <= 1e-9 * abs(parts[0, 0] * parts[1, 1]):
+            continue  # both parts grow alike, or neither launch has one of them
+        first = (small[1] * parts[1, 1] - large[1] * parts[0, 1]) / determinant
+        second = (large[1] * parts[0, 0] - small[1] * parts[1, 0]) / determinant
+        if min(first * parts[1, 0], second * parts[1, 1]) >= -1e-3 * large[1]:
+            found.append(first * sizes[i] + second * sizes[j])
+    return min(found, default=None)

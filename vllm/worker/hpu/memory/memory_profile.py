@@ -1,0 +1,183 @@
+"""What a part of the start took of device and host memory, as users of Gaudi read it in the log."""
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import psutil
+
+from vllm.bucketing import format_bytes
+from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
+from vllm.worker.hpu.launches.launch_peers import LaunchPeers
+
+_REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
+
+
+class MemoryProfile:
+    """Measures the block it is entered for, or from `begin` to `end`.
+
+    Afterwards `str()` is the text of the log:
+
+    `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory
+    (8.199 GiB/108.2 GiB used)`. Negative numbers are memory that was released.
+
+    Args:
+        bridge: the card.
+        is_peak: what the block needed at its peak, in place of what it left in use.
+        resident_bytes: measure from that much in use, in place of what is when the block begins:
+            without the workspace, which is there from the launches before.
+    """
+
+    def __init__(
+        self, bridge: HabanaBridge, *, is_peak: bool = False, resident_bytes: int | None = None
+    ) -> None:
+        self._bridge = bridge
+        self._is_peak = is_peak
+        self._resident_bytes = resident_bytes
+        self._before = (0, 0)
+        self._after = (0, 0)
+        self._totals = (0, 0)
+
+    def __enter__(self) -> "MemoryProfile":
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Measure from here."""
+        device_bytes, host_bytes = self._measure()
+        if self._resident_bytes is not None:
+            device_bytes = self._resident_bytes
+        self._before = device_bytes, host_bytes
+        if self._is_peak:
+            self._bridge.reset_peak()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Measure up to here."""
+        device_bytes, host_bytes = self._measure()
+        if self._is_peak:
+            device_bytes = self._bridge.peak_bytes()
+        self._after = device_bytes, host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory in use after the block, or at its peak, that was not before it."""
+        return self._after[0] - self._before[0]
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.device_bytes)} of device memory "
+            f"({format_bytes(self._after[0])}/{format_bytes(self._totals[0])} used) and "
+            f"{format_bytes(self._after[1] - self._before[1])} of host memory "
+            f"({format_bytes(self._after[1])}/{format_bytes(self._totals[1])} used)"
+        )
+
+    def _measure(self) -> tuple[int, int]:
+        """Bytes in use on the device and on the host."""
+        device, host = self._bridge.memory_info(), psutil.virtual_memory()
+        self._totals = (device.total_bytes, host.total)
+        return device.total_bytes - device.free_bytes, host.total - host.available
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The outcome of a launch that may have run out of memory."""
+
+    profile: MemoryProfile
+    """Of its peak, workspace included."""
+    peak_bytes: int
+    """Device memory at that peak."""
+    kept_bytes: int
+    """Workspace that is in use after it: the most that any launch needed until now."""
+    has_grown: bool
+    """It needed more workspace than the launches before; else it may need less than is kept."""
+    refused_bytes: int | None
+    """The allocation that failed; None: the launch completed."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory it needs at a time; at least that much if it did not run to its end."""
+        return max(0, self.peak_bytes) + (self.refused_bytes or 0)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of it, what goes from one recipe to the next and is given back after the launch."""
+        return max(0, self.peak_bytes - self.kept_bytes)
+
+    def without(self, held_bytes: int) -> "Attempt":
+        """The same without memory that was held while the launch ran."""
+        return replace(self, peak_bytes=max(self.kept_bytes, self.peak_bytes - held_bytes))
+
+    def worst_of(self, peers: LaunchPeers | None) -> "Attempt":
+        """The same with the most that any of the cards has needed, so that all decide alike."""
+        if peers is None:
+            return self
+        refused = -1 if self.refused_bytes is None else self.refused_bytes
+        own = [self.peak_bytes, self.kept_bytes, int(self.has_grown), refused]
+        peak, kept, has_grown, refused = peers.most_of(own)
+        return Attempt(self.profile, peak, kept, bool(has_grown), None if refused < 0 else refused)
+
+
+def attempt(
+    bridge: HabanaBridge,
+    run: Callable[[], None],
+    resident_bytes: int,
+    peers: LaunchPeers | None = None,
+) -> Attempt:
+    """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch but
+    the workspace.
+
+    Args:
+        resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
+        peers: the cards that run it together with this one.
+
+    Raises:
+        RuntimeError: this card alone is out of memory, and the others wait for it in the launch.
+    """
+    started = time.monotonic()
+    in_use = used_bytes(bridge)
+    profile = MemoryProfile(bridge, is_peak=True, resident_bytes=resident_bytes)
+    refused: int | None = None
+    failure: Exception | None = None
+    try:
+        with profile:
+            run()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = _REFUSED.search(str(error))
+        refused = int(found[1]) if found else 0
+        failure = error
+    if peers is not None:
+        peers.end_launch()
+        if failure is not None and not peers.are_done(time.monotonic() - started):
+            raise failure
+    failure = None
+    if refused is not None:
+        gc.collect()  # of what the frames of the error held
+        bridge.mark_step()  # what it has recorded must not begin another recipe
+    kept = max(0, used_bytes(bridge) - resident_bytes)
+    # Without a workspace, all of it is given back, and all of it was needed.
+    has_grown = refused is not None or not kept or resident_bytes + kept > in_use
+    return Attempt(profile, profile.device_bytes, kept, has_grown, refused)
+
+
+def used_bytes(bridge: HabanaBridge) -> int:
+    """Device memory in use."""
+    memory = bridge.memory_info()
+    return memory.total_bytes - memory.free_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left; the bridge has no exception of its own for that."""
+    return OUT_OF_MEMORY_TEXT in str(error)

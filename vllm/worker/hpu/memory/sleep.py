@@ -1,0 +1,158 @@
+"""Sleep mode on a card: weights go to the host or are dropped, the KV cache is dropped.
+
+Tensors come back at other addresses, so graphs that were captured with the old ones go first and
+are captured again afterwards.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.logger import init_logger
+from vllm.model_executor.model_memory import copy_cache_scales, replace_tensors
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.launches.execution import GraphExecution
+from vllm.worker.hpu.launches.launches import PaddedRunner
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import MemoryProfile
+from vllm.worker.sleep import BuildModel
+
+logger = init_logger(__name__)
+
+
+class CardWeights:
+    """The weights of a model on a card.
+
+    Args:
+        model: loaded, on the card.
+        folder: of the checkpoint.
+        build: reads a checkpoint again, into host memory.
+        bridge: the card.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: str, build: BuildModel, bridge: HabanaBridge
+    ) -> None:
+        self._model = model
+        self._folder = folder
+        self._build = build
+        self._bridge = bridge
+        self._is_released = False
+        self._is_on_host = False
+
+    def release(self, *, keep: bool) -> None:
+        """Move the weights to the host, or drop them."""
+        with MemoryProfile(self._bridge) as profile:
+            if keep:
+                replace_tensors(self._model, lambda name, tensor: tensor.cpu())
+            else:
+                replace_tensors(self._model, lambda name, tensor: _without_memory(tensor))
+            self._bridge.synchronize()
+        self._is_released, self._is_on_host = True, keep
+        logger.info("Moving model to CPU for sleep mode took %s", profile)
+
+    def restore(self) -> None:
+        """Move the weights back; those that were dropped are read from the checkpoint.
+
+        Raises:
+            WeightLoadError: the checkpoint cannot be read.
+        """
+        with MemoryProfile(self._bridge) as profile:
+            if self._is_on_host:
+                device = self._bridge.device
+                replace_tensors(self._model, lambda name, tensor: tensor.to(device))
+            else:
+                self._read(self._folder)
+            self._bridge.synchronize()
+        self._is_released = self._is_on_host = False
+        logger.info("Waking up model, moving it back to HPU took %s", profile)
+
+    def reload(self, folder: str | None) -> None:
+        """See `SleepingWeights.reload`."""
+        folder = folder or self._folder
+        if self._is_released:
+            self._is_on_host = False
+            replace_tensors(self._model, lambda name, tensor: _without_memory(tensor))
+        else:
+            self._read(folder)
+        self._folder = folder
+
+    @torch.no_grad()
+    def _read(self, folder: str) -> None:
+        """Put the weights of a folder on the card; into the same memory where there is some."""
+        fresh = self._build(folder)
+        tensors = dict([*fresh.named_parameters(), *fresh.named_buffers()])
+
+        def load(name: str, tensor: Tensor) -> Tensor:
+            new = tensors.pop(name).detach()
+            if tensor.is_meta:
+                return new.to(self._bridge.device)
+            return tensor.copy_(new)
+
+        replace_tensors(self._model, load)
+        copy_cache_scales(fresh, self._model)
+        self._bridge.mark_step()
+
+
+class CardCache:
+    """The KV cache on a card. It comes back empty.
+
+    Args:
+        bridge: the card.
+        drop: lets go of the cache.
+        bind: allocates it again.
+    """
+
+    def __init__(
+        self, bridge: HabanaBridge, drop: Callable[[], None], bind: Callable[[], None]
+    ) -> None:
+        self._bridge = bridge
+        self._drop = drop
+        self._bind = bind
+
+    def release(self, *, keep: bool) -> None:
+        """Drop the cache."""
+        with MemoryProfile(self._bridge) as profile:
+            self._drop()
+        logger.info("Discarding KV cache for sleep mode took %s", profile)
+
+    def restore(self) -> None:
+        """Allocate the cache again."""
+        with MemoryProfile(self._bridge) as profile:
+            self._bind()
+        logger.info("Waking up KV cache, reinitializing it took %s", profile)
+
+
+class SleepingGraphs:
+    """The HPU graphs of a runner that sleeps.
+
+    Args:
+        runner: warmed up.
+    """
+
+    def __init__(self, runner: PaddedRunner) -> None:
+        self._runner = runner
+        self._shapes: list[PaddedShape] = []
+
+    def release(self) -> None:
+        """Throw away all graphs, as they hold addresses of weights and cache."""
+        execution = self._runner.launches.execution
+        if isinstance(execution, GraphExecution):
+            self._shapes += execution.shapes
+            for shape in execution.shapes:
+                self._runner.launches.release(shape)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture again what was thrown away. Their recipes are compiled already."""
+        execution = self._runner.launches.execution
+        while self._shapes:
+            assert isinstance(execution, GraphExecution)
+            shape = self._shapes.pop(0)
+            self._runner.launches.capture(shape)
+            self._runner.warm_up(shape, sampling="none")
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

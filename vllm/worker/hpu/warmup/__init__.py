@@ -1,0 +1,1 @@
+"""Warm-up of a card: which shapes, in which order, and how long it takes."""

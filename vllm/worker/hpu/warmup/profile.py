@@ -1,0 +1,190 @@
+"""The profiling run: how much memory launches need, before the KV cache takes what is left.
+
+The largest launches are run on next to no cache. A card never gives the workspace of a launch back,
+so smaller ones come first: a launch that in proportion to them would need more than there is, or
+leave no cache, is not run but given up, as the warm-up will do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, plan_buckets
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.shrink import shrink_launches
+from vllm.config import VllmConfig
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.launches.launches import PaddedRunner
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory.memory_profile import Attempt, MemoryProfile, attempt, used_bytes
+from vllm.worker.parts.prompt_logprobs import PART_SIZE
+
+
+def held_bytes(config: VllmConfig) -> int:
+    """Most device memory that requests and the results of a step hold while a launch runs.
+
+    A mask of the vocabulary for each request, and for each token of the step and each request the
+    log-probabilities of all that may be asked for.
+    """
+    scheduler, vocab_size = config.scheduler, config.model.resolved_arch.vocab_size
+    positions = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (PART_SIZE + 2)
+    num_logprobs = 1 + min(vocab_size, max(1, config.model.max_logprobs))
+    return vocab_size * scheduler.max_num_seqs + positions * (8 * num_logprobs + 16)
+
+
+def profile_launches(
+    config: VllmConfig,
+    bridge: HabanaBridge,
+    runner: PaddedRunner,
+    most_bytes: int,
+    forecast: MemoryForecast,
+) -> tuple[MemoryProfile, int] | None:
+    """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
+
+    What needs more is reported only where nothing smaller can be launched.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+        runner: has a cache of a block or more, which is written to.
+        most_bytes: device memory.
+        forecast: learns what the launches take.
+
+    Returns:
+        The peak of that launch, and what launches need at a time: the workspace that all of them
+        share, and the most that one of them has beside it. None: the card cannot run any launch of
+        some phase.
+    """
+    plan = plan_buckets(config)
+    runner.launches.allow_shapes(3 * len(plan.catalog))
+    resident_bytes = used_bytes(bridge)
+    forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
+
+    def run(bucket: Bucket) -> Attempt:
+        launch = partial(_run_beside_others, config, bridge, runner, bucket)
+        peers = runner.launches.peers
+        attempted = attempt(bridge, launch, resident_bytes, peers).worst_of(peers)
+        forecast.add(PaddedShape(bucket), attempted.without(held_bytes(config)))
+        return attempted
+
+    attempts = []
+    for phase in runner.launches.phases:
+        attempted = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
+        if attempted is None:
+            return None
+        attempts.append(attempted)
+    kept = max(0, used_bytes(bridge) - resident_bytes)
+    needs_most = max(attempts, key=lambda attempted: attempted.needed_bytes)
+    passing = max(attempted.passing_bytes for attempted in attempts)
+    return needs_most.profile, max(needs_most.needed_bytes, kept + passing)
+
+
+def _largest_within(
+    run: Callable[[Bucket], Attempt],
+    phase: Phase,
+    catalog: Catalog,
+    limits: StepLimits,
+    most_bytes: int,
+) -> Attempt | None:
+    given_up: list[Bucket] = []
+    attempts: dict[Bucket, Attempt] = {}
+    while True:
+        buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
+        ladder = _Ladder(attempts, limits.block_size, most_bytes)
+        heaviest = _heaviest(buckets, limits.block_size)
+        while (bucket := ladder.next_rung(buckets, heaviest)) is not None:
+            attempts[bucket] = run(bucket)
+        failed = {b for b, attempted in attempts.items() if ladder.is_too_much(attempted)}
+        if heaviest <= attempts.keys() - failed:
+            return max((attempts[b] for b in heaviest), key=lambda each: each.passing_bytes)
+        lost = [bucket for bucket in buckets if ladder.is_hopeless(bucket)]
+        given_up += lost
+        found = shrink_launches(catalog.without(lost), limits, given_up)
+        if found is None:
+            # There is nothing smaller: what it needs is reported, if there is memory for it at all.
+            last = [attempts[b] if b in attempts else run(b) for b in heaviest]
+            has_run = all(attempted.refused_bytes is None for attempted in last)
+            return max(last, key=lambda each: each.passing_bytes) if has_run else None
+        catalog, limits = found
+
+
+class _Ladder:
+    """Which launches may be run, going by the smaller ones that have run.
+
+    Args:
+        attempts: those that have run; others may be added.
+        block_size: tokens of a block.
+        most_bytes: that a launch may need.
+    """
+
+    def __init__(
+        self, attempts: Mapping[Bucket, Attempt], block_size: int, most_bytes: int
+    ) -> None:
+        self._attempts = attempts
+        self._block_size = block_size
+        self._most_bytes = most_bytes
+
+    def next_rung(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
+        """The launch to run next; None: the heaviest have run, or all that is left is too much."""
+        if not self._attempts:
+            return min(buckets, key=padded_cost)
+        wanted = [bucket for bucket in heaviest if bucket not in self._attempts]
+        if not wanted:
+            return None
+        allowed = [bucket for bucket in wanted if not self.is_hopeless(bucket)]
+        if allowed:
+            return allowed[0]
+        most = max(map(padded_cost, self._attempts))
+        smaller = [b for b in buckets if padded_cost(b) > most and not self.is_hopeless(b)]
+        return max(smaller, key=padded_cost, default=None)
+
+    def is_too_much(self, attempted: Attempt) -> bool:
+        """It ran out of memory, or took more than there is for launches."""
+        is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
+        return attempted.refused_bytes is not None or is_above
+
+    def is_hopeless(self, bucket: Bucket) -> bool:
+        """The launch is too much, or would be in proportion to all that have run."""
+        if bucket in self._attempts:
+            return self.is_too_much(self._attempts[bucket])
+        return all(
+            self._ratio(bucket, other) > self._reach(attempted)
+            for other, attempted in self._attempts.items()
+        )
+
+    def _reach(self, attempted: Attempt) -> float:
+        """How many times larger a launch may be to fit the memory."""
+        if self.is_too_much(attempted):
+            return 1.0
+        # What goes from recipe to recipe hardly depends on the bucket.
+        reach = (self._most_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)
+        # One that fits the workspace of others may need far less of it.
+        return reach if attempted.has_grown else max(2.0, reach)
+
+    def _ratio(self, bucket: Bucket, other: Bucket) -> float:
+        scores = _num_scores(bucket, self._block_size) / _num_scores(other, self._block_size)
+        return max(scores, padded_cost(bucket) / padded_cost(other))
+
+
+def _heaviest(buckets: Sequence[Bucket], block_size: int) -> set[Bucket]:
+    """Those with the most work and with the largest matrix of scores."""
+    return {
+        max(buckets, key=padded_cost),
+        max(buckets, key=lambda bucket: _num_scores(bucket, block_size)),
+    }
+
+
+def _num_scores(bucket: Bucket, block_size: int) -> int:
+    """Of one head: new tokens against all that they attend to."""
+    return bucket.num_tokens * (bucket.query_len + bucket.blocks * block_size)
+
+
+def _run_beside_others(
+    config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, bucket: Bucket
+) -> None:
+    """A launch while all that it may find in memory is there."""
+    held = bridge.zeros((held_bytes(config),), torch.uint8)
+    runner.warm_up(PaddedShape(bucket), sampling="heaviest")
+    del held

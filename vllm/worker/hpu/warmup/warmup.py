@@ -1,0 +1,517 @@
+"""Runs every launch there can be once, before the first request needs it.
+
+Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
+Slices of the cache that are longer than what the profiling run has measured come before, the
+smallest first, so that what does not fit is predicted and not tried.
+Where the bridge can, it only compiles, and then each of them is launched once: what a launch takes
+of memory is not known before, and a first launch is slower than those after it.
+Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
+A shape that the memory does not hold is given up, with what it cost, and launches that would
+have used it are padded to a larger one or launched in smaller groups.
+
+Each launch is a step: the caller decides when it runs and, as several ranks may warm up together,
+whether it is kept. Ranks with the same decisions go through the same steps.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, format_bytes
+from vllm.bucketing.catalog.capture_plan import Capture, CaptureStep, PhaseGraphs, capture_graphs
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.shrink import shrink_launches
+from vllm.bucketing.ledger import MemoryClass, split_graph_memory
+from vllm.bucketing.log_lines import (
+    captured_line,
+    graph_memory_line,
+    warmup_finished_line,
+    warmup_line,
+)
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.launches.execution import GraphExecution
+from vllm.worker.hpu.launches.launches import PaddedRunner, Sampling
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory.memory_profile import Attempt, attempt, used_bytes
+from vllm.worker.hpu.warmup.profile import held_bytes
+from vllm.worker.hpu.warmup.warmup_estimate import Kind, Stage, WarmUpEstimate, Work
+from vllm.worker.interface import WarmUpStep
+
+logger = init_logger(__name__)
+
+_Steps = Generator[WarmUpStep, str | None, None]
+"""Names a step, and is told afterwards why it is given up (None: it is kept)."""
+
+_GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
+
+
+class WarmUp:
+    """Warms one runner up.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+        runner: has its KV cache.
+        catalog: buckets to warm up.
+        limits: of a launch.
+        ledger: has the budgets of launches and of graphs.
+        forecast: knows what the launches of the profiling run have taken; None: there was none.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        bridge: HabanaBridge,
+        runner: PaddedRunner,
+        catalog: Catalog,
+        limits: StepLimits,
+        ledger: MemoryLedger,
+        forecast: MemoryForecast | None = None,
+    ) -> None:
+        self._config = config
+        self._bridge = bridge
+        self._runner = runner
+        self._launches = runner.launches
+        self._catalog = catalog
+        self._limits = limits
+        self._ledger = ledger
+        self._held_bytes = held_bytes(config)
+        self._forecast = MemoryForecast() if forecast is None else forecast
+        self._given_up: list[Bucket] = []
+        self._batches: set[int] = set()
+        """Padded batch sizes whose sampling has been launched."""
+        self._compiled: set[Bucket] = set()
+        # Operator by operator, compiling is launching.
+        self._compiles_first = runner.launches.execution.has_recipes and bridge.can_compile_only
+        self._captured: set[Bucket] = set()
+        """Buckets that have their graphs."""
+        self._estimate = WarmUpEstimate()
+        self._eta_s: float | None = None
+        """Of the step that was named last."""
+        self._steps = self._all_steps()
+        self._launch: Callable[[], str | None] | None = None
+        """Of the step that was named last."""
+        self._needed_bytes = 0
+        """Memory that launches need at a time, the last one included."""
+        self._passing_bytes = 0
+        """Of it, what a launch has beside the workspace."""
+        self._kept_bytes = 0
+        """Of it, the workspace that is in use between launches too."""
+        self._used_bytes: int | None = None
+        """Memory that the last graph has taken; None: it was not captured."""
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """Finish the last step, and name the next one; see `Worker.next_warm_up`.
+
+        Raises:
+            ConfigError: the memory does not hold even the smallest launches.
+        """
+        self._estimate.end(has_run=self._launch is None)
+        try:
+            step = self._steps.send(given_up)
+        except StopIteration:
+            return None
+        return msgspec.structs.replace(step, eta_seconds=self._eta_s)
+
+    def warm_up(self) -> str | None:
+        """Run the launch of the step; why it has to be given up, or None."""
+        assert self._launch is not None, "no step has been named"
+        launch, self._launch = self._launch, None
+        with torch.inference_mode():
+            return launch()
+
+    def _all_steps(self) -> _Steps:
+        started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
+        self._launches.allow_shapes(3 * len(self._catalog))
+        self._book_workspace(0)
+        self._estimate.plan(self._work_left())
+        yield from self._launch_long_slices()
+        if self._compiles_first:
+            for phase in Phase:
+                yield from self._compile(phase)
+        self._compiles_first = False
+        self._batches.clear()
+        for phase in Phase:
+            yield from self._launch_once(phase)
+        if self._has_graphs:
+            yield from self._capture()
+        seconds = time.perf_counter() - started
+        allocated = free_before - self._bridge.memory_info().free_bytes
+        logger.info(warmup_finished_line(seconds, allocated))
+        self._launches.finish_warmup()
+
+    # ---- what is left ---------------------------------------------------------------------
+
+    @property
+    def _has_graphs(self) -> bool:
+        return isinstance(self._launches.execution, GraphExecution)
+
+    def _work_left(self) -> Iterator[Work]:
+        """Every launch from here to the end of the warm-up, if nothing more is given up."""
+        batches, slices = set(self._batches), self._long_slices()
+        yield from self._work_of("compile", slices, batches)
+        done = self._compiled.union(slices)
+        if self._compiles_first:
+            for phase in Phase:
+                pending = [b for b in self._pending(phase) if b not in done]
+                yield from self._work_of("compile", pending[::-1], batches)
+            batches.clear()
+        done = set(slices)
+        for phase in Phase:
+            pending = [b for b in self._pending(phase) if b not in done]
+            for bucket in reversed(pending):
+                yield from self._work_of(self._stage_of(bucket), [bucket], batches)
+        if self._has_graphs:
+            yield from self._graphs_left(self._catalog.prefill)
+            yield from self._graphs_left(self._catalog.decode)
+
+    def _work_of(
+        self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
+    ) -> Iterator[Work]:
+        """The launches of buckets, in this order; adds to the batch sizes that have sampled."""
+        for bucket in buckets:
+            for shape in self._shapes(bucket):
+                yield self._work(stage, shape, samples=shape.num_rows not in batches)
+                batches.add(shape.num_rows)
+
+    def _graphs_left(self, buckets: Sequence[Bucket]) -> Iterator[Work]:
+        for bucket in buckets:
+            if bucket not in self._captured:
+                yield from self._capture_work(bucket)
+
+    def _capture_work(self, bucket: Bucket) -> list[Work]:
+        return [self._work("capture", shape, samples=False) for shape in self._shapes(bucket)]
+
+    def _work(self, stage: Stage, shape: PaddedShape, *, samples: bool) -> Work:
+        return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
+
+    def _stage_of(self, bucket: Bucket) -> Stage:
+        """Whether the launch of a bucket compiles it."""
+        will_be = self._compiles_first and not self._is_long_slice(bucket)
+        return "run" if will_be or bucket in self._compiled else "compile"
+
+    # ---- phase 1 --------------------------------------------------------------------------
+
+    def _compile(self, phase: Phase) -> _Steps:
+        """Compile every bucket of a phase. Which there are may change on the way."""
+        done = 0
+        with _progress_bar(phase) as bar:
+            while pending := [b for b in self._pending(phase) if b not in self._compiled]:
+                bucket, total = pending[-1], done + len(pending)
+                step = _step(f"warm-up: {phase!s} buckets", bucket, done + 1, total)
+                line = self._line(bucket, done + 1, total)
+                given_up = yield from self._run_bucket(
+                    bucket, step, line, "compile", self._compile_shape
+                )
+                self._compiled.add(bucket)
+                if given_up is not None:
+                    self._give_up(bucket)
+                done += 1
+                bar.total = total
+                bar.update()
+
+    def _launch_long_slices(self) -> _Steps:
+        """Launch the decodes that read longer slices of the cache than the profiling run has, the
+        smallest first: only so the larger ones can be predicted."""
+        yield from self._launch_each("decode slices", self._long_slices)
+
+    def _launch_once(self, phase: Phase) -> _Steps:
+        """Launch every bucket of a phase, which compiles those that are not yet, the largest
+        first."""
+        yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
+
+    def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
+        """Launch the first of the pending buckets until there are none."""
+        done = 0
+        while pending := pending_buckets():
+            bucket, total = pending[0], done + len(pending)
+            step = _step(f"warm-up: {what}", bucket, done + 1, total)
+            is_new = bucket not in self._compiled
+            line = self._line(bucket, done + 1, total) if is_new else None
+            stage = self._stage_of(bucket)
+            given_up = yield from self._run_bucket(bucket, step, line, stage, self._launch_shape)
+            if given_up is None:
+                self._catalog.mark_warmed([bucket])
+                self._launches.report.mark_warmed(
+                    bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+                )
+            else:
+                self._give_up(bucket)
+            done += 1
+
+    def _long_slices(self) -> list[Bucket]:
+        """Pending decodes with long slices, ascending."""
+        pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
+        return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
+
+    def _is_long_slice(self, bucket: Bucket) -> bool:
+        """Whether a decode reads more blocks than those of the profiling run. The same on all
+        ranks, as it depends on the config alone."""
+        most = self._forecast.most_blocks
+        is_long = most is not None and bucket.blocks > most
+        return is_long and self._limits.contiguous_pa and bucket.phase is Phase.DECODE
+
+    def _line(self, bucket: Bucket, index: int, total: int) -> str:
+        return warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
+
+    def _run_bucket(
+        self,
+        bucket: Bucket,
+        step: WarmUpStep,
+        line: str | None,
+        stage: Stage,
+        run: Callable[[PaddedShape], str | None],
+    ) -> Generator[WarmUpStep, str | None, str | None]:
+        """Run all launches of a bucket; why they are given up, or None."""
+        for shape in self._shapes(bucket):
+            self._needed_bytes = 0
+            samples = shape.num_rows not in self._batches
+            self._eta_s = self._estimate.begin([self._work(stage, shape, samples=samples)])
+            step = msgspec.structs.replace(step, given_up=self._predict(shape))
+            self._launch = partial(_logged, line, partial(run, shape))
+            given_up = yield step
+            self._book_workspace(0 if given_up else self._needed_bytes)
+            if given_up is not None:
+                logger.warning("%s is not used: %s", _name(bucket), given_up)
+                return given_up
+            self._batches.add(shape.num_rows)
+            line = None
+        return None
+
+    def _compile_shape(self, shape: PaddedShape) -> str | None:
+        """Compile a launch. Why it is given up: not even what it returns has room."""
+        with self._bridge.compile_only():
+            attempted = self._attempt(shape)
+        return self._refusal(attempted) if attempted.refused_bytes is not None else None
+
+    def _launch_shape(self, shape: PaddedShape) -> str | None:
+        """Run a launch. Why it is given up: it needs more memory than there will be."""
+        with self._bridge.dry_run():
+            attempted = self._attempt(shape)
+        passing = max(self._passing_bytes, attempted.passing_bytes)
+        self._needed_bytes = attempted.kept_bytes + passing + self._held_bytes
+        if attempted.refused_bytes is not None or self._needed_bytes > self._launch_bytes():
+            return self._refusal(attempted)
+        self._passing_bytes = passing
+        self._forecast.add(shape, attempted)
+        return None
+
+    def _predict(self, shape: PaddedShape) -> str | None:
+        """Why a launch must not even be tried: going by smaller ones, there is no memory for it.
+        None: there may be."""
+        most_bytes = self._launch_bytes()
+        needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
+        if needed_bytes is None:
+            return None
+        needed = format_bytes(needed_bytes + self._held_bytes)
+        return (
+            f"a launch takes at least {needed}, as predicted from smaller ones, there are "
+            f"{format_bytes(most_bytes)} for launches"
+        )
+
+    def _attempt(self, shape: PaddedShape) -> Attempt:
+        sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
+        launch = partial(self._runner.warm_up, shape, sampling=sampling)
+        return attempt(self._bridge, launch, self._resident_bytes(), self._launches.peers)
+
+    def _refusal(self, attempted: Attempt) -> str:
+        at_least = "at least " if attempted.refused_bytes is not None else ""
+        own = attempted.needed_bytes + self._held_bytes
+        needed = format_bytes(max(own, self._needed_bytes))
+        there_is = format_bytes(self._launch_bytes())
+        return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
+
+    def _pending(self, phase: Phase) -> list[Bucket]:
+        """Buckets that have not run yet, ascending."""
+        buckets = self._catalog.prefill if phase is Phase.PREFILL else self._catalog.decode
+        return [bucket for bucket in buckets if not self._catalog.is_warmed(bucket)]
+
+    def _book_workspace(self, needed_bytes: int) -> None:
+        """Keep memory for launches that need more than the profiling run did: that of graphs, and
+        of the margin where a card has taken more and does not give it back."""
+        ledger, workspace = self._ledger, MemoryClass.WORKSPACE
+        self._kept_bytes = max(0, used_bytes(self._bridge) - self._resident_bytes())
+        if self._kept_bytes:
+            own = self._kept_bytes + self._passing_bytes + self._held_bytes
+            needed_bytes = max(needed_bytes, own)
+        more = needed_bytes - ledger.booked(workspace)
+        if more <= 0:
+            return
+        for cls in _GRAPHS:
+            lacking = max(0, more - ledger.unassigned_bytes)
+            ledger.assign(cls, ledger.budget(cls) - min(lacking, ledger.left(cls)))
+        margin = min(max(0, more - ledger.unassigned_bytes), ledger.booked(MemoryClass.MARGIN))
+        ledger.release(MemoryClass.MARGIN, margin)
+        ledger.assign(MemoryClass.MARGIN, ledger.budget(MemoryClass.MARGIN) - margin)
+        more = min(more, ledger.unassigned_bytes)
+        ledger.assign(workspace, ledger.budget(workspace) + more)
+        ledger.book(workspace, more)
+
+    def _resident_bytes(self) -> int:
+        """In use whatever is launched."""
+        held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS)
+        return sum(self._ledger.booked(cls) for cls in held)
+
+    def _launch_bytes(self) -> int:
+        """What launches can have at most: then no graph is captured."""
+        ledger = self._ledger
+        graphs = sum(ledger.left(cls) for cls in _GRAPHS)
+        return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
+
+    def _give_up(self, bucket: Bucket) -> None:
+        """Drop a bucket; steps that need it use smaller launches."""
+        self._given_up.append(bucket)
+        was_sliced = self._limits.contiguous_pa
+        found = shrink_launches(self._catalog.without([bucket]), self._limits, self._given_up)
+        if found is None:
+            raise ConfigError(
+                f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
+                f"tried. Lower --gpu-memory-utilization "
+                f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
+                f"--max-model-len ({self._config.scheduler.max_model_len})"
+            )
+        self._catalog, self._limits = found
+        if was_sliced and not self._limits.contiguous_pa:
+            # None of them has run the other way yet.
+            decodes = self._catalog.decode
+            self._catalog = self._catalog.without(decodes).with_buckets(decodes)
+        self._launches.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
+        self._launches.use_catalog(self._catalog, self._limits)
+        self._estimate.plan(self._work_left())
+
+    # ---- phase 2 --------------------------------------------------------------------------
+
+    def _capture(self) -> _Steps:
+        hpu, ledger = self._config.hpu, self._ledger
+        prompt, decode = self._assign_graphs()
+        logger.info(
+            graph_memory_line(
+                prompt + decode, self._free_bytes(), prompt, decode, hpu.graph_prompt_ratio
+            )
+        )
+        plan = capture_graphs(
+            self._catalog.prefill,
+            self._catalog.decode,
+            ledger,
+            prefill_order=hpu.graph_prompt_strategy,
+            decode_order=hpu.graph_decode_strategy,
+        )
+        capture: Capture | None = None
+        last_index = dict.fromkeys(Phase, 0)
+        while True:
+            try:
+                step = next(plan) if capture is None else plan.send(capture)
+            except StopIteration as end:
+                graphs: dict[Phase, PhaseGraphs] = end.value
+                break
+            if step.index <= last_index[step.phase]:
+                # The second pass: what was refused may have memory now.
+                catalog, phase = self._catalog, step.phase
+                buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
+                self._estimate.add(self._graphs_left(buckets))
+            last_index[step.phase] = step.index
+            capture = yield from self._capture_one(step)
+        for phase, result in graphs.items():
+            _log_graphs(phase, result)
+
+    def _assign_graphs(self) -> tuple[int, int]:
+        """Give graphs all that is left but the margin; bytes for prompts and for decodes."""
+        ledger = self._ledger
+        assigned = sum(ledger.left(cls) for cls in _GRAPHS) + ledger.unassigned_bytes
+        left = self._free_bytes() - ledger.booked(MemoryClass.MARGIN)
+        parts = split_graph_memory(max(0, min(assigned, left)), self._config.hpu.graph_prompt_ratio)
+        for cls in _GRAPHS:
+            ledger.assign(cls, 0)
+        for cls, num_bytes in zip(_GRAPHS, parts, strict=True):
+            ledger.assign(cls, num_bytes)
+        return parts
+
+    def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
+        """Capture the graphs of a bucket, unless they are given up before."""
+        self._used_bytes = None
+        self._eta_s = self._estimate.begin(self._capture_work(step.bucket))
+        self._launch = partial(self._capture_bucket, step)
+        given_up = yield WarmUpStep(
+            phase=f"warm-up: {step.phase!s} graphs",
+            name=_name(step.bucket),
+            index=step.index,
+            total=step.total,
+            given_up=step.refusal,
+        )
+        if given_up is not None:
+            for shape in self._shapes(step.bucket):
+                self._launches.release(shape)
+        else:
+            self._captured.add(step.bucket)
+        return Capture(self._used_bytes, given_up)
+
+    def _capture_bucket(self, step: CaptureStep) -> str | None:
+        """Capture all launches of a bucket; why they take more memory than there is, or None."""
+        free_bytes, in_use = self._free_bytes(), used_bytes(self._bridge)
+        logger.info(
+            warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
+        )
+        for shape in self._shapes(step.bucket):
+            capture = partial(self._capture_shape, shape)
+            with self._bridge.dry_run():
+                captured = attempt(self._bridge, capture, in_use, self._launches.peers)
+            if captured.refused_bytes is not None:
+                self._used_bytes = max(captured.needed_bytes, step.left_bytes + 1)
+                return step.refusal_of(self._used_bytes)
+        self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
+        return step.refusal_of(self._used_bytes)
+
+    def _capture_shape(self, shape: PaddedShape) -> None:
+        self._launches.capture(shape)
+        self._runner.warm_up(shape, sampling="none")
+
+    def _shapes(self, bucket: Bucket) -> list[PaddedShape]:
+        return self._launches.launch_shapes(bucket)
+
+    def _free_bytes(self) -> int:
+        """Free memory while the launch that needs the most of it runs."""
+        to_come = self._ledger.booked(MemoryClass.WORKSPACE) - self._kept_bytes
+        return self._bridge.memory_info().free_bytes - max(0, to_come)
+
+
+def _logged(line: str | None, launch: Callable[[], str | None]) -> str | None:
+    if line is not None:
+        logger.info(line)
+    return launch()
+
+
+def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:
+    return WarmUpStep(phase=phase, name=_name(bucket), index=index, total=total)
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.phase!s} {(bucket.batch, bucket.query_len, bucket.blocks)}"
+
+
+def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
+    """On a terminal only."""
+    name = "Prompt" if phase is Phase.PREFILL else "Decode"
+    bar: Callable[..., tqdm[Bucket]] = tqdm
+    return bar(
+        desc=f"{name} warm-up",
+        total=0,
+        unit="bucket",
+        disable=None,
+        leave=False,
+        # Without the bar's own estimate: there is one figure for the whole start.
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]",
+    )
+
+
+def _log_graphs(phase: Phase, result: PhaseGraphs) -> None:
+    for omitted in result.omitted:
+        logger.info("%s", omitted)
+    logger.info(captured_line(phase, result.captured, result.total, result.used_bytes))

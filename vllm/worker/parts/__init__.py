@@ -1,0 +1,1 @@
+"""Embeddings, adapters and prompt log-probabilities of the requests in a batch."""

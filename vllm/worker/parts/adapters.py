@@ -1,0 +1,188 @@
+"""The LoRA adapters of the requests in the batch."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.attention import LaunchParts
+from vllm.config import VllmConfig
+from vllm.errors import RequestError
+from vllm.lora.launches import AdapterStore, HostSlots
+from vllm.lora.layers import AdapterLayers
+from vllm.lora.memory import AdapterMemory
+from vllm.lora.reader import AdapterReader
+from vllm.lora.slots import AdapterSlots
+from vllm.messages import AdapterRef, EngineRequest, IntArray, NewRequest
+from vllm.model_executor.models.interface import CausalLM
+from vllm.utils.pace import Pace
+from vllm.worker.batch.launch import Launch
+from vllm.worker.parts.background import StepClock, run_in_background
+from vllm.worker.parts.row_parts import RowPart
+
+
+class Adapters(RowPart):
+    """The rows that use adapters, and the slots of those adapters. Adapters are held in memory from
+    `prepare` of a request to its end, so no step waits for one; an adapter that cannot be read
+    fails the requests that name it, and no other one.
+
+    Args:
+        config: of the engine.
+        reader: of adapters for its model.
+        store: has the adapters in use.
+
+    Attributes:
+        memory: has the adapters in host memory.
+        slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
+            row is padding.
+    """
+
+    def __init__(self, config: VllmConfig, reader: AdapterReader, store: AdapterStore) -> None:
+        self._reader = reader
+        self._store = store
+        self._slots = AdapterSlots(config.lora.max_loras)
+        self._steps = StepClock()
+        """While steps run, adapters are read in short turns."""
+        self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory, run_in_background)
+        self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
+        self._rows: dict[int, tuple[str, str]] = {}
+        """Row -> request and key of its adapter."""
+        self._errors: dict[int, str] = {}
+
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
+        """Load the adapter of a request in the background, and keep it until `release`.
+
+        Returns:
+            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
+        """
+        if request.adapter is None:
+            return None
+        return self.memory.hold(request.request_id, request.adapter)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended. Their rows run no more, whether they are freed yet or not."""
+        ended = set(request_ids)
+        for row, (request_id, _) in list(self._rows.items()):
+            if request_id in ended:
+                self.remove(row)
+        for request_id in ended:
+            self.memory.release(request_id)
+        self._tidy()
+
+    def unload(self, number: int) -> bool:
+        """Drop an adapter from memory; requests that use it go on. False: it is not loaded."""
+        is_found = self.memory.unload(number)
+        self._tidy()
+        return is_found
+
+    def _tidy(self) -> None:
+        """Keep no adapter in a slot that is neither in memory nor in use."""
+        for key in self._slots.unused():
+            if not self.memory.has(key):
+                self._store.clear(self._slots.forget(key))
+
+    def note_step(self) -> None:
+        self._steps.note()
+
+    def add(self, new: NewRequest) -> None:
+        row, request = new.row, new.request
+        adapter = request.adapter
+        if adapter is None:
+            return
+        try:
+            loaded = self.memory.held(request.request_id)
+        except RequestError as error:
+            self._errors[row] = str(error)
+            return
+        self._tidy()
+        slot, is_new = self._slots.take(adapter.key)
+        self._rows[row] = request.request_id, adapter.key
+        self.slot_of_row[row] = slot
+        if is_new:
+            self._store.put(slot, loaded)
+
+    def remove(self, row: int) -> None:
+        """Clear the row."""
+        self._errors.pop(row, None)
+        if row in self._rows:
+            _, key = self._rows.pop(row)
+            self._slots.release(key)
+            self.slot_of_row[row] = -1
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        """Return why the adapters of some rows could not be loaded, by row."""
+        if not self._errors:
+            return {}
+        return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
+
+    def _read(self, adapter: AdapterRef) -> Any:
+        try:
+            rest = Pace(self._steps.is_busy).rest
+            return self._store.prepare(self._reader.load(Path(adapter.path), rest), rest)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(
+                f"the LoRA adapter {adapter.name!r} cannot be loaded: {error!r}"
+            ) from error
+
+
+class RaggedRows(Adapters):
+    """Adapters on a device that accepts any shape.
+
+    Args:
+        config: of the engine.
+        reader: of adapters for its model.
+    """
+
+    def __init__(self, config: VllmConfig, reader: AdapterReader) -> None:
+        dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+        self._host = HostSlots(reader.places, config.lora.max_loras, dtype)
+        super().__init__(config, reader, self._host)
+
+    def part_of(self, launch: Launch) -> LaunchParts:
+        slots = self.slot_of_row[launch.rows]
+        if slots.max(initial=-1) < 0:
+            return {}
+        return self._of_tokens(np.repeat(slots, launch.num_scheduled_tokens))
+
+    def part_of_head(self, rows: IntArray) -> LaunchParts:
+        """Return the adapters of these rows; empty where none adds to the output head."""
+        slots = self.slot_of_row[rows]
+        found = (self._host.adapters[slot] for slot in set(slots.tolist()) - {-1})
+        if not any(each is not None and each.changes_head for each in found):
+            return {}
+        return self._of_tokens(slots)
+
+    def _of_tokens(self, slots: IntArray) -> LaunchParts:
+        return {"adapters": self._host.of_tokens(torch.from_numpy(slots))}
+
+
+def adapter_reader(
+    config: VllmConfig, model: CausalLM, *, has_experts: bool = True
+) -> AdapterReader:
+    """Reads adapters for a loaded model, whose layers accept adapters from here on.
+
+    Args:
+        has_experts: adapters may change experts where `lora_target_modules` is not set.
+
+    Raises:
+        ConfigError: the model has no module of a name in `lora_target_modules`.
+    """
+    known = (config.model.model, config.model.path, *(config.model.served_model_name or ()))
+    names = [name for name in known if name]
+    rank, dtype = config.lora.max_lora_rank, adapter_dtype(config)
+    modules = config.lora.lora_target_modules
+    layers = AdapterLayers(model, modules, has_experts=has_experts)
+    return AdapterReader(layers, rank, dtype, names)
+
+
+def adapter_dtype(config: VllmConfig) -> torch.dtype:
+    """Of the weights of adapters."""
+    dtype = config.lora.lora_dtype
+    name = config.model.dtype_name if dtype == "auto" else dtype
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,143 @@
+"""Log-probabilities of prompt tokens, for the few requests that ask for them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray, NewRequest
+from vllm.model_executor.models.interface import CausalLM
+from vllm.sample.sampler import Sampler
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.launch_result import PendingLogprobs, PendingRows
+from vllm.worker.parts.row_parts import BoolArray, RowPart
+
+PART_SIZE = 256
+"""Positions whose logits are in memory at one time."""
+
+PADDING_ROW = -1
+"""The last entry of arrays over the rows of the batch and padding."""
+
+
+class PromptLogprobs(RowPart):
+    """Remembers which rows want them, and computes them from a launch's hidden states.
+
+    Args:
+        model: has `compute_logits`.
+        batch: has the prompts.
+        sampler: has the log-probabilities of given tokens, for the device of the model.
+        with_adapters: in which the head runs for hidden states of these rows [N]; None: as it is.
+        round_width: likeliest tokens to compute when so many are wanted; for a device that
+            compiles shapes. Positions are then taken in parts of one fixed size.
+        end_stage: ends a recorded graph, for such a device.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        batch: InputBatch,
+        sampler: Sampler,
+        with_adapters: Callable[[IntArray], AbstractContextManager[None]] | None = None,
+        round_width: Callable[[int], int] | None = None,
+        end_stage: Callable[[], None] | None = None,
+    ) -> None:
+        self._batch = batch
+        self._compute_logits = model.compute_logits
+        self._gather_logprobs = sampler.gather_logprobs
+        self._with_adapters = with_adapters or (lambda _: nullcontext())
+        self._round_width = round_width
+        self._end_stage = end_stage
+        self._wanted: dict[int, int] = {}
+
+    def add(self, new: NewRequest) -> None:
+        """Note what the request wants, also where it is not computed: all stages plan the same
+        launches."""
+        wanted = new.request.sampling_params.prompt_logprobs
+        if wanted is not None:
+            self._wanted[new.row] = wanted
+
+    def remove(self, row: int) -> None:
+        """Clear the row."""
+        self._wanted.pop(row, None)
+
+    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+        """Keep tokens of these rows from decodes: a prefill alone gives those of the next token."""
+        if not self._wanted:
+            return None
+        is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]
+        return is_inside & np.isin(rows, list(self._wanted))
+
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Compute log-probabilities of the tokens that follow this launch's prompt positions.
+
+        Returns:
+            (row, one entry per position p of the launch with p + 1 inside the prompt, for token
+            p + 1), in the order of the launch.
+        """
+        if not self._wanted:
+            return []
+        batch, starts = self._batch, launch.starts
+        found: list[PendingRows] = []
+        for index, row in enumerate(launch.rows.tolist()):
+            if row not in self._wanted:
+                continue
+            start = int(launch.num_computed_tokens[index])
+            count = min(
+                int(launch.num_scheduled_tokens[index]),
+                int(batch.num_prompt_tokens[row]) - 1 - start,
+            )
+            if count <= 0:
+                continue
+            targets = batch.token_ids[row, start + 1 : start + 1 + count]
+            first = int(starts[index])
+            found.append((row, self.gather(hidden_states, first, targets, self._wanted[row], row)))
+        return found
+
+    def gather(
+        self,
+        hidden_states: Tensor,
+        first: int,
+        targets: IntArray,
+        num_logprobs: int,
+        row: int = PADDING_ROW,
+    ) -> PendingLogprobs:
+        """Log-probabilities of `targets`, which follow the positions from `first` on.
+
+        Args:
+            hidden_states: of a launch.
+            first: index of the first position among them.
+            targets: [n] token ids.
+            num_logprobs: likeliest tokens to give besides.
+            row: of the batch, whose adapter counts.
+        """
+        parts = []
+        for start in range(0, len(targets), PART_SIZE):
+            chunk = targets[start : start + PART_SIZE]
+            begin = first + start
+            if self._round_width is None:
+                hidden = hidden_states[begin : begin + len(chunk)]
+                width = num_logprobs
+            else:
+                hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
+                width = self._round_width(num_logprobs)
+            with self._with_adapters(np.full(len(hidden), row)):
+                logits = self._compute_logits(hidden)
+            token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
+            parts.append(self._gather_logprobs(logits, token_ids, width))
+            if self._end_stage is not None:
+                self._end_stage()
+        return PendingLogprobs(parts, len(targets), num_logprobs)
+
+    def _fixed_size(
+        self, hidden_states: Tensor, begin: int, targets: IntArray
+    ) -> tuple[Tensor, IntArray]:
+        """[PART_SIZE, hidden] from `begin` on, and their targets; the last ones repeated."""
+        index = np.minimum(np.arange(PART_SIZE), len(targets) - 1)
+        positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)
+        hidden = hidden_states.index_select(0, positions)
+        if self._end_stage is not None:
+            self._end_stage()  # the rest does not depend on the size of the launch
+        return hidden, targets[index]

@@ -1,0 +1,205 @@
+"""What requests bring into a batch besides tokens: one protocol, and the list that a runner keeps.
+
+How they sample and the grammar of their output, log-probabilities of the prompt, embeddings, an
+adapter. A runner and a worker know the list; each part knows the rows that have something of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vllm.attention import LaunchParts
+from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput
+from vllm.sample.state import SamplingState
+from vllm.structured_output.matchers import GrammarMatchers
+from vllm.utils.futures import when_all
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.launch_result import PendingRows
+from vllm.worker.memory_use import MemoryUse
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class RowPart:
+    """One thing that requests may bring. A hook that a subclass leaves out is never called."""
+
+    def prepare(self, request: EngineRequest) -> Future[Any] | None:
+        """Load in the background what the steps of a request need.
+
+        Returns:
+            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
+        """
+        return None
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Drop what requests have needed that have ended."""
+
+    def remove(self, row: int) -> None:
+        """Clear a row of the batch, if it has something."""
+
+    def add(self, new: NewRequest) -> None:
+        """Note what a request brings into its row."""
+
+    def note_step(self) -> None:
+        """Note that a step begins."""
+
+    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+        """Return which single tokens a card may not run as decodes, which cost less; None: it may
+        run all of them.
+
+        Args:
+            rows: [n] of the tokens.
+            positions: [n]
+        """
+        return None
+
+    def send(self, launch: Launch) -> None:
+        """Bring to a card what a prefill reads there beside its packed input."""
+
+    def part_of(self, launch: Launch) -> LaunchParts:
+        """Return what the layers need to know of the tokens of a launch; empty: nothing."""
+        return {}
+
+    def part_of_head(self, rows: IntArray) -> LaunchParts:
+        """Return what the output head needs to know of one hidden state of each of these rows [N];
+        empty: nothing."""
+        return {}
+
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Make results from the hidden states [T, hidden] of a launch."""
+        return []
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        """Return why some of these rows have failed, by row."""
+        return {}
+
+    def memory_uses(self) -> Sequence[MemoryUse]:
+        """Return the memory of the device that is taken from the start, whatever requests bring."""
+        return ()
+
+
+PartT = TypeVar("PartT", bound=RowPart)
+
+
+class RowParts:
+    """The parts of one batch.
+
+    Args:
+        parts: called in this order.
+    """
+
+    def __init__(self, parts: Iterable[RowPart]) -> None:
+        self._parts = tuple(parts)
+        # Steps call hooks all the time, and most parts have few of them.
+        self._removing, self._adding = self._with("remove"), self._with("add")
+        self._noting, self._failing = self._with("note_step"), self._with("errors_of")
+        self._in_launch, self._in_head = self._with("part_of"), self._with("part_of_head")
+        self._reading, self._sending = self._with("read"), self._with("send")
+        self._choosing = self._with("needs_prefill")
+
+    def _with(self, hook: str) -> tuple[RowPart, ...]:
+        default = getattr(RowPart, hook)
+        return tuple(part for part in self._parts if getattr(type(part), hook) is not default)
+
+    def find(self, kind: type[PartT]) -> PartT | None:
+        """Return the part of a class; None: there is none."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def prepare(self, request: EngineRequest) -> Future[str | None] | None:
+        """Load in the background what a request needs of any part."""
+        return when_all([part.prepare(request) for part in self._parts])
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Let every part drop what these requests have needed."""
+        for part in self._parts:
+            part.release(request_ids)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Clear the rows that a step has freed, and note what its new requests bring."""
+        for row in step.freed_rows:
+            for part in self._removing:
+                part.remove(row)
+        for new in step.new_requests:
+            for part in self._adding:
+                part.add(new)
+
+    def note_step(self) -> None:
+        """Tell the parts that a step begins."""
+        for part in self._noting:
+            part.note_step()
+
+    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+        """Return which single tokens one of the parts keeps from running as decodes."""
+        found = [part.needs_prefill(rows, positions) for part in self._choosing]
+        asked = [each for each in found if each is not None]
+        return np.logical_or.reduce(asked) if asked else None
+
+    def send(self, launch: Launch) -> None:
+        """Let every part bring to a card what a prefill reads there."""
+        for part in self._sending:
+            part.send(launch)
+
+    def of_launch(self, launch: Launch) -> LaunchParts:
+        """Join what the parts bring to a launch."""
+        found: LaunchParts = {}
+        for part in self._in_launch:
+            found.update(part.part_of(launch))
+        return found
+
+    def of_head(self, rows: IntArray) -> LaunchParts:
+        """Join what the parts bring to the output head for these rows."""
+        found: LaunchParts = {}
+        for part in self._in_head:
+            found.update(part.part_of_head(rows))
+        return found
+
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Join the results that the parts make from the hidden states of a launch."""
+        found: list[PendingRows] = []
+        for part in self._reading:
+            found += part.read(launch, hidden_states)
+        return found
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        """Join the errors of these rows."""
+        errors: dict[int, str] = {}
+        for part in self._failing:
+            errors.update(part.errors_of(rows))
+        return errors
+
+    def memory_uses(self) -> list[MemoryUse]:
+        """Join what the parts have taken of the memory of the device."""
+        return [use for part in self._parts for use in part.memory_uses()]
+
+
+class SamplingRows(RowPart):
+    """How requests sample, and the grammars of their output.
+
+    Args:
+        sampling: of the rows.
+        grammars: of the requests.
+        samples: tokens are sampled here; otherwise drafts alone are.
+    """
+
+    def __init__(self, sampling: SamplingState, grammars: GrammarMatchers, samples: bool) -> None:
+        self._sampling, self._grammars, self._samples = sampling, grammars, samples
+
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        return self._grammars.prepare(request)
+
+    def remove(self, row: int) -> None:
+        self._sampling.remove(row)
+
+    def add(self, new: NewRequest) -> None:
+        request, token_ids = new.request, new.output_token_ids
+        if not self._samples:
+            self._sampling.add_distribution(new.row, request)
+            return
+        matcher = None
+        if request.sampling_params.guided_decoding is not None:
+            matcher = self._grammars.matcher(request, token_ids)
+        self._sampling.add(new.row, request, token_ids, matcher)

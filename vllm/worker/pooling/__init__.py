@@ -1,1 +1,0 @@
-"""Runners of pooling models, which sample nothing."""
