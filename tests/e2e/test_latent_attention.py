@@ -108,7 +108,7 @@ def test_steps_run_in_one_call_with_the_tokens_of_the_modules(models, references
         llm = LLM(model=str(models("deepseek_v3")), **SETTINGS | {"dtype": "bfloat16"})
         outputs = llm.generate(prompts, params, use_tqdm=False)
         runner = llm.llm_engine.engine_core.executor._worker.runner
-        assert (runner._decode_step is not None) == is_fused
+        assert (runner.launches.decode_step is not None) == is_fused
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)

@@ -140,7 +140,7 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
     assert [seen(found[0]), seen(found[2])] == [seen(output) for output in plain]
     assert seen(found[1]) != seen(found[0]) and seen(found[3]) != seen(found[2])
     runner = llm.llm_engine.engine_core.executor._worker.runner
-    assert runner._fused is not None and runner._decode_step is not None
+    assert runner.launches.program is not None and runner.launches.decode_step is not None
     # A row with an adapter has its own bits in every batch, too.
     alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
     assert seen(alone) == seen(found[3])
@@ -168,7 +168,7 @@ def test_the_fused_program_computes_what_modules_compute(coder, monkeypatch):
     llm = LLM(max_model_len=128, enable_lora=True, enable_prefix_caching=False)
     want = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
     runner = llm.llm_engine.engine_core.executor._worker.runner
-    runner._fused = runner._decode_step = None
+    runner.launches.program = runner.launches.decode_step = None
     got = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
     assert got == want
 
@@ -199,4 +199,4 @@ def test_adapters_of_an_absorbed_projection_keep_the_bits_of_other_rows(tmp_path
     first, adapted, last = generate(llm, [None, LoRARequest("a", 1, str(folder)), None])
     assert first == last == alone != adapted
     runner = llm.llm_engine.engine_core.executor._worker.runner
-    assert runner._fused is not None and runner._decode_step is not None
+    assert runner.launches.program is not None and runner.launches.decode_step is not None

@@ -120,8 +120,8 @@ def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
     llm = with_speculator(made["eagle3"], **values, **sizes(1, 3))
     executor = llm.llm_engine.engine_core.executor
     assert run(llm) == want
-    assert set(kept) == {len(executor.workers[-1].runner.reader._speculator.inner_layers)}
-    assert all(worker.runner._fused is not None for worker in executor.workers)
+    assert set(kept) == {len(executor.workers[-1].runner.launches.reader._speculator.inner_layers)}
+    assert all(worker.runner.launches.program is not None for worker in executor.workers)
     executor.shutdown()
 
 

@@ -179,11 +179,11 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         # Steps that run ahead leave states of dropped tokens: how many is a matter of time.
         llm = with_speculator(made[method], dtype="bfloat16", config=config, async_scheduling=False)
         runner = llm.llm_engine.engine_core.executor._worker.runner
-        runner._is_fused_known = not is_fused
+        runner.launches.is_fused = not is_fused
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
-        assert (runner._decode_step is not None) == is_fused
-        states.append(runner.reader._states.memory)
+        assert (runner.launches.decode_step is not None) == is_fused
+        states.append(runner.launches.reader._states.memory)
         assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200

@@ -79,7 +79,7 @@ def test_groups_of_layers_run_in_one_call_with_the_tokens_of_the_modules(tmp_pat
         outputs = llm.generate(prompts, greedy(), use_tqdm=False)
         core = llm.llm_engine.engine_core
         assert core.executor.cache_windows == (None, WINDOW)
-        assert (core.executor._worker.runner._decode_step is not None) == is_fused
+        assert (core.executor._worker.runner.launches.decode_step is not None) == is_fused
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)

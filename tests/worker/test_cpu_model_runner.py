@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.sample import cpu_sampler, logprobs
-from vllm.worker.cpu import model_runner as cpu_model_runner
+from vllm.worker.cpu import launches as cpu_launches
 from vllm.worker.cpu.model_runner import CPUModelRunner
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
@@ -56,9 +56,9 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
     for settings in ({}, few_blocks, CHUNKS, CHUNKS | few_blocks | {"enable_prefix_caching": True}):
         llm = make_llm(tmp_path, **settings)
         got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
-        assert runner_of(llm)._fused is not None
+        assert runner_of(llm).launches.program is not None
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_model_runner, "fuse", lambda *args: None)
+            patch.setattr(cpu_launches, "fuse", lambda *args: None)
             llm = make_llm(tmp_path, **settings)
             assert got == [outputs(llm) for _ in range(2)]
 
@@ -100,7 +100,7 @@ def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkey
         got = tokens_of(make_llm(tmp_path, **settings))
         assert num_runs - before > 10
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_model_runner, "fuse_head", lambda model, forward: None)
+            patch.setattr(cpu_launches, "fuse_head", lambda model, forward: None)
             before = num_runs
             assert got == tokens_of(make_llm(tmp_path, **settings))
             assert num_runs == before
@@ -133,4 +133,4 @@ def test_a_model_that_cannot_be_fused_runs_by_its_modules(tmp_path):
     make_tiny_model("llama", tmp_path)
     llm = make_llm(tmp_path, dtype="float32")
     assert len(outputs(llm)) == len(PROMPTS)
-    assert runner_of(llm)._fused is None
+    assert runner_of(llm).launches.program is None

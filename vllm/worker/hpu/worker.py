@@ -34,7 +34,7 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
-from vllm.worker.hpu.draft_runner import HPUDraftRunner
+from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.launch_profile import profile_launch
@@ -53,7 +53,7 @@ from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
-from vllm.worker.hpu.speculator_runner import HPUSpeculatorRunner
+from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -65,7 +65,7 @@ from vllm.worker.memory_use import (
     states_use,
     weights_use,
 )
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.runner import StepHandle
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.worker_base import WorkerBase
 
@@ -119,7 +119,7 @@ class HPUWorker(WorkerBase):
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
                 self.runner = self._make_runner(self.model, kernel)
                 if draft_config is not None and draft_model is not None:
-                    self._add_drafter(draft_config, draft_model, kernel)
+                    self._add_drafter(draft_config, draft_model)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
         log_widened(self.config, self.model)
@@ -149,14 +149,14 @@ class HPUWorker(WorkerBase):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
-    def _add_drafter(self, config: VllmConfig, model: nn.Module, kernel: SDPAKernel) -> None:
+    def _add_drafter(self, config: VllmConfig, model: nn.Module) -> None:
         runner, max_drafts = self.runner, self.config.scheduler.max_draft_tokens
         assert isinstance(runner, HPUModelRunner)
         if isinstance(model, Speculator):
-            self._drafter = HPUSpeculatorRunner(config, model, runner, kernel, max_drafts)
+            self._drafter = make_speculator_runner(config, model, runner, max_drafts)
         else:
             assert isinstance(model, CausalLM), "a draft model generates text"
-            self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
+            self._drafter = make_draft_runner(config, model, runner, max_drafts)
         runner.drafter = self._drafter
 
     def join(self, meeting: Meeting) -> None:
@@ -376,7 +376,7 @@ class HPUWorker(WorkerBase):
         return sum(runner.cache_layout.block_bytes for runner in self._runners)
 
     @property
-    def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner]:
+    def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner | HPUDraftRunner]:
         """Of the model, and of the draft model, which uses the same blocks."""
         return [self.runner] if self._drafter is None else [self.runner, self._drafter]
 
@@ -385,15 +385,15 @@ class HPUWorker(WorkerBase):
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
             bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
-        if self._drafter is not None:
-            self._drafter.bind_states(num_blocks)
+        if self._drafter is not None and self._drafter.states is not None:
+            self._drafter.states.bind(num_blocks)
 
     def _release_caches(self) -> None:
         for runner in self._runners:
             for layer in runner.attention_layers:
                 layer.release_kv_cache()
-        if self._drafter is not None:
-            self._drafter.release_states()
+        if self._drafter is not None and self._drafter.states is not None:
+            self._drafter.states.release()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

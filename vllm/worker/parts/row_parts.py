@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from vllm.attention import LaunchParts
+from vllm.attention import LaunchContext, LaunchParts, share_context
 from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput
+from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_all
@@ -203,3 +205,28 @@ class SamplingRows(RowPart):
         if request.sampling_params.guided_decoding is not None:
             matcher = self._grammars.matcher(request, token_ids)
         self._sampling.add(new.row, request, token_ids, matcher)
+
+
+class OutputHead:
+    """The output head of a model, with what rows bring to it.
+
+    Args:
+        model: loaded.
+
+    Attributes:
+        parts: of the rows; there once all of them are made.
+    """
+
+    parts: RowParts
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model, self._holder = model, share_context(model)
+
+    def __call__(self, hidden_states: Tensor, rows: IntArray) -> Tensor:
+        """Return the logits [N, vocab_size] of hidden states [N, hidden] of rows [N]."""
+        parts = self.parts.of_head(rows)
+        if not parts:
+            return self._model.compute_logits(hidden_states)
+        context = LaunchContext(None, torch.empty(0, dtype=torch.int64), **parts)
+        with self._holder.running(context):
+            return self._model.compute_logits(hidden_states)
