@@ -82,8 +82,8 @@ docs: $(VENV)/.installed-dev ## rewrite the generated pages of docs/
 bench: $(VENV)/.installed ## the figures of docs/performance.md
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_step.py
-	$(BIN)/python benchmarks/bench_throughput.py
-	$(BIN)/python benchmarks/bench_latency.py
+	$(BIN)/vllm bench throughput --num-prompts 64 --input-len 32 --output-len 64
+	$(BIN)/vllm bench latency --batch-size 1 --input-len 32 --output-len 64
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info vllm/ops/*.so

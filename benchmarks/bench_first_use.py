@@ -152,7 +152,7 @@ async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any
         ]
     finally:
         task.cancel()
-        client.close()
+        await client.close()
     return result
 
 

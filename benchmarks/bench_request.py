@@ -33,7 +33,7 @@ from vllm.engine.process.wire import (
     encode,
 )
 from vllm.entrypoints.server.app import load_server
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason, SchedulerStats
 from vllm.utils.process.process_memory import keep_for_good
 

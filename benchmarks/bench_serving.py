@@ -11,7 +11,6 @@ busy one the figures say little.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -188,9 +187,8 @@ async def measure(url: str, process: Any, args: argparse.Namespace, engine_args:
             result["http"] = await measure_added_ttft(http, direct, args)
         return result
     finally:
-        client.close()
+        await client.close()
         engine.shutdown()
-        await asyncio.sleep(0)
 
 
 def main() -> None:

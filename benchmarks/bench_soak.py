@@ -217,7 +217,7 @@ async def run(url: str, process: Any, args: argparse.Namespace) -> dict[str, Any
 
     await asyncio.gather(*(work() for _ in range(args.concurrency)))
     duration_s = time.perf_counter() - began
-    client.close()
+    await client.close()
     return {
         "requests_per_s": round(num_done / duration_s, 2),
         "statuses": {kind: dict(sorted(found.items())) for kind, found in sorted(statuses.items())},

@@ -23,8 +23,9 @@ from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.sample.masks import TokenMasks, bit_values
 from vllm.sampling_params import GuidedDecodingParams
-from vllm.structured_output.backends import BACKENDS, Backend, make_backend
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.backends.interface import Backend
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
 SCHEMA = {

@@ -202,5 +202,4 @@ class SimulatedKernels(BridgeKernels):
 
 
 def _load(module: str) -> ModuleType:
-    """Import what answers for a module of the bridge."""
     return import_module(f"gaudi_sim.vendor.{module.rpartition('.')[2]}")

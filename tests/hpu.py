@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +16,9 @@ from torch.utils import backend_registration
 import vllm.ops
 from gaudi_sim.bridge import SimBridge
 from vllm import envs
-from vllm.core.scheduler import Scheduler
 from vllm.cost_model import cards
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
-from vllm.messages import SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process.process_memory import keep_for_good
@@ -76,28 +73,12 @@ _LAUNCH_BYTES = 2**30
 
 
 @contextmanager
-def steps_in_flight() -> Iterator[Counter[str]]:
+def steps_in_flight() -> Iterator[None]:
     """Inside, new engines schedule the next step before the result of the last one, whatever the
-    time of a step, which is measured otherwise.
-
-    Yields:
-        Counts of `steps`, and of those that `follow` drafts of which it is not known yet how many
-        are right.
-    """
-    seen: Counter[str] = Counter()
-    schedule = Scheduler.schedule
-
-    def counted(scheduler: Scheduler) -> SchedulerOutput:
-        step = schedule(scheduler)
-        seen["steps"] += len(step.rows) > 0
-        if step.drafts_in_flight is not None:
-            seen["follow"] += bool((step.drafts_in_flight > 0).any())
-        return step
-
+    time of a step, which is measured otherwise."""
     with MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
-        patch.setattr(Scheduler, "schedule", counted)
-        yield seen
+        yield
 
 
 @contextmanager

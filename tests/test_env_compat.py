@@ -13,7 +13,7 @@ import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.env.compat import _VARIABLES, COMPAT_VARIABLES
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
@@ -25,7 +25,6 @@ ABSENT = {
     "results that are bit for bit the same": "text:batch_invariant",
     "there is one engine, of the V1 design": "module:vllm.core.block_manager",
     "nothing reads it in the fork either": "variable:VLLM_PROMPT_BS_BUCKET_LIMIT",
-    "fused attention is not sliced": "text:fsdpa_slice",
     "the compile cache it controls": "text:standalone_compile",
     "weights are read one tensor at a time": "text:load_force_sync",
     "no setting has to be unlocked": "text:experimental_flags",

@@ -5,9 +5,11 @@ python tools/generate_docs.py --check    exit with 1 and name the pages that are
 """
 
 import argparse
+import ast
 import inspect
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
 from itertools import groupby
@@ -19,11 +21,13 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from tests.tested_families import architectures_with  # noqa: E402
 from tools.check_prose import GLOSSARY, Glossary  # noqa: E402
+from tools.layers import Layers, module_name, read_layers  # noqa: E402
+from tools.structure import imports_between, parse, read_sources  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
-from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
+from vllm.entrypoints.shared.server_args import ServerArgs  # noqa: E402
 from vllm.env.bridge import BRIDGE_SETTINGS  # noqa: E402
 from vllm.env.compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env.others import OTHER_READERS  # noqa: E402
@@ -309,8 +313,68 @@ def glossary() -> Iterator[str]:
         yield _row(term["use"], term["private"], term.get("means", ""), kinds)
 
 
+_LAYERS_BEGIN = "<!-- layers, by tools/generate_docs.py -->\n"
+_LAYERS_END = "<!-- end of layers -->\n"
+
+
+def design() -> Iterator[str]:
+    """Write the page about the design as it is, with the layers of pyproject.toml."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    before, begin, rest = page.partition(_LAYERS_BEGIN)
+    _, end, after = rest.partition(_LAYERS_END)
+    yield before + begin.rstrip()
+    yield from _layers_of_package()
+    yield end + after.rstrip("\n")
+
+
+def _layers_of_package() -> Iterator[str]:
+    contracts = read_layers(ROOT)
+    package, entrypoints = contracts["vllm"], contracts["vllm.entrypoints"]
+    *folders, leaves = package.layers
+    imported = _imported_folders(package)
+    yield "| folder | imports (without leaf modules) | what it is |"
+    yield "| --- | --- | --- |"
+    for layer in folders:
+        for module in layer.modules:
+            found = imported[module] - {*leaves.modules}
+            names = ", ".join(sorted(_short(name) for name in found))
+            yield _row(f"`{_short(module)}`", names or "nothing", _first_sentence(module))
+    yield ""
+    yield "Leaf modules, which may import each other: " + (
+        ", ".join(f"`{_short(module)}`" for module in leaves.modules) + "."
+    )
+    yield ""
+    yield "Inside `entrypoints`, the highest first; modules of one line do not import each other:"
+    yield ""
+    for layer in entrypoints.layers:
+        yield "    " + ", ".join(m.removeprefix("vllm.entrypoints.") for m in layer.modules)
+
+
+def _imported_folders(package: Layers) -> dict[str, set[str]]:
+    """Return the modules of the layers that each of them imports."""
+    trees = {name: parse(source) for name, source in read_sources(ROOT).items()}
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, targets in imports_between(trees).items():
+        module = package.module_of(module_name(name))
+        others = {package.module_of(module_name(target)) for target in targets}
+        if module is not None:
+            found[module] |= {other for other in others if other not in (None, module)}
+    return found
+
+
+def _short(module: str) -> str:
+    return module.removeprefix("vllm.")
+
+
+def _first_sentence(module: str) -> str:
+    source = (ROOT / module.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
+    paragraph = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "compatibility.md": compatibility,
+    "design.md": design,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "glossary.md": glossary,

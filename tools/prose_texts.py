@@ -14,7 +14,7 @@ from pathlib import Path
 
 PYTHON_FOLDERS = ("vllm", "gaudi_sim", "benchmarks", "tools", "examples", "tests")
 
-_HELP_FIELDS = ("vllm/config/", "vllm/entrypoints/server/server_args.py")
+_HELP_FIELDS = ("vllm/config/", "vllm/entrypoints/shared/server_args.py")
 """Docstrings of fields in these are help texts of flags."""
 _HELP_FILES = (
     "vllm/envs.py",

@@ -50,7 +50,8 @@ class Report:
         lines: their lines, by code, docstrings, comments and blank.
         traces: change -> the files of the package and of csrc/ with a word of the feature.
         crowded: folder with more than MAX_ROOM_FILES files -> their number, without `__init__`.
-        mutual: pairs of folders whose files import each other.
+        mutual: pairs of folders whose files import each other; what the package's own `__init__`
+            offers under its name does not count.
         circles: files that import each other, imports for the type checker included.
         function_lines: median and largest number of lines of a function.
         largest_functions, largest_files: the longest first.
@@ -69,17 +70,14 @@ class Report:
 
 def measure(root: Path, package: str = "vllm") -> Report:
     """Measure the package of a tree."""
-    sources = {
-        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
-        for path in sorted((root / package).rglob("*.py"))
-    }
+    sources = read_sources(root, package)
     traced = {
         path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
         for folder in (package, "csrc")
         for path in sorted((root / folder).rglob("*"))
         if path.suffix in TRACED
     }
-    trees = {name: list(ast.walk(ast.parse(source))) for name, source in sources.items()}
+    trees = {name: parse(source) for name, source in sources.items()}
     lines: Counter[str] = Counter()
     functions = []
     for name, nodes in trees.items():
@@ -87,7 +85,7 @@ def measure(root: Path, package: str = "vllm") -> Report:
         functions += [Definition(f"{name}:{each}", n) for each, n in functions_of(nodes)]
     functions.sort(key=lambda each: (-each.lines, each.name))
     files = [Definition(name, len(source.splitlines())) for name, source in sources.items()]
-    imports = {name: set(imported_files(name, nodes, trees)) for name, nodes in trees.items()}
+    imports = imports_between(trees)
     rooms = Counter(folder_of(name) for name in trees if not name.endswith("__init__.py"))
     sizes = [each.lines for each in functions]
     return Report(
@@ -104,6 +102,19 @@ def measure(root: Path, package: str = "vllm") -> Report:
         largest_functions=functions[:NUM_LARGEST],
         largest_files=sorted(files, key=lambda each: (-each.lines, each.name))[:NUM_LARGEST],
     )
+
+
+def read_sources(root: Path, package: str = "vllm") -> dict[str, str]:
+    """Read the Python files of a package: path relative to the root -> source."""
+    return {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((root / package).rglob("*.py"))
+    }
+
+
+def parse(source: str) -> list[ast.AST]:
+    """Return the nodes of a source."""
+    return list(ast.walk(ast.parse(source)))
 
 
 def folder_of(name: str) -> str:
@@ -136,34 +147,42 @@ def functions_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def imported_files(
-    name: str, nodes: Iterable[ast.AST], files: Mapping[str, object]
-) -> Iterator[str]:
-    """Yield the files of the tree that a file imports, for the type checker or to run."""
+def imports_between(trees: Mapping[str, Iterable[ast.AST]]) -> dict[str, set[str]]:
+    """Return the files of the tree that each file imports, for the type checker or to run."""
+    imports: dict[str, set[str]] = {}
+    for name, nodes in trees.items():
+        parts = [imported.split(".") for _, imported in imported_names(name, nodes)]
+        files = (_file_of(each, trees) or _file_of(each[:-1], trees) for each in parts)
+        imports[name] = {file for file in files if file}
+    return imports
+
+
+def imported_names(name: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the line and dotted name of every import of a file; `from a import b` gives a.b."""
     package = folder_of(name).split("/")
     for node in nodes:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _file_of(alias.name.split("."), files)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            module = [*base, *(node.module.split(".") if node.module else [])]
-            for alias in node.names:
-                found = list(_file_of([*module, alias.name], files))
-                yield from found or _file_of(module, files)
+            parent = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{parent}.{alias.name}") for alias in node.names)
 
 
-def _file_of(parts: list[str], files: Mapping[str, object]) -> Iterator[str]:
-    for name in (f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"):
-        if name in files:
-            yield name
+def _file_of(parts: list[str], files: Mapping[str, object]) -> str | None:
+    names = (f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py")
+    return next((name for name in names if name in files), None)
 
 
 def mutual_folders(imports: Mapping[str, set[str]]) -> list[tuple[str, str]]:
-    """Return the pairs of folders with imports in both directions; not of a folder with its own."""
+    """Return the pairs of folders with imports in both directions; not of a folder with its own.
+
+    The `__init__` of the package is left out: it offers names of files above the others.
+    """
     arrows = {
         (folder_of(name), folder_of(target))
         for name, targets in imports.items()
+        if not name.endswith("__init__.py") or name.count("/") > 1
         for target in targets
     }
     return sorted((a, b) for a, b in arrows if a < b and (b, a) in arrows)

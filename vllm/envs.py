@@ -284,6 +284,30 @@ class Envs:
         "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not on a simulated "
         "card, and never tried on a real one.",
     )
+    VLLM_PROMPT_USE_FP8_FUSEDSDPA: bool = _execution(
+        False,
+        "Fused attention of prompts in FP8, with --quantization inc, --kv-cache-dtype fp8_inc and "
+        "files of `vllm calibrate` with ranges of queries. Layers with windows or sinks, and cards "
+        "whose kernel does not pass its trial, stay with bfloat16.",
+    )
+    VLLM_HPU_FSDPA_SLICE_ENABLED: bool | None = _execution(
+        None,
+        "Fused attention of long prompts runs over slices of their queries. Each slice has a mask "
+        "of its own, which takes less memory than one for all queries. Not set: on with "
+        "VLLM_BUCKETING_STRATEGY=pad, unless prompts are merged.",
+    )
+    VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD: int | None = _execution(
+        None,
+        "Padded tokens of a prompt, with its context, above which it is sliced. Not set: "
+        "max_num_batched_tokens, at most 8192.",
+        at_least=1,
+    )
+    VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE: int | None = _execution(
+        None,
+        "Queries of a slice. Not set: half of VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD, rounded up to a "
+        "multiple of 1024.",
+        at_least=1,
+    )
     VLLM_SOFTMAX_CONST_NORM: bool = _execution(
         False,
         "Decode subtracts a constant from all scores before the exponential, not the largest one: "

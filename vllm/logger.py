@@ -3,7 +3,8 @@
 Configured on the first `init_logger` call. An application that has put handlers on the `vllm`
 logger by then keeps them, its level and its propagation, and VLLM_CONFIGURE_LOGGING=0 leaves
 everything to it. VLLM_LOGGING_CONFIG_PATH names a file that replaces this configuration. With
-VLLM_LOGGING_FORMAT=json a line is a JSON object.
+VLLM_LOGGING_FORMAT=json a line is a JSON object. Lines and lists that are too long are shortened
+in their middle.
 """
 
 import json
@@ -11,12 +12,18 @@ import logging
 import logging.config
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.utils.long_text import cut_line
+
+MAX_LINE = 2000
+"""Characters of one log line, its prefix included."""
+
+_MAX_LIST = 1500
+"""Characters of a list in a log line, which leaves room for the rest of the line."""
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
@@ -38,7 +45,6 @@ class _TextFormatter(logging.Formatter):
     """Lines of at most `MAX_LINE` characters: a longer one is cut in the middle."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as lines."""
         return "\n".join(cut_line(line) for line in super().format(record).split("\n"))
 
 
@@ -159,3 +165,43 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path!r}: {error}{cause}") from error
+
+
+def cut_list(values: Sequence[object], max_length: int = _MAX_LIST) -> str:
+    """Return the text of a list; of a long one the first and last values, and how many are missing.
+
+    >>> cut_list([1, 2, 3])
+    '[1, 2, 3]'
+    >>> cut_list(list(range(100)), max_length=40)
+    '[0, 1, 2, ... 95 more ..., 98, 99]'
+    """
+    if len(text := str(list(values))) <= max_length:
+        return text
+    room = (max_length - len(f"[, ... {len(values)} more ..., ]")) // 2
+    first, last = _within(values, room), _within(values[::-1], room)[::-1]
+    missing = len(values) - len(first) - len(last)
+    return f"[{', '.join([*first, f'... {missing} more ...', *last])}]"
+
+
+def cut_line(line: str, max_length: int = MAX_LINE) -> str:
+    """Return the line; of a long one its beginning and end, and how many characters are missing.
+
+    >>> cut_line("a" * 50 + "b" * 50, max_length=60)
+    'aaaaaaaaaaaaa[... 73 characters left out ...]bbbbbbbbbbbbbb'
+    """
+    if len(line) <= max_length:
+        return line
+    room = max_length - len(f"[... {len(line)} characters left out ...]")
+    first, last = line[: room // 2], line[len(line) - (room + 1) // 2 :]
+    return f"{first}[... {len(line) - len(first) - len(last)} characters left out ...]{last}"
+
+
+def _within(values: Sequence[object], room: int) -> list[str]:
+    texts: list[str] = []
+    for value in values:
+        text = str(value)
+        room -= len(text) + len(", ")
+        if room < 0:
+            break
+        texts.append(text)
+    return texts

@@ -157,12 +157,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooling_params is None and not self.sampling_params.logits_processors
 
     @property
-    def may_follow_drafts(self) -> bool:
-        """Whether it can run again before it is known which of its drafts are right: where its
-        sampling depends neither on which tokens were generated nor on how many."""
-        return not self.follows_output and not self.sampling_params.min_tokens
-
-    @property
     def end_token_ids(self) -> list[int]:
         """All tokens that end the output."""
         eos = [] if self.eos_token_id is None else [self.eos_token_id]

@@ -30,7 +30,6 @@ class Request:
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: how often it was preempted.
         takes_drafts: it may have drafts.
-        follows_drafts: it may run again before it is known which of its drafts are right.
         draft_evidence: what speaks for the drafts that were proposed last: so many tokens before
             them agree with the place that they were copied from; 0: they are not copied.
         num_undrafted: decodes in a row that had no drafts although drafts were looked for, or were
@@ -45,7 +44,6 @@ class Request:
         "block_ids",
         "draft_accuracy",
         "draft_evidence",
-        "follows_drafts",
         "more_block_ids",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -77,7 +75,6 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.takes_drafts = False
-        self.follows_drafts = False
         self.draft_accuracy: dict[int, float] = {}
         self.draft_evidence = 0
         self.num_undrafted = 0

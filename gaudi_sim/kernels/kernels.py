@@ -46,6 +46,14 @@ _SCHEMAS = {
     ),
 }
 
+_SCHEMAS["fp8_sdpa_recomp_fwd"] = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale,"
+    " bool is_causal, bool requires_backward, str softmax_mode, Tensor? d_scale_q,"
+    " Tensor? d_scale_k, Tensor? d_scale_v, Tensor? q_scale_s, Tensor? q_scale_o,"
+    " Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len,"
+    " str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
 _DISPATCH = "CompositeExplicitAutograd"
 
 PAIRWISE = 1
@@ -62,6 +70,7 @@ def register() -> torch.library.Library:
         "mixture_of_experts.bias_fused_weights": _bias_mixture_of_experts,
         "mixture_of_experts.fp8_fused_weights_dynamic": _fp8_mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
+        "fp8_sdpa_recomp_fwd": _fp8_sdpa_recomp_fwd,
         **sim_blocks.KERNELS,
         **sim_fp8.KERNELS,
         **sim_mxfp4.KERNELS,
@@ -74,7 +83,8 @@ def register() -> torch.library.Library:
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
     shapes = sim_fp8.SHAPES | {
-        "mixture_of_experts.fp8_fused_weights_dynamic": _shape_of_fp8_experts
+        "mixture_of_experts.fp8_fused_weights_dynamic": _shape_of_fp8_experts,
+        "fp8_sdpa_recomp_fwd": _shape_of_fp8_sdpa,
     }
     for name, shape_of in shapes.items():
         library.impl(name, shape_of, "Meta")  # type: ignore[no-untyped-call]
@@ -210,6 +220,7 @@ def _sdpa_recomp_fwd(
     seq_padding_type: str,
     window_size: Sequence[int] = (-1, -1),
     sink: Tensor | None = None,
+    round_weights: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is documented, and a window as (how many keys before a query, how many after it) that
     the query sees besides the one at its own position; -1 is all of them."""
@@ -248,10 +259,61 @@ def _sdpa_recomp_fwd(
     row_sum = weights.sum(-1, keepdim=True)
     if sink is not None:
         row_sum = row_sum + torch.exp(extra - row_max)
-    out = (weights / row_sum @ value).to(q.dtype)
+    if round_weights is None:
+        out = (weights / row_sum @ value).to(q.dtype)
+    else:  # before they are divided, as a kernel does that does not wait for the sum
+        out = (round_weights(weights) @ value / row_sum).to(q.dtype)
     if valid_seq_len is not None:  # padding on the left attends to nothing; any value will do
         out = out.nan_to_num()
     seed = torch.zeros(1, dtype=torch.int32, device=q.device)
     if not requires_backward:
         return out, q.new_zeros(1), q.new_zeros(1, dtype=torch.float32), seed
     return out, row_max.to(q.dtype), row_sum.reciprocal(), seed
+
+
+def _fp8_sdpa_recomp_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    p: float,
+    scale: float,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    d_scale_q: Tensor | None,
+    d_scale_k: Tensor | None,
+    d_scale_v: Tensor | None,
+    q_scale_s: Tensor | None,
+    q_scale_o: Tensor | None,
+    d_scale_s: Tensor | None,
+    is_amax_s: bool,
+    is_amax_o: bool,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Scales multiply: d_* what was rounded, q_* what is to be rounded."""
+    if q_scale_o is not None or is_amax_s or is_amax_o:
+        raise NotImplementedError("the simulated kernel gives bfloat16, and no largest values")
+
+    def round_weights(weights: Tensor) -> Tensor:
+        scaled = weights if q_scale_s is None else weights * q_scale_s
+        rounded = sim_fp8.decode(sim_fp8.saturate(scaled, q.dtype).to(q.dtype))
+        return rounded if d_scale_s is None else rounded * d_scale_s
+
+    query, key, value = (
+        sim_fp8.decode(x) if factor is None else sim_fp8.decode(x) * factor
+        for x, factor in ((q, d_scale_q), (k, d_scale_k), (v, d_scale_v))
+    )
+    out, *others = _sdpa_recomp_fwd(
+        *(query, key, value, attention_mask, p, scale, is_causal, requires_backward),
+        *(softmax_mode, valid_seq_len, seq_padding_type),
+        round_weights=round_weights,
+    )
+    none = torch.empty(0, device=q.device)
+    return out.bfloat16(), others[0], others[1], others[2], none, none
+
+
+def _shape_of_fp8_sdpa(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, ...]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16)
+    return out, *(q.new_empty(0, dtype=torch.float32) for _ in range(5))

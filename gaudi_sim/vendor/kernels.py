@@ -14,6 +14,7 @@ __all__ = [
     "RotaryPosEmbeddingHelperV2",
     "RotaryPosEmbeddingMode",
     "apply_rotary_pos_emb",
+    "fp8_fused_sdpa",
 ]
 
 
@@ -69,6 +70,45 @@ class FusedSDPA:
         return out
 
     forward = apply
+
+
+def fp8_fused_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softmax_mode: str = "None",
+    d_scale_q: Tensor | None = None,
+    d_scale_k: Tensor | None = None,
+    d_scale_v: Tensor | None = None,
+    q_scale_s: Tensor | None = None,
+    q_scale_o: Tensor | None = None,
+    d_scale_s: Tensor | None = None,
+    is_amax_s: bool = False,
+    is_amax_o: bool = False,
+    valid_seq_len: Tensor | None = None,
+    seq_padding_type: str = "left",
+    recompute: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over [B, H, S, D] of fp8, and the softmax in it.
+
+    Raises:
+        RuntimeError: the kernel does not take these arguments together.
+    """
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("fp8_fused_sdpa: is_causal together with attn_mask is not supported")
+    if valid_seq_len is not None and not is_causal:
+        raise RuntimeError("fp8_fused_sdpa: valid_seq_len needs is_causal")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    results = torch.ops.hpu.fp8_sdpa_recomp_fwd(
+        q, k, v, attn_mask, dropout_p, scale, is_causal, False, softmax_mode, d_scale_q, d_scale_k,
+        d_scale_v, q_scale_s, q_scale_o, d_scale_s, is_amax_s, is_amax_o, valid_seq_len,
+        seq_padding_type,
+    )  # fmt: skip
+    return results[0], results[4], results[5]
 
 
 def apply_rotary_pos_emb(

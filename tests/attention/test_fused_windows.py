@@ -11,9 +11,9 @@ from tests.attention.launches import random_cache
 from tests.hpu import needs_simulated_device
 from vllm.attention.backends import padded
 from vllm.attention.backends.hpu_metadata import build_prefill_metadata
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, bridge_sdpa, naive_sdpa
-from vllm.attention.metadata import AttentionLayer
 
 pytestmark = needs_simulated_device
 
@@ -35,6 +35,7 @@ class Layer:
         self.sliding_window, self.scale = window, SCALE
         self.sinks = None if sinks is None else sinks.to(device)
         self.alibi_slopes = self.chunk_size = self.logits_soft_cap = self.cache_scales = None
+        self.prompt_scales = None
 
 
 def attend(

@@ -18,7 +18,7 @@ from vllm.attention.backends.hpu_metadata import build_prefill_metadata
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     build_merged_prefill_metadata,
-    derive_merged_mask,
+    derive_merged_sight,
 )
 from vllm.attention.backends.sdpa import SDPAKernel, bridge_sdpa, naive_sdpa, torch_sdpa
 from vllm.messages import NULL_BLOCK_ID
@@ -70,7 +70,7 @@ class Merged:
     ) -> Tensor:
         metadata, block_size = self.arrays.to("cpu"), self.cache.block_size
         with StaticOnly():
-            mask = derive_merged_mask(metadata, block_size, window, slopes, self.query.dtype)
+            mask = derive_merged_sight(metadata, block_size).mask(window, slopes, self.query.dtype)
             blocks = derive_merged_blocks(metadata, block_size)
             out = prefill_attention(*self.tensors, blocks, mask, SCALE, kernel)[0]
         assert (out.shape, out.dtype) == (self.query.shape, self.query.dtype)
@@ -194,7 +194,7 @@ def test_context_that_another_prompt_of_the_launch_writes():
     metadata = build_merged_prefill_metadata(tables, [0, 16], [20, 4], 2, 30, 1, 16).to("cpu")
     query, new = torch.randn(30, 4, HEAD_SIZE), torch.randn(2, 30, 2, HEAD_SIZE)
     caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
-    mask, blocks = derive_merged_mask(metadata, 16), derive_merged_blocks(metadata, 16)
+    mask, blocks = derive_merged_sight(metadata, 16).mask(), derive_merged_blocks(metadata, 16)
     one_row = (x[None] for x in (query, *new))
     out = prefill_attention(*one_row, *map(flat, caches), blocks, mask, SCALE)[0]
     want = NativeOps().paged_attention_prefill(
@@ -228,7 +228,7 @@ def test_alibi(prompts, window):
 @pytest.mark.parametrize("window", [None, 4])
 def test_every_query_sees_something(window):
     metadata = merged(PROMPTS["without context"]).arrays.to("cpu")
-    assert derive_merged_mask(metadata, 16, window).any(-1).all()
+    assert derive_merged_sight(metadata, 16).mask(window).any(-1).all()
 
 
 class Attention(nn.Module):
@@ -239,7 +239,7 @@ class Attention(nn.Module):
         self.kernel, self.window = kernel, window
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: MergedPrefillMetadata) -> Tensor:
-        mask = derive_merged_mask(metadata, 16, self.window)
+        mask = derive_merged_sight(metadata, 16).mask(self.window)
         blocks = derive_merged_blocks(metadata, 16)
         return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)[0]
 

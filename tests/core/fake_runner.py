@@ -111,7 +111,6 @@ class FakeRunner:
         guesses: random.Random | None = None,
     ) -> None:
         self.guesses = guesses or random.Random(0)
-        self.num_moved_back = 0
         self.stalls_every = stalls_every
         self.reads_tokens = reads_tokens
         self.num_further_decodes = 0
@@ -153,7 +152,7 @@ class FakeRunner:
         for row, index, count in step.passed_blocks:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
-        begins = self._begins(step)
+        begins = step.num_computed_tokens.tolist()
         drafts = drafts_of(step)
         for row, guess in drafts.items():
             if guess[0] == DRAFT_OF_WORKER:
@@ -170,23 +169,6 @@ class FakeRunner:
             if step.num_decodes > 1 and self._is_last(outputs[-1]):
                 break
         return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
-
-    def _begins(self, step: SchedulerOutput) -> list[int]:
-        """Where each row begins: earlier than the step says by the drafts in flight that were
-        wrong."""
-        begins = step.num_computed_tokens.tolist()
-        if step.drafts_in_flight is None:
-            return begins
-        for place, (row_id, most) in enumerate(
-            zip(step.rows.tolist(), step.drafts_in_flight.tolist(), strict=True)
-        ):
-            if most < 0:
-                continue
-            begin = len(self.rows[row_id].token_ids) - 1
-            assert begins[place] - most <= begin <= begins[place]
-            self.num_moved_back += begin < begins[place]
-            begins[place] = begin
-        return begins
 
     def _guess(self, row: FakeRow, count: int) -> list[int]:
         guess = next_tokens(row.spec, row.token_ids, count)

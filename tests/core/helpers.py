@@ -271,8 +271,6 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
         num_computed = int(running.num_computed[row])
         rest = int(running.num_tokens[row]) - num_computed
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
-        # Nobody is preempted for tokens that may not come.
-        waits |= running.drafts_in_flight[row] > 0 and rest > running.capacity[row] - num_computed
         if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
     if scheduler.cache.is_dense and rows:

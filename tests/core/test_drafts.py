@@ -53,15 +53,13 @@ def test_drafts_change_no_output_of_a_long_crowded_load(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_requests_that_follow_drafts_of_the_worker_get_what_they_get_alone(seed):
+def test_drafts_of_the_worker_change_no_output(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)
-    setup.limits["follows_drafts"] = True
-    setup.depth, setup.guesses = 1, rng
-    max_drafts = rng.choice([1, 3, 5])
-    setup.draft_source = ModelDrafts(max_drafts, MAX_MODEL_LEN, follows_drafts=True)
+    setup.guesses = rng
+    setup.draft_source = ModelDrafts(rng.choice([1, 3, 5]), MAX_MODEL_LEN)
     loop = run_program(setup, [random_event(rng) for _ in range(150)])
-    assert loop.runner.num_verified and loop.runner.num_moved_back
+    assert loop.runner.num_verified
 
 
 class MoodyControl(DraftControl):
@@ -228,11 +226,10 @@ def test_a_request_waits_while_its_drafts_are_in_flight_and_others_run():
     loop.run()
 
 
-@pytest.mark.parametrize("follows", [False, True])
-def test_no_step_begins_that_would_split_the_batch_while_drafts_are_in_flight(follows):
+def test_no_step_begins_that_would_split_the_batch_while_drafts_are_in_flight():
     """As the parts would take turns from then on, and each step runs the whole model."""
     source = RightSource(3)
-    scheduler = make_scheduler(draft_source=source, follows_drafts=follows)
+    scheduler = make_scheduler(draft_source=source)
     loop = Loop(scheduler)
     loop.add(make_request("a", 4, 30))
     loop.step()
@@ -240,7 +237,7 @@ def test_no_step_begins_that_would_split_the_batch_while_drafts_are_in_flight(fo
     first = scheduler.schedule()
     assert first.draft_token_ids is not None
     loop.add(make_request("b", 40, 30))
-    assert scheduler.may_schedule == follows
+    assert not scheduler.may_schedule
     scheduler.update(loop.runner.execute(first))
     assert scheduler.may_schedule
     assert len(scheduler.schedule().rows) == 2

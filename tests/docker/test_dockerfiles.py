@@ -20,7 +20,7 @@ from tests.docker.dockerfile import (
     used_stages,
 )
 from vllm.entrypoints.cli import hpu_check
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.envs import Envs
 
 ROOT = Path(__file__).parents[2]

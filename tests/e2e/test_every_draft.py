@@ -221,12 +221,12 @@ def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chan
     assert 50 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
 
 
-FOLLOWS = "the next step begins before the host knows which drafts are right"
+AHEAD = "the next step is scheduled before the result of the one before"
 WAITS = "each step waits for the result of the one before"
-SHORT = {("draft_model", FOLLOWS), ("ngram", WAITS)}
+SHORT = {("draft_model", AHEAD), ("ngram", WAITS)}
 ON_CARD = [
     pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
-    for case in itertools.product(METHODS, (FOLLOWS, WAITS))
+    for case in itertools.product(METHODS, (AHEAD, WAITS))
 ]
 
 
@@ -234,13 +234,11 @@ ON_CARD = [
 def test_the_simulated_card_gives_what_the_cpu_gives(method, order, cases, expected):
     """Strict, with HPU graphs: nothing compiles after the warm-up."""
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS)
-    with card as bridge, steps_in_flight() as seen:
-        llm = make_llm(cases[method], sampling_warmup="all", async_scheduling=order == FOLLOWS)
+    with card as bridge, steps_in_flight():
+        llm = make_llm(cases[method], sampling_warmup="all", async_scheduling=order == AHEAD)
         before = bridge.counters().compilations
         assert run(llm) == expected[cases[method].target]
         assert bridge.counters().compilations == before
         stats = llm.llm_engine.engine_core.stats()
-        is_on_card = order == FOLLOWS and method not in ("ngram", "suffix")
-        assert (seen["follow"] > 15) == is_on_card
     assert stats.num_preemptions
     assert 15 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens

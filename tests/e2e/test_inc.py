@@ -189,7 +189,8 @@ def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
 
 @pytest.mark.parametrize("card", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.exhaustive)])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
-    """Measured and served on the card alone, with FP8 weights and cache; strict, so a compilation
+    """Measured and served on the card alone, with FP8 weights and cache, and with attention of
+    prompts in FP8 besides; strict, so a compilation
     in a warmed step fails. 1,500 tokens of another module than the measured one."""
     source = Path(shutil.__file__).read_text()
     pieces = [source[start : start + 1500] for start in range(0, 30000, 1500)]
@@ -220,8 +221,10 @@ def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
         "use_tqdm_on_load": False,
     }
     found = []
-    for changes in ({}, {"quant_config": str(path), "kv_cache_dtype": "fp8_inc"}):
-        with simulated_hpu(**simulated) as bridge:
+    quantized = {"quant_config": str(path), "kv_cache_dtype": "fp8_inc"}
+    fp8_prompts = {"VLLM_PROMPT_USE_FP8_FUSEDSDPA": 1}
+    for changes, variables in (({}, {}), (quantized, {}), (quantized, fp8_prompts)):
+        with simulated_hpu(**simulated, **variables) as bridge:
             llm = LLM(**settings, **changes)
             num_compilations = bridge.counters().compilations
             llm.generate("import os", use_tqdm=False)
@@ -230,6 +233,8 @@ def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
             llm.llm_engine.shutdown()
     assert found[0] != found[1]
     assert found[1] == pytest.approx(found[0], rel=0.01)
+    assert found[2] != found[1]
+    assert found[2] == pytest.approx(found[0], rel=0.03)
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,7 @@ from tests.e2e.reference import Reference, assert_same_tokens, generate, random_
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.tiny_models import MORE_FAMILIES
 from vllm import LLM, SamplingParams
+from vllm.attention.backends.prompt_masks import SlicedMask
 
 MAX_TOKENS = 6
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
@@ -71,6 +72,33 @@ def test_a_family_gives_the_tokens_of_transformers_on_the_simulated_card(
         before = bridge.counters()
         check(models(family), references(family))
         assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
+
+
+SLICED = {
+    "VLLM_HPU_FSDPA_SLICE_ENABLED": 1,
+    "VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD": 32,
+    "VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE": 12,
+    "VLLM_HPU_SIM_BRIDGE": "1.21",
+}
+"""Prompts of more than 32 tokens with their context attend in slices of 12 queries; the kernel of
+this release knows no windows, so that prompts without context have masks too."""
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("falcon_rw", 1), ("falcon_rw", 0), ("gemma2", 1), ("gpt_oss", 1), ("llama4", 1)],
+)
+def test_prompts_in_slices_give_the_same_tokens(family, mode, models, references, monkeypatch):
+    sliced, attend = [], SlicedMask.attend
+    monkeypatch.setattr(
+        SlicedMask, "attend", lambda self, *given: sliced.append(1) or attend(self, *given)
+    )
+    variables = {"PT_HPU_LAZY_MODE": mode, **FEW_BUCKETS, **SLICED}
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
+        before = bridge.counters()
+        check(models(family), references(family))
+        assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
+    assert sliced
 
 
 BUILDS = {

@@ -63,7 +63,7 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": MODES[mode][0]}
     made = make(method, tmp_path)
     card = simulated_hpu(has_profiling_run=False, **variables)
-    with card as bridge, steps_in_flight() as seen:
+    with card as bridge, steps_in_flight():
         expected = run(LLM(str(made.target), enforce_eager=MODES[mode][1], **COMMON))
         llm = with_speculator(made, mode)
         check_ledger(llm)
@@ -84,7 +84,6 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
         stats = llm.llm_engine.engine_core.stats()
         assert sum(stats.drafts.accepted) == stats.drafts.num_draft_tokens > 60
         assert stats.num_prefix_hits
-        assert seen["follow"] > 15, "drafts of steps in flight"
         assert bridge.counters().compilations == before
 
 

@@ -14,7 +14,7 @@ from tests.entrypoints.openai.observed_server import (
     served,
 )
 from vllm.config import PoolerConfig
-from vllm.entrypoints.operations.card_telemetry import CardTelemetry
+from vllm.entrypoints.shared.card_telemetry import CardTelemetry
 from vllm.messages import SchedulerStats
 from vllm.platforms.card_reading import CardReading
 

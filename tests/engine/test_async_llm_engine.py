@@ -140,7 +140,7 @@ def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
                 pass
         assert (await other)[-1].finished
         assert (await collect(engine))[-1].finished
-        assert engine.num_unfinished_requests == 0 and engine._admission.num_waiting == 0
+        assert engine.num_unfinished_requests == 0 and engine._requests._admission.num_waiting == 0
 
     run(check)
 
@@ -381,7 +381,7 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
         with pytest.raises(RequestError, match="at most 63"):
             await collect(engine, prompt=text)
         outputs = await collect(engine, prompt=text, truncate_prompt_tokens=20)
-        expected = engine.input_processor.tokenize(text).token_ids[-20:]
+        expected = engine.input_processor.prompts.tokenize(text).token_ids[-20:]
         assert outputs[0].prompt_token_ids == expected
 
     run(check)
@@ -448,7 +448,7 @@ def test_a_huge_text_is_tokenised_in_a_process_as_a_short_one_is(run, monkeypatc
 
     async def check(engine, client):
         text = "import os\n" * 2000
-        expected = engine.input_processor.tokenize(text).token_ids
+        expected = engine.input_processor.prompts.tokenize(text).token_ids
         prompt = {"prompt": text, "add_special_tokens": False, "cache_salt": "s"}
         tokenized = await engine.tokenize(prompt)
         assert tokenized.token_ids == expected[1:]

@@ -132,7 +132,7 @@ def test_embeddings_are_a_whole_prompt_and_for_generation_only():
     salted = {"prompt_embeds": EMBEDS, "cache_salt": "x"}
     assert processor.process("r", salted, SamplingParams())[1].cache_salt == "x"
     with pytest.raises(RequestError, match="a pooling model does not accept embeddings"):
-        processor.tokenize({"prompt_embeds": EMBEDS})
+        processor.prompts.tokenize({"prompt_embeds": EMBEDS})
     with pytest.raises(RequestError):
         processor.process_pooling("r", {"prompt_embeds": EMBEDS}, PoolingParams())
 

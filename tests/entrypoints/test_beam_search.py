@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.entrypoints.beam_search import check_beam_width, search_beams
+from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams
 from vllm.errors import RequestError
 from vllm.outputs import Logprob
 from vllm.sampling_params import BeamSearchParams

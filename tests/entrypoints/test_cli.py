@@ -31,7 +31,7 @@ def test_a_program_without_standard_streams_gives_its_processes_some():
     """A supervisor may start it so. Sockets would have their numbers."""
     code = (
         "import os, subprocess, sys\n"
-        "from vllm.entrypoints.cli.main import run_command\n"
+        "from vllm.entrypoints.shared.program import run_command\n"
         "def run():\n"
         "    child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'\n"
         "    return subprocess.run([sys.executable, '-c', child]).returncode\n"

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.e2e.server import free_port
-from vllm.entrypoints.cli.flag_names import with_flags
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.shared.program import with_flags
 from vllm.utils import FlexibleArgumentParser
 
 NAMES = make_arg_parser(FlexibleArgumentParser()).flag_names()

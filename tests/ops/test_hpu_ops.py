@@ -215,6 +215,7 @@ def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, 
     routed = NATIVE.route(torch.randn(9, 5), 3, "softmax_of_chosen")
     biases = [torch.randn(5, 48).to(dtype), torch.randn(5, 32).to(dtype)]
     for options in (ExpertOptions(), ExpertOptions(limit=1.0), ExpertOptions(scales_inputs=True)):
+        ops.expect_experts(options)
         for more in ([], biases):
             before = kernels.calls
             want = NATIVE.moe(given[0], *routed, *given[1:], *(more or (None, None)), options)

@@ -11,9 +11,11 @@ from gaudi_sim.vendor import kernels as simulated_kernels
 from tests.hpu import captured_log
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa, naive_sdpa
 from vllm.errors import ConfigError
+from vllm.ops.expert_options import ExpertOptions
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms import hpu
+from vllm.platforms.habana.kernels import BridgeKernels
 from vllm.platforms.habana.parts import OLDEST, OPERATORS, PARTS, parse_names, parse_release
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.trials import TRIALS
@@ -116,7 +118,21 @@ def apply_without_window(*args):
     return ORIGINAL(*args[:13], (-1, -1), *args[14:])
 
 
-def apply_raising(*args):
+def fp8_without_weight_scale(*args, **scales):
+    return ORIGINAL_FP8(*args, **{**scales, "d_scale_s": None})
+
+
+def fp8_with_scales_swapped(*args, **scales):
+    swapped = {"d_scale_q": scales["d_scale_v"], "d_scale_v": scales["d_scale_q"]}
+    return ORIGINAL_FP8(*args, **scales | swapped)
+
+
+def fp8_with_inverse_scales(*args, **scales):
+    inverse = {name: 1 / x for name, x in scales.items() if "_scale_" in name}
+    return ORIGINAL_FP8(*args, **scales | inverse)
+
+
+def apply_raising(*args, **options):
     raise RuntimeError("sink is not supported\nby this build")
 
 
@@ -129,10 +145,17 @@ def window_of_slices_only(*args):
     return ORIGINAL(*args)
 
 
+ORIGINAL_FP8 = simulated_kernels.fp8_fused_sdpa
 ORIGINAL = simulated_kernels.FusedSDPA.apply
 WRONG = {
     "FusedSDPA sink": [
         (apply_without_sink, "it computes other values than torch does (error "),
+        (apply_raising, "the card refuses it (RuntimeError: sink is not supported)"),
+    ],
+    "fp8_fused_sdpa": [
+        (fp8_without_weight_scale, "it computes other values than torch does (error "),
+        (fp8_with_scales_swapped, "it computes other values than torch does (error "),
+        (fp8_with_inverse_scales, "it computes other values than torch does (error "),
         (apply_raising, "the card refuses it (RuntimeError: sink is not supported)"),
     ],
     "FusedSDPA window_size": [
@@ -145,8 +168,11 @@ WRONG = {
     ("name", "act", "reason"), [(name, *case) for name, cases in WRONG.items() for case in cases]
 )
 def test_a_kernel_that_computes_something_else_is_not_used(lazy, monkeypatch, name, act, reason):
-    monkeypatch.setattr(simulated_kernels.FusedSDPA, "apply", staticmethod(act))
     kernels = lazy.kernels
+    if name == "fp8_fused_sdpa":
+        monkeypatch.setattr(kernels, "_fp8_sdpa", act)
+    else:
+        monkeypatch.setattr(simulated_kernels.FusedSDPA, "apply", staticmethod(act))
     with captured_log() as log:
         assert not kernels.has(name) and not kernels.has(name)
     assert kernels.why_unused(name).startswith(reason)
@@ -165,6 +191,44 @@ def test_a_trial_finds_out_how_the_card_takes_a_window(lazy, monkeypatch, act, l
     assert (lazy.kernels.window_left, lazy.kernels.window_multiple) == (left, multiple)
     fitted = FusedSDPA(lazy.kernels).fitted(has_windows=True, has_sinks=False)
     assert (fitted.window_multiple, fitted.has_sinks) == (multiple, False)
+
+
+def bias_moe_with_gates_before_ups(kernels, x, ids, weights, gate_up, *args, **options):
+    halves = [both.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for both in gate_up]
+    return BIAS_MOE(kernels, x, ids, weights, halves, *args, **options)
+
+
+def bias_moe_of_one_layout(kernels, *args):
+    return BIAS_MOE(kernels, *args[:10])
+
+
+def bias_moe_without_limit(kernels, *args, **options):
+    return BIAS_MOE(kernels, *args[:8], 1e9, *args[9:], **options)
+
+
+BIAS_MOE = BridgeKernels.bias_moe
+
+
+@pytest.mark.parametrize(
+    "act", [bias_moe_with_gates_before_ups, bias_moe_of_one_layout, bias_moe_without_limit]
+)
+def test_experts_with_biases_are_plain_matmuls_where_the_operator_is_wrong(lazy, monkeypatch, act):
+    monkeypatch.setattr(BridgeKernels, "bias_moe", act)
+    with captured_log() as log:
+        ops = HPUOps(lazy)
+        ops.expect_experts(ExpertOptions())
+        assert log == [], "experts without biases try nothing"
+        options = ExpertOptions(limit=7.0)
+        ops.expect_experts(options)
+        ops.expect_experts(options)
+    [line] = log
+    assert line.startswith("mixture_of_experts with biases is not used, ")
+    assert line.endswith("one matmul of torch after the other computes the experts")
+    given = (torch.randn(3, 32), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
+    given += (torch.randn(2, 48, 32), torch.randn(2, 32, 24), torch.randn(2, 48))
+    given += (torch.randn(2, 32),)
+    got = ops.moe(*(x.to("hpu") for x in given), options).cpu()
+    torch.testing.assert_close(got, NativeOps().moe(*given, options), rtol=1e-4, atol=1e-3)
 
 
 def test_trials_leave_the_random_numbers_of_the_process_alone(lazy):

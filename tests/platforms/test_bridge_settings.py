@@ -11,7 +11,8 @@ from gaudi_sim.bridge import SimBridge
 from tests.hpu import captured_log
 from vllm import envs
 from vllm.entrypoints.cli import collect_env
-from vllm.entrypoints.cli.main import main, run_command
+from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.shared.program import run_command
 from vllm.env.bridge import BRIDGE_SETTINGS, bridge_settings
 from vllm.executor.ray.utils import worker_environment
 from vllm.platforms.hpu import create_hpu_platform

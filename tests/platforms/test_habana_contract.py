@@ -44,6 +44,12 @@ DOCUMENTED = {
         "softmax_mode='None', recompute_mode=None, valid_seq_len=None, seq_padding_type='left', "
         "return_dropout_mask=False, return_attn_probs=False, window_size=(-1, -1), sink=None, /"
     ),
+    "torch.hpex.kernels.fp8_fused_sdpa": (
+        "q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+        "softmax_mode='None', d_scale_q=None, d_scale_k=None, d_scale_v=None, q_scale_s=None, "
+        "q_scale_o=None, d_scale_s=None, is_amax_s=False, is_amax_o=False, valid_seq_len=None, "
+        "seq_padding_type='left', recompute=None"
+    ),
     "torch.hpex.kernels.apply_rotary_pos_emb": (
         "p, cos, sin, position_ids=None, offset=0, mode=<RotaryPosEmbeddingMode.BLOCKWISE: 0>, /"
     ),
@@ -54,6 +60,8 @@ DOCUMENTED = {
 
 X = torch.ones(2, 2, 4)
 HEADS = torch.ones(1, 2, 3, 4)
+ONE = torch.ones(1)
+FP8 = torch.float8_e4m3fn
 ROPE = torch.ones(2, 1, 4)
 
 # Method -> how it is called, and the vendor calls it makes: (name, positional, keywords).
@@ -115,6 +123,19 @@ KERNEL_CALLS = {
         lambda k: k.sdpa(HEADS, HEADS, HEADS, is_causal=True),
         [("torch.hpex.kernels.FusedSDPA.apply", 11, ())],
     ),
+    "fp8_sdpa": (
+        lambda k: k.fp8_sdpa((ONE,) * 3, (ONE,) * 2, *(HEADS.to(FP8),) * 3, is_causal=True),
+        [
+            (
+                "torch.hpex.kernels.fp8_fused_sdpa",
+                8,
+                (
+                    *("d_scale_q", "d_scale_k", "d_scale_v", "q_scale_s", "d_scale_s"),
+                    *("valid_seq_len", "seq_padding_type"),
+                ),
+            )
+        ],
+    ),
     "rms_norm": (
         lambda k: k.rms_norm(X, torch.ones(4), 1e-6),
         [("torch.hpex.normalization.FusedRMSNorm.apply", 3, ())],
@@ -135,8 +156,6 @@ KERNEL_CALLS = {
     "mxfp4_moe": (lambda k: k.mxfp4_moe, []),
     "bias_mxfp4_moe": (lambda k: k.bias_mxfp4_moe, []),
 }
-
-FP8 = torch.float8_e4m3fn
 
 # Method -> how it is called, and the operator of `torch.ops.hpu` with its arguments by position.
 OPERATOR_CALLS = {

@@ -9,11 +9,12 @@ import numpy as np
 
 from vllm.messages import EngineRequest, Grammar
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
-from vllm.structured_output.backends import BACKENDS, Backend, BackendMatcher, make_backend
+from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.backends.interface import Backend, BackendMatcher
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.vocabulary import Vocabulary
 
 END = 256
 NUM_PADDING = 7

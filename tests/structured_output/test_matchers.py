@@ -21,10 +21,10 @@ from vllm.config import (
 )
 from vllm.structured_output import matchers
 from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.structured_output.vocabulary import Vocabulary
-from vllm.utils.short_turns import TURN_S
+from vllm.utils.background_work import TURN_S
 
 
 class Libraries:

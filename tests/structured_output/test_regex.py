@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from tests.structured_output.helpers import compiled, open_matcher, walk
-from vllm.structured_output.backends import BackendError
+from vllm.structured_output.backends.interface import BackendError
 from vllm.structured_output.regex import RegexError, translate
 
 PATTERNS = [

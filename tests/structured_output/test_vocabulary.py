@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tests.engine import tokenizers_for_tests as tokenizers
 from tests.structured_output.helpers import allowed
 from vllm.errors import RequestError
-from vllm.structured_output.vocabulary import Vocabulary, pack_tokens
+from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 
 
 @pytest.mark.parametrize("make", [tokenizers.byte_level, tokenizers.sentencepiece])

@@ -115,7 +115,7 @@ def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
 def test_the_process_ends_when_its_parent_is_killed(command):
     """Also in the middle of a call, by its own alarm."""
     code = (
-        "from vllm.utils.deadline_worker import DeadlineWorker, make_server\n"
+        "from vllm.utils.process.deadline_worker import DeadlineWorker, make_server\n"
         "worker = DeadlineWorker(make_server('tests.utils.workers:echo'))\n"
         "print(worker.call(b'pid', 120).decode(), flush=True)\n"
         f"worker.call(b'{command}', 1.0)\n"

@@ -14,8 +14,8 @@ import pytest
 
 HEAD = """
 import gc, json, os, signal, subprocess, sys, threading, time, _thread
-from vllm.utils import forked_process as forked
-from vllm.utils.forked_process import ForkedProcess, can_fork
+from vllm.utils.process import forked_process as forked
+from vllm.utils.process.forked_process import ForkedProcess, can_fork
 """
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm.utils import pace
+from vllm.utils import background_work as pace
 
 
 @pytest.mark.parametrize(("is_busy", "rests"), [(True, [0.012, 0.02]), (False, [])])

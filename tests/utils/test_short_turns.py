@@ -4,7 +4,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
-from vllm.utils.short_turns import TURN_S, start_in_short_turns
+from vllm.utils.background_work import TURN_S, start_in_short_turns
 
 
 def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_ends():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from vllm.utils.text_stream import Markers, TextStream
+from vllm.utils.text.text_stream import Markers, TextStream
 
 
 def run(read, pieces):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm.utils.short_turns import TURN_S
+from vllm.utils.background_work import TURN_S
 from vllm.worker.parts import background
 from vllm.worker.parts.background import StepClock, run_in_background
 

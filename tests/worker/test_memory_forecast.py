@@ -21,6 +21,7 @@ from tests.worker.test_hpu_warmup import (
 from vllm import LLM
 from vllm.bucketing import prove
 from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.config.hpu import PromptSlicing
 from vllm.errors import ConfigError
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
@@ -80,6 +81,18 @@ def test_a_larger_launch_is_predicted_from_two_smaller_ones(seen, asked, predict
     assert found == (None if predicted is None else pytest.approx(predicted, abs=1))
     if predicted is not None:
         assert forecast.exceeds(PaddedShape(asked), predicted) is None
+
+
+def test_the_mask_of_a_sliced_prompt_grows_with_its_keys_alone():
+    """One byte for each score of a launch, of which 128 queries have theirs at a time."""
+    sliced = MemoryForecast(PromptSlicing(256, 128), block_size=16)
+    assert [sliced.num_scores(prefill(2, q)) for q in (64, 256, 512)] == [2 * 64**2, 2**17, 2**17]
+    for forecast, most in ((sliced, 128 * 4096), (MemoryForecast(), 4096**2)):
+        for query_len in (512, 1024):
+            num_bytes = forecast.num_scores(prefill(1, query_len))
+            forecast.add(PaddedShape(prefill(1, query_len)), attempt_of(num_bytes))
+        assert forecast.exceeds(PaddedShape(prefill(1, 4096)), 1000) == most
+        assert forecast.exceeds(PaddedShape(prefill(1, 4096)), most) is None
 
 
 def test_a_failed_launch_and_one_within_the_workspace_are_no_measurements():

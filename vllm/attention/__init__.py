@@ -1,6 +1,7 @@
-"""Attention over the paged KV cache: the layer, what a launch looks like, and the backends."""
+"""Attention over the paged KV cache: layers, metadata of a forward pass, and backends."""
 
 from vllm.attention.backends.encoder_attn import EncoderMetadata
+from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import (
@@ -17,8 +18,7 @@ from vllm.attention.context import (
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
-from vllm.attention.metadata import AttentionMetadata
-from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, StateMetadata, States
+from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, States
 
 __all__ = [
     "Attention",
@@ -37,7 +37,6 @@ __all__ = [
     "ReadsContext",
     "ReplacedTokens",
     "StateLayer",
-    "StateMetadata",
     "States",
     "TableEmbeddings",
     "share_context",

@@ -13,17 +13,14 @@ context variable and no thread-local.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from vllm.attention.metadata import AttentionMetadata
+from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
-
-if TYPE_CHECKING:
-    from vllm.attention.state import StateMetadata
 
 
 class GivenEmbeddings(Protocol):
@@ -132,6 +129,22 @@ class LaunchParts(TypedDict, total=False):
     adapters: LaunchAdapters
 
 
+class StateMetadata(Protocol):
+    """The states that the tokens of a launch belong to, on one kind of device."""
+
+    def run(self, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the sequences of the launch, and store their new states.
+
+        Args:
+            layer: a `StateLayer` whose caches are bound.
+            inputs: [T, ...] each.
+
+        Returns:
+            [T, ...]
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class LaunchContext:
     """One launch of T tokens, as the layers of the model know it."""
@@ -147,7 +160,7 @@ class LaunchContext:
     None: every layer looks them up."""
     adapters: LaunchAdapters | None = None
     """LoRA adapters of the tokens; None: no token has one."""
-    states: "StateMetadata | None" = None
+    states: StateMetadata | None = None
     """Which states its tokens belong to; None: no layer of the model has states."""
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import CacheScales, PromptScales
 from vllm.attention.backends.encoder_attn import full_attention
-from vllm.attention.cache_scales import CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec
@@ -35,6 +35,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
     key_scales: Tensor = torch.ones(1)
     value_scales: Tensor = key_scales
     cache_scales: CacheScales | None = None
+    prompt_scales: PromptScales | None = None
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()

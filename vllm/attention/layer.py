@@ -5,8 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.attention.backends.cache_scales import CacheScale, CacheScales, PromptScales
 from vllm.attention.backends.native_attn import prompt_attention
-from vllm.attention.cache_scales import CacheScale, CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
@@ -35,7 +35,10 @@ class Attention(CachedLayer, ReadsContext):
     """
 
     cache_names: ClassVar[tuple[str, ...]] = ("key_cache", "value_cache")
-    scale_names: ClassVar[tuple[str, ...]] = ("key_scales", "value_scales", "cache_scales")
+    scale_names: ClassVar[tuple[str, ...]] = (
+        *("key_scales", "value_scales", "cache_scales"),
+        "prompt_scales",
+    )
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat; bound by the
@@ -47,6 +50,8 @@ class Attention(CachedLayer, ReadsContext):
     """[G] float32 on the host: an fp8 key cache holds key / scale of the head. 1 unless a
     checkpoint or measurements say otherwise; see `set_cache_scales`."""
     value_scales: Tensor
+    measured_scales: tuple[float, float] | None = None
+    """What queries and the weights of the softmax are multiples of in fp8; None: not measured."""
     has_calculated_scales: bool = False
     """They were measured when the engine started, and stay when other weights are read."""
 
@@ -81,6 +86,7 @@ class Attention(CachedLayer, ReadsContext):
             2, num_kv_heads, dtype=torch.float32, device="cpu"
         ).unbind()
         self.cache_scales: CacheScales | None = None
+        self.prompt_scales: PromptScales | None = None
         self.key_cache = None
         self.value_cache = None
 
@@ -94,10 +100,18 @@ class Attention(CachedLayer, ReadsContext):
     def bind_kv_cache(self, *tensors: Tensor) -> None:
         """See `CachedLayer.bind_kv_cache`."""
         super().bind_kv_cache(*tensors)
-        self.cache_scales = None
+        self.cache_scales = self.prompt_scales = None
         if tensors[0].dtype in FP8_DTYPES:
             scales = (self.key_scales, self.value_scales)
-            self.cache_scales = CacheScales(*(CacheScale.on(tensors[0].device, s) for s in scales))
+            cached = CacheScales(*(CacheScale.on(tensors[0].device, s) for s in scales))
+            self.cache_scales = cached
+            is_one = cached.key.by_head is cached.value.by_head is None
+            if self.measured_scales and is_one and tensors[0].dtype == torch.float8_e4m3fn:
+                query, weights = (
+                    CacheScale.on(tensors[0].device, torch.tensor([s], device="cpu"))
+                    for s in self.measured_scales
+                )
+                self.prompt_scales = PromptScales(query, cached, weights)
 
     def set_cache_scales(
         self, key: float | Tensor | None = None, value: float | Tensor | None = None

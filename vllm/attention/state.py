@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -108,22 +107,6 @@ class StateLayer(CachedLayer, ReadsContext):
             return self.advance(tuple(x[None] for x in inputs), None, states)[0][0]
         assert context.states is not None, "this launch carries no states"
         return context.states.run(self, inputs)
-
-
-class StateMetadata(Protocol):
-    """Which states the tokens of a launch belong to, on one kind of device."""
-
-    def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the sequences of the launch, and store their new states.
-
-        Args:
-            layer: its caches are bound.
-            inputs: [T, ...] each.
-
-        Returns:
-            [T, ...]
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The shapes of launches on the device, and what fits into its memory. Pure logic.
+"""Padded shapes of the device, and what fits into its memory. Pure logic.
 
     settings, linear,      which buckets there are: the twelve variables, three strategies,
     exponential, sparse,   a file; `generate` puts them together

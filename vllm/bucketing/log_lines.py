@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.ledger import MemorySplit, format_bytes
-from vllm.utils.long_text import cut_list
+from vllm.logger import cut_list
 
 _PHASE_NAMES = {Phase.PREFILL: "prompt", Phase.DECODE: "decode"}
 

@@ -20,6 +20,11 @@ StepLog = Literal["off", "some", "all"]
 
 _NO_FLAG = {"cli": False}
 
+_MAX_SLICE_THRESHOLD = 8192
+_SLICE_STEP = 1024
+"""The default threshold is the budget of a step, at most the first of these; the default slice is
+half of it, in steps of the second. Both are those that the vendor documents."""
+
 
 VARIABLE = "variable"
 """Key in the metadata of a field whose value is that of one environment variable."""
@@ -28,6 +33,26 @@ VARIABLE = "variable"
 def _variable(name: str) -> dict[str, Any]:
     """Metadata of a field with the value of an environment variable, which `envs.Envs` declares."""
     return {"cli": False, VARIABLE: name}
+
+
+@dataclass(frozen=True)
+class PromptSlicing:
+    """When the attention of a prompt runs over slices of its queries. Without sizes it never
+    does."""
+
+    max_keys: int | None = None
+    """Keys up to which all queries run at once."""
+    num_queries: int = 1
+    """Of a slice."""
+
+    def queries_at_once(self, num_queries: int, num_keys: int) -> int:
+        """Return for how many queries of a row there is a mask at a time."""
+        if self.max_keys is None or num_keys <= self.max_keys:
+            return num_queries
+        return min(num_queries, self.num_queries)
+
+
+UNSLICED = PromptSlicing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +91,20 @@ class HPUConfig:
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
     """Decode reads the KV cache as one slice; with prefix caching, where that costs less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
+    fp8_prompts: bool = field(default=False, metadata=_variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA"))
+    """Fused attention of prompts in fp8, in layers that have measured scales and an fp8 cache."""
+    slices_prompts: bool | None = field(
+        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_ENABLED")
+    )
+    """Fused attention of long prompts runs over slices of their queries; None: with padding-aware
+    buckets, unless prompts are merged."""
+    max_unsliced_keys: int | None = field(
+        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD")
+    )
+    """Tokens of a prompt, with its context, above which it does; None: the budget of a step."""
+    queries_of_slice: int | None = field(
+        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
+    )
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
     """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
     pa_softmax_impl: str | None = field(default=None, metadata=_variable("VLLM_PA_SOFTMAX_IMPL"))
@@ -104,3 +143,14 @@ class HPUConfig:
         for name in ("graph_reserved_mem", "graph_prompt_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be 0 to 1, got {getattr(self, name)}")
+
+    def prompt_slicing(self, max_num_batched_tokens: int) -> PromptSlicing:
+        """Return when prompts attend in slices, with this budget of a step."""
+        is_on = self.slices_prompts
+        if is_on is None:
+            is_on = self.bucketing_strategy == "pad" and not self.merged_prefill
+        if not is_on or self.prompt_attention != "fused":
+            return UNSLICED
+        most = self.max_unsliced_keys or min(max_num_batched_tokens, _MAX_SLICE_THRESHOLD)
+        half = -(-most // (2 * _SLICE_STEP)) * _SLICE_STEP
+        return PromptSlicing(most, self.queries_of_slice or half)

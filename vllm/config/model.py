@@ -9,7 +9,7 @@ from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.config.quantization.inc import IncConfig
 from vllm.errors import ConfigError
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.text.patterns import compile_pattern
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow", "mistral"]

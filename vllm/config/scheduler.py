@@ -55,10 +55,6 @@ class SchedulerConfig:
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
     static shapes prepares launches with this many more tokens."""
 
-    follows_drafts: bool = field(default=False, metadata={"cli": False})
-    """A request with drafts may run again before it is known which of them are right: the device
-    makes the drafts, and knows where the request is."""
-
     max_loras: int = field(default=0, metadata={"cli": False})
     """Maximum number of different LoRA adapters in one step (flag: see LoRAConfig)."""
 

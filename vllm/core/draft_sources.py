@@ -16,14 +16,11 @@ class ModelDrafts:
     Args:
         max_drafts: of a request in one step.
         max_model_len: tokens that the draft model can process.
-        follows_drafts: requests may have tokens in flight.
     """
 
-    def __init__(self, max_drafts: int, max_model_len: int, *, follows_drafts: bool) -> None:
+    def __init__(self, max_drafts: int, max_model_len: int) -> None:
         self.max_drafts = max_drafts
         self._max_model_len = max_model_len
-        if follows_drafts:
-            self._max_model_len -= 1 + max_drafts
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """See `DraftSource`; the tokens are not known yet."""
@@ -35,13 +32,12 @@ class ModelDrafts:
 
 
 def make_drafts(
-    speculative: SpeculativeConfig, *, follows_drafts: bool = False
+    speculative: SpeculativeConfig,
 ) -> tuple[DraftSource, DraftControl] | tuple[None, None]:
     """The source and the limits that the settings ask for; None if they ask for no drafts.
 
     Args:
         speculative: the settings.
-        follows_drafts: see `SchedulerConfig`.
     """
     options = speculative.drafts
     if options is None:
@@ -54,9 +50,7 @@ def make_drafts(
     else:
         assert speculative.draft_model is not None
         max_model_len = speculative.draft_model.max_model_len or 0
-        source = ModelDrafts(
-            options.num_speculative_tokens, max_model_len, follows_drafts=follows_drafts
-        )
+        source = ModelDrafts(options.num_speculative_tokens, max_model_len)
     control = DraftControl(
         options.num_speculative_tokens, options.adaptive, options.disable_by_batch_size
     )

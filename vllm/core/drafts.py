@@ -107,11 +107,11 @@ class DraftPlanner:
         if not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
-        # Those of which no token is in flight, or whose tokens in flight need not be known.
+        # Those of which no token is in flight.
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
-            if (request.follows_drafts or len(request.token_ids) == count) and _is_asked(request)
+            if len(request.token_ids) == count and _is_asked(request)
         ]
         if not free:
             return
@@ -147,8 +147,8 @@ class DraftPlanner:
 
     def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
         """Whether each row of a step runs again only when the step has its result: its drafts may
-        be wrong, or drafts may follow. Rows that follow drafts do not wait, and while there are no
-        drafts, steps run ahead as without drafts.
+        be wrong, or drafts may follow. While there are no drafts, steps run ahead as without
+        drafts.
 
         Args:
             rows: [n]
@@ -158,7 +158,7 @@ class DraftPlanner:
             asks_next = _is_due(self._num_fruitless + 1)
             if not asks_next or self.control.pauses(len(self._running)):
                 return np.zeros(len(rows), np.bool_)
-        waits: BoolArray = self._running.takes_drafts[rows] & ~self._running.follows_drafts[rows]
+        waits: BoolArray = self._running.takes_drafts[rows]
         return waits
 
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:

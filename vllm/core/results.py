@@ -26,8 +26,6 @@ class StepResult:
     shortened: dict[int, int] = field(default_factory=dict)
     """row -> number of blocks that are left, for rows whose blocks for tokens that have not come
     were freed."""
-    num_missing: IntArray | None = None
-    """Of each row of the step, tokens that were expected and have not come; None: all have."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Log-probabilities of the tokens, by request id."""
@@ -92,7 +90,6 @@ def apply_tokens(
         num_tokens=None if (taken[some] == 1).all() else taken[some].tolist(),
         finished=finished,
         shortened=shortened,
-        num_missing=num_missing,
     )
 
 

@@ -31,8 +31,6 @@ class RunningBatch:
         num_passed: per row, blocks of its tables that sliding windows have passed.
         adapters: key of each adapter in use, and how many requests use it.
         takes_drafts: per row, whether it may have drafts.
-        follows_drafts: per row, see `Request`.
-        drafts_in_flight: per row, see `SchedulerOutput`.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
@@ -50,8 +48,6 @@ class RunningBatch:
         self.num_passed = np.zeros(max_num_seqs, np.int32)
         self.adapters: Counter[str] = Counter()
         self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
-        self.follows_drafts = np.zeros(max_num_seqs, np.bool_)
-        self.drafts_in_flight = np.full(max_num_seqs, -1, np.int32)
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
         self.num_with_stop_tokens = 0
@@ -183,8 +179,6 @@ class RunningBatch:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_passed[row] = 0
         self.takes_drafts[row] = request.takes_drafts
-        self.follows_drafts[row] = request.follows_drafts
-        self.drafts_in_flight[row] = -1
         self.awaits_result[row] = False
         if spec.adapter is not None:
             self.adapters[spec.adapter.key] += 1

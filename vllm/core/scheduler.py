@@ -6,10 +6,8 @@ decode and the return after preemption are all "schedule n more tokens of this r
 A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
 and the token it will sample as there, before their values are known. Drafts are counted as if all
 of them were right; the result takes back those that were not. Until then their request waits, and
-so does one that gets drafts as soon as its tokens are known; unless the runner makes the drafts and
-knows by itself which of them were right: then the request follows its drafts. In the same way a
-step counts several decodes of a steady batch as done, and its rows wait for the result, which may
-have fewer.
+so does one that gets drafts as soon as its tokens are known. In the same way a step counts several
+decodes of a steady batch as done, and its rows wait for the result, which may have fewer.
 """
 
 import itertools
@@ -89,9 +87,7 @@ class Scheduler:
         self._max_decodes = config.num_scheduler_steps
         if draft_source is not None or num_stages > 1:
             self._max_decodes = 1
-        self._keeps_together = (
-            draft_source is not None and num_stages == 1 and not config.follows_drafts
-        )
+        self._keeps_together = draft_source is not None and num_stages == 1
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
@@ -145,8 +141,6 @@ class Scheduler:
         key = (spec.priority, spec.arrival_time, arrival) if by_priority else (arrival,)
         request = Request(spec, key)
         request.takes_drafts = self._drafts is not None and spec.may_have_drafts
-        follows = self.config.follows_drafts and spec.may_follow_drafts
-        request.follows_drafts = request.takes_drafts and follows
         self._requests[spec.request_id] = request
         self.waiting.push(request)
 
@@ -208,11 +202,8 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
-        moves = in_flight = None
+        moves = None
         if len(rows):
-            if self.config.follows_drafts and self._in_flight:
-                assert len(self._in_flight) == 1, "a row follows the drafts of one step only"
-                in_flight = self.running.drafts_in_flight[rows]
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
@@ -231,7 +222,6 @@ class Scheduler:
             passed_blocks=plan.passed_blocks,
             num_draft_tokens=num_drafts,
             draft_token_ids=plan.drafts_of(rows),
-            drafts_in_flight=in_flight,
             shortened_tables=shortened,
             block_moves=moves,
             num_decodes=plan.num_decodes,
@@ -254,7 +244,6 @@ class Scheduler:
             step, kept = step.without(step.removed_rows.union(output.errors))
             token_ids, counts = select_tokens(token_ids, counts, kept)
         self.running.awaits_result[step.rows] = False
-        self.running.drafts_in_flight[step.rows] = -1
         if self._drafts is not None:
             self._drafts.record(step, counts)
         for later in self._in_flight:
@@ -265,9 +254,6 @@ class Scheduler:
             finished.update(result.finished)
         if result.shortened:
             self._shortened.update(result.shortened)
-        if result.num_missing is not None:
-            for later in self._in_flight:
-                later.begin_earlier(step.rows, result.num_missing)
         return EngineOutput(
             request_ids=result.request_ids,
             token_ids=result.token_ids,
@@ -302,7 +288,6 @@ class Scheduler:
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
         most_decodes = 1 if self._admission.may_admit else self._max_decodes
-        waits = False
         while True:
             rows = running.order
             num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
@@ -311,9 +296,6 @@ class Scheduler:
                 # A request whose last token is in flight has nothing left to run.
                 want[num_tokens >= running.limit[rows]] = 0
                 want[running.awaits_result[rows]] = 0
-                if waits:
-                    lacks = computed + want > running.capacity[rows]
-                    want[lacks & (running.drafts_in_flight[rows] > 0)] = 0
             want = share_of_step(want, self._num_pipelined_steps)
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
             num_tokens = want
@@ -325,9 +307,6 @@ class Scheduler:
             counts = -(-lack[short] // size)
             if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
                 break
-            if not waits and bool((running.drafts_in_flight[rows[short]] > 0).any()):
-                waits = True  # nobody is preempted for tokens that may not come
-                continue
             if num_decodes > 1:
                 most_decodes = 1
                 continue
@@ -415,7 +394,6 @@ class Scheduler:
         elif self._drafts is not None:
             has_drafts = num_drafts is not None
             self.running.awaits_result[rows] = self._drafts.waits(rows, has_drafts=has_drafts)
-            self.running.drafts_in_flight[rows] = 0 if num_drafts is None else num_drafts
 
     # ---- results --------------------------------------------------------------------------
 

@@ -44,12 +44,6 @@ class Step:
             return np.full(len(self.rows), self.num_decodes, np.int32)
         return None
 
-    def begin_earlier(self, rows: IntArray, num_tokens: IntArray) -> None:
-        """Some rows [n] have so many tokens [n] fewer than when the step was scheduled: drafts of
-        the step before were wrong."""
-        _, own, others = np.intersect1d(self.rows, rows, assume_unique=True, return_indices=True)
-        self.num_tokens[own] -= num_tokens[others]
-
     def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
         """The step without some rows, and the indices of the entries that stay."""
         drop = set(rows)

@@ -47,10 +47,11 @@ def work_of(op: Any, operands: Sequence[Any], results: Sequence[Any]) -> Work:
         return Work()
     num_bytes = sum(x.nbytes for x in operands) + sum(x.nbytes for x in results)
     name = base_name(op)
-    if name.startswith("sdpa"):
+    if "sdpa" in name:
         query, key = operands[0], operands[1]
         flops = 4.0 * query.numel() * key.shape[-2]
-        return Work(flops, num_bytes, constants.SDPA_SHARE)
+        is_fp8 = query.dtype.itemsize == 1
+        return Work(flops, num_bytes, constants.SDPA_SHARE, is_fp8=is_fp8)
     if name == "mixture_of_experts":
         num_choices, gate_up = operands[1].numel(), operands[3]
         in_a_byte = 2 if str(gate_up.dtype) == "torch.uint8" else 1

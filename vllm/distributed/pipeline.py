@@ -119,7 +119,6 @@ class _StageLink(ABC):
         self._send("hidden states", hidden_states, self._after)
 
     def receive(self, hidden_states: Tensor) -> None:
-        """See `Link`."""
         self._take(hidden_states, self._before)
 
     # Two stages have one order of what goes from the first to the last: the drafts of a step, then
@@ -130,7 +129,6 @@ class _StageLink(ABC):
         self._send("drafts", drafts, self._other_end)
 
     def receive_drafts(self, drafts: Tensor) -> None:
-        """See `Link`."""
         self._take(drafts, self._other_end)
 
     def _send(self, kind: str, x: Tensor, rank: int | None) -> None:

@@ -9,7 +9,6 @@ model's files go to threads.
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -25,28 +24,25 @@ from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from msgspec.structs import replace
-
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
 from vllm.engine.core_calls import CoreCalls
-from vllm.engine.fan_out import fan_out
-from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.preparation import Preparation
+from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
-from vllm.engine.output.request_stream import RequestStream
+from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import CoreOutput, Refused
 from vllm.engine.replicas.core_replicas import CoreReplicas, ReplicaState
+from vllm.engine.requests_in_flight import RequestsInFlight
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
-    CapacityError,
     ConfigError,
     EngineDeadError,
     RequestError,
@@ -56,8 +52,8 @@ from vllm.executor import Worker
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
-from vllm.messages import AdapterRef, EngineRequest, FinishReason, SchedulerStats
-from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.messages import AdapterRef, EngineRequest, SchedulerStats
+from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
@@ -140,9 +136,6 @@ class AsyncLLM:
             on_lost=self._on_lost,
         )
         self._start_task: asyncio.Task[None] | None = None
-        self._core_ids = itertools.count()
-        self._streams: dict[str, RequestStream[Any]] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._preparation = Preparation(lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._stats_task: asyncio.Task[None] | None = None
@@ -200,8 +193,8 @@ class AsyncLLM:
         self._is_shut_down = True
         error = EngineDeadError("the engine was shut down")
         self._core.stop(error)
-        for request_id in list(self._streams):
-            self._lose(request_id, error)
+        if self.is_loaded:
+            self._requests.lose_all(error)
         if self._stats_task is not None:
             self._stats_task.cancel()
         self._preparation.shutdown()
@@ -255,14 +248,20 @@ class AsyncLLM:
         name = config.model.served_model_name[0]
         replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
         self.metrics = ReplicaMetrics(replicas)
-        self._recorder = StatsRecorder(*replicas)
-        self.output_processor = OutputProcessor(tokenizer, self._recorder)
+        recorder = StatsRecorder(*replicas)
+        self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:
             # While the core loads its weights: no request, the first one least of all, waits for
             # the imports of the grammar libraries.
             self.input_processor.grammar_compiler.start()
         self._preparation.prepare()
-        self._admission = Admission(self._limits, config.scheduler.max_num_seqs * len(self._core))
+        self._requests = RequestsInFlight(
+            self._core,
+            self.output_processor,
+            recorder,
+            Admission(self._limits, config.scheduler.max_num_seqs * len(self._core)),
+            self._limits.request_timeout,
+        )
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -317,7 +316,7 @@ class AsyncLLM:
                 lora_request=lora_request,
             ),
         )
-        stream = self._submit(text, await self._with_grammar(request), data_parallel_rank)
+        stream = self._requests.submit(text, await self._with_grammar(request), data_parallel_rank)
         try:
             while True:
                 output = await stream.get()
@@ -326,7 +325,7 @@ class AsyncLLM:
                     return
         finally:
             if not stream.is_finished:
-                self._abort([request_id])
+                self._requests.abort([request_id])
 
     async def encode(
         self,
@@ -355,17 +354,17 @@ class AsyncLLM:
                 request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
             ),
         )
-        stream = self._submit(text, request)
+        stream = self._requests.submit(text, request)
         try:
             yield await stream.get()
         finally:
             if not stream.is_finished:
-                self._abort([request_id])
+                self._requests.abort([request_id])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests with finish reason "abort"; unknown ids are ignored."""
         if self.startup.is_ready:
-            self._abort([request_id] if isinstance(request_id, str) else request_id)
+            self._requests.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
@@ -390,125 +389,26 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
 
-    def _submit(
-        self, text: str | None, request: EngineRequest, replica: int | None = None
-    ) -> RequestStream[Any]:
-        """Send a request to a core. Returns its stream."""
-        # The user's id may be used again while outputs of its last request are still arriving.
-        own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
-        core_requests = fan_out(own)
-        num_tokens = len(request.prompt_token_ids)
-        self._admission.check(len(core_requests), num_tokens * len(core_requests))
-        core_ids = [core_request.request_id for core_request in core_requests]
-        replica = self._core.choose(own, core_ids, replica)
-        try:
-            self.output_processor.add_request(
-                request.request_id, text, request.sampling_params, core_requests, replica
-            )
-        except BaseException:
-            self._core.end(core_ids)
-            raise
-        try:
-            self._core.add(replica, own)
-        except BaseException:
-            self._core.end(core_ids)
-            self.output_processor.abort([request.request_id])
-            raise
-        for core_request in core_requests:
-            self._admission.add(core_request.request_id, num_tokens)
-        stream: RequestStream[Any] = RequestStream()
-        self._streams[request.request_id] = stream
-        if (timeout := self._limits.request_timeout) is not None:
-            loop = asyncio.get_running_loop()
-            self._timers[request.request_id] = loop.call_later(
-                timeout, self._time_out, request.request_id, timeout
-            )
-        return stream
-
-    def _time_out(self, request_id: str, timeout: float) -> None:
-        error = RequestTimeoutError(
-            f"the request took longer than the {timeout:g} s that this server allows "
-            f"(request_timeout)"
-        )
-        self._end_with(request_id, error)
-
-    def _end_with(self, request_id: str, error: Exception) -> None:
-        if (stream := self._streams.get(request_id)) is not None:
-            stream.fail(error)
-        self._abort([request_id])
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        outputs, core_ids = self.output_processor.abort(request_ids)
-        self._send_aborts(core_ids)
-        for output in outputs:
-            self._deliver(output)
-
-    def _send_aborts(self, core_ids: list[str]) -> None:
-        self._admission.end(core_ids)
-        self._core.abort(core_ids)
-
-    # ---- messages of the core ---------------------------------------------------------------
-
     def _on_output(self, replica: int, message: CoreOutput) -> None:
-        output = message.output
-        if output.scheduled_times:
-            self._admission.begin(output.scheduled_times)
-        if output.finished:
-            self._admission.end(output.finished)
-        outputs, stopped = self.output_processor.process(output)
-        self._recorder.end_message(message.stats, replica)
-        if stopped:
-            self._send_aborts(stopped)
-        for request_output in outputs:
-            self._deliver(request_output)
-
-    def _deliver(self, output: AnyRequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if output.finished:
-            self._forget(output.request_id)
-        if stream is not None and not stream.is_finished:
-            stream.put(output, is_last=output.finished)
-
-    def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        if (timer := self._timers.pop(request_id, None)) is not None:
-            timer.cancel()
+        self._requests.on_output(replica, message)
 
     def _on_refused(self, message: Refused) -> None:
-        self._core.end([message.request_id])
-        request_id = self.output_processor.request_id_of(message.request_id)
-        if request_id is None:
-            return  # another sample of it was refused before
-        error: Exception = RequestError(message.message, param=message.param)
-        if message.is_capacity:
-            error = CapacityError(message.message, status=message.status)
-        self._end_with(request_id, error)
+        self._requests.on_refused(message)
 
     def _on_lost(
         self, replica: int, error: BaseException, will_return: bool, core_ids: list[str]
     ) -> None:
-        """The core of a replica has died: end its requests with its error."""
         if self.metrics is not None:
             self.metrics.replicas[replica].record_loss(is_restarted=will_return)
-        for core_id in core_ids:
-            request_id = self.output_processor.request_id_of(core_id)
-            if request_id is not None:
-                self._lose(request_id, error)
-
-    def _lose(self, request_id: str, error: BaseException) -> None:
-        """End a request whose core is gone with an error."""
-        if (stream := self._streams.get(request_id)) is not None:
-            stream.fail(error)
-        self._forget(request_id)
-        _, core_ids = self.output_processor.abort([request_id], FinishReason.ERROR)
-        self._admission.end(core_ids)
+        if self.is_loaded:
+            self._requests.on_lost(core_ids, error)
 
     # ---- the engine itself ----------------------------------------------------------------
 
     @property
     def is_loaded(self) -> bool:
         """Whether tokenizer and processors are loaded."""
-        return hasattr(self, "_admission")
+        return hasattr(self, "_requests")
 
     @property
     def vllm_config(self) -> VllmConfig:
@@ -519,7 +419,7 @@ class AsyncLLM:
     @property
     def num_unfinished_requests(self) -> int:
         """Number of requests whose outputs are not complete."""
-        return len(self._streams)
+        return len(self._requests) if self.is_loaded else 0
 
     # ---- state ----------------------------------------------------------------------------
 

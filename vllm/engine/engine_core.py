@@ -100,8 +100,7 @@ class EngineCore(CoreCalls):
         )
         source, control = None, None
         if config.scheduler.max_draft_tokens:
-            follows = config.scheduler.follows_drafts
-            source, control = make_drafts(config.speculative, follows_drafts=follows)
+            source, control = make_drafts(config.speculative)
         self._num_stages = config.parallel.pipeline_parallel_size
         self._num_pipelined_steps = config.parallel.num_pipelined_steps
         self.scheduler = Scheduler(

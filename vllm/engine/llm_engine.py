@@ -20,8 +20,8 @@ from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
+from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.unavailable import refuse
 from vllm.errors import ConfigError, EngineDeadError, RequestError
 from vllm.executor import Worker

@@ -1,0 +1,1 @@
+"""The command line, the class `LLM`, and the HTTP server."""

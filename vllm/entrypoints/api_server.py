@@ -19,15 +19,15 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.entrypoints.openai.errors import describe_error, refuse_failed
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
-from vllm.entrypoints.openai.request_limits import check_limits, check_num_values
-from vllm.entrypoints.openai.validation_text import NO_BODY
-from vllm.entrypoints.server.context import ServerContext, get_context
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.errors import describe_error, refuse_failed
+from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
+from vllm.entrypoints.shared.server_args import ServerArgs
+from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.shared.validation_text import NO_BODY
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -130,8 +130,8 @@ def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, Fast
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
     from vllm.entrypoints.openai.api_server import run_server
+    from vllm.entrypoints.shared.program import run_command
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
     return run_command(

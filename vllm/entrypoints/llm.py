@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.unavailable import refuse
-from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
 from vllm.entrypoints.offline.legacy_arguments import with_guided_options, with_token_ids
 from vllm.entrypoints.offline.offline_run import (
@@ -20,6 +19,7 @@ from vllm.entrypoints.offline.offline_run import (
 )
 from vllm.entrypoints.offline.pooling_llm import PoolingMethods
 from vllm.entrypoints.offline.progress import MakeBar
+from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -225,8 +225,8 @@ class LLM(PoolingMethods):
             limit="max_logprobs",
         )
         processor = self.llm_engine.input_processor
-        tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
-        eos, others = processor.end_tokens
+        tokenized = [processor.prompts.tokenize(cast(PromptType, prompt)) for prompt in prompts]
+        eos, others = processor.prompts.end_tokens
         end_tokens = others if eos is None else others | {eos}
 
         def run(

@@ -65,7 +65,7 @@ _FLOAT32_SOFTMAX = (
     "the softmax of decoding is always float32, and that of prompts is with "
     "VLLM_PROMPT_USE_FUSEDSDPA=0"
 )
-_NOT_SLICED = "fused attention is not sliced"
+_WINDOW_OF_KERNEL = "fused attention gets a sliding window at every length that its kernel takes"
 _DEFRAGMENTED = (
     "the blocks of running requests are moved together where decodes read slices of the KV cache; "
     "VLLM_CONTIGUOUS_PA=0 turns both off"
@@ -111,13 +111,11 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(
         _FLOAT32_SOFTMAX, "VLLM_FP32_SOFTMAX VLLM_USE_FP32_SOFTMAX VLLM_PRESERVE_QK_FP32_ACCUM_RES"
     ),
-    *_ignored(_NOT_SLICED, "VLLM_HPU_FSDPA_SLICE_ENABLED", same_as=False),
+    *_ignored(_WINDOW_OF_KERNEL, "VLLM_FUSEDSDPA_SLIDE_THLD VLLM_FUSEDSDPA_SLIDE_RIGHT"),
     *_ignored(
-        _NOT_SLICED,
-        """
-        VLLM_FUSEDSDPA_SLIDE_THLD VLLM_FUSEDSDPA_SLIDE_RIGHT VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD
-        VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS
-        """,
+        "all slices of fused attention belong to the graph of their forward pass",
+        "VLLM_HPU_FSDPA_SLICE_WITH_GRAPH_BREAKS",
+        same_as=False,
     ),
     *_ignored(
         "cosines and sines are computed once, at start", "VLLM_COS_SIN_RECOMPUTE", same_as=False

@@ -18,9 +18,9 @@ import torch.distributed
 
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.config.facts import difference, facts_of_rank
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError
+from vllm.executor.facts import difference, facts_of_rank
 from vllm.executor.ranks.rank_server import failure_of
 from vllm.executor.ranks.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
 from vllm.executor.ranks.worker_call import make_worker

@@ -87,7 +87,8 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     want = NativeOps().moe(
         x.float(), ids, weights, both, down, first.float(), second.float(), options
     )
-    prepared = HPUOps(bridge).prepare_experts(
+    ops = HPUOps(bridge)
+    prepared = ops.prepare_experts(
         stored[0], stored[1], stored[2], torch.bfloat16, None, first, second, options
     )
     assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
@@ -95,7 +96,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     dense: list[Any] = [
         t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
     ]
-    moe: Any = HPUOps(bridge).moe
+    moe: Any = ops.moe
     calls: dict[str, Callable[[], Tensor]] = {
         "dense": partial(moe, *given, *dense, options),
         "MXFP4": partial(prepared.to(bridge.device).forward, *given),

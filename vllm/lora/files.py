@@ -19,8 +19,8 @@ from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
-from vllm.utils.pace import Rest, no_rest
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.background_work import Rest, no_rest
+from vllm.utils.text.patterns import compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
 NAME_PREFIX = "base_model.model."

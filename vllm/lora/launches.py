@@ -25,7 +25,7 @@ from vllm.ops.low_rank import (
 )
 from vllm.ops.native.experts import activated, choices_of
 from vllm.ops.prepared import SingleExperts
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 
 def _run_expert(

@@ -23,7 +23,7 @@ from vllm.lora.weights import check_header, is_close, is_finite, open_weights, s
 from vllm.model_executor.layers.embedding import DenseTable, VocabParallelEmbedding
 from vllm.model_executor.layers.slice import DENSE_DTYPES, Source
 from vllm.ops.low_rank import LowRank
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 logger = init_logger(__name__)
 

@@ -14,7 +14,7 @@ from vllm.errors import RequestError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.safetensors_file import open_safetensors
-from vllm.utils.pace import Rest
+from vllm.utils.background_work import Rest
 
 _HEADER_BYTES, _HEADER_BYTES_OF_PART = 4 << 20, 2048
 """Longest header of a file, and so much more for each projection of the model. A file may have

@@ -22,7 +22,7 @@ from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, Exper
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 
 class Ops(AttentionOps):
@@ -295,6 +295,10 @@ class Ops(AttentionOps):
         Returns:
             None: the device has no kernel for it; it has to be dequantized.
         """
+
+    def expect_experts(self, options: ExpertOptions) -> None:
+        """Get ready for `moe` with these options; models call this while they are loaded. Compiled
+        code could not ask what the device has."""
 
     @abstractmethod
     def prepare_experts(

@@ -150,10 +150,6 @@ class HPUPlatform(Platform):
     def can_run_draft_models(self) -> bool:
         return True
 
-    @property
-    def follows_drafts(self) -> bool:
-        return True
-
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
         """Each decode with drafts is padded to all of them, so what a step costs depends on this
         number, and not on how many drafts there are."""

@@ -107,12 +107,6 @@ class Platform(ABC):
         return False
 
     @property
-    def follows_drafts(self) -> bool:
-        """Its runner keeps the drafts that it makes on the device, with how many were right; see
-        `SchedulerConfig.follows_drafts`."""
-        return False
-
-    @property
     def can_run_speculators(self) -> bool:
         """Its runner hands hidden states of the model to a network that makes drafts."""
         return False

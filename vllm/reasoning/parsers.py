@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.utils.text_stream import Markers, TextStream, Wait
+from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,6 +15,5 @@ In the engine core:
 
 Both:
 
-    vocabulary   the bytes of every token
-    backends     xgrammar and llguidance; nothing else imports them
+    backends     xgrammar and llguidance, which nothing else imports; the bytes of every token
 """

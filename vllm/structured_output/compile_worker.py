@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 
 from vllm.messages import Grammar
-from vllm.structured_output.backends import BACKENDS, Backend, BackendError, make_backend
+from vllm.structured_output.backends import BACKENDS, make_backend
+from vllm.structured_output.backends.interface import Backend, BackendError
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.json_schema import PreparedSchema, SchemaError
 from vllm.structured_output.regex import translate
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.vocabulary import Vocabulary
 
 MAX_CONTENT_BYTES = 8 * 2**20
 """The engine loads it in a tenth of a second; a larger one is left to the other library."""

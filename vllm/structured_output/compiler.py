@@ -13,8 +13,9 @@ from vllm.errors import CapacityError, RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.logger import init_logger
 from vllm.messages import Grammar
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.utils.background_work import start_in_short_turns
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from vllm.utils.process.deadline_worker import (
     make_server,
 )
 from vllm.utils.process.fork_server import ForkServer
-from vllm.utils.short_turns import start_in_short_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,20 +11,17 @@ from vllm.config import VllmConfig
 from vllm.errors import RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, Grammar
-from vllm.structured_output.backends import (
-    BACKENDS,
+from vllm.structured_output.backends import BACKENDS, check_vocabulary, import_backend, make_backend
+from vllm.structured_output.backends.interface import (
     Backend,
     BackendError,
     BackendMatcher,
     LoadedGrammar,
-    check_vocabulary,
-    import_backend,
-    make_backend,
 )
+from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
-from vllm.structured_output.vocabulary import Vocabulary
 from vllm.transformers_utils.tokenizer import load_tokenizer
-from vllm.utils.short_turns import start_in_short_turns
+from vllm.utils.background_work import start_in_short_turns
 
 logger = init_logger(__name__)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, IntArray
-from vllm.structured_output.backends import BackendError, BackendMatcher
-from vllm.structured_output.vocabulary import Vocabulary, pack_tokens
+from vllm.structured_output.backends.interface import BackendError, BackendMatcher
+from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 
 logger = init_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""Everything that is read with transformers: config.json, tokenizers, the hub."""

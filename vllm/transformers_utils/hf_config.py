@@ -11,7 +11,13 @@ from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.plain_config import complete_plain_config
-from vllm.transformers_utils.text_config import text_config
+
+_OF_THE_WHOLE = (
+    *("architectures", "quantization_config", "dtype", "torch_dtype"),
+    "tie_word_embeddings",
+    *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
+)
+"""Keys that are taken from the whole where it has them."""
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 """Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
@@ -21,7 +27,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
     transformers.
 
-    Of a model with a part for images it is the config of the language model (`text_config`).
+    Of a model with a part for images it is the config of the language model (`_text_config`).
 
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
@@ -40,7 +46,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
     if isinstance(own, dict) and own == raw.get("quantization"):
         own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
-    raw = _with_overrides(text_config(raw), overrides)
+    raw = _with_overrides(_text_config(raw), overrides)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
     return raw
@@ -181,3 +187,37 @@ def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
             rope = {**rope, "rope_theta": overrides["rope_theta"]}
         merged["rope_parameters"] = dict(rope)
     return merged
+
+
+def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `raw`, or the config of the language model in it.
+
+    A checkpoint that also has a part for images has the values of its language model in
+    `text_config`. They are read as if they were those of the language model alone; only
+    `architectures` still names the whole.
+
+    Args:
+        raw: values of config.json.
+
+    Raises:
+        ConfigError: the language model is missing, or of another family than the architecture has.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
+    text = raw.get("text_config")
+    if wanted is None or (text is None and raw.get("model_type") == wanted):
+        return dict(raw)
+    if not isinstance(text, Mapping):
+        raise ConfigError(
+            f"config.json of {name} has no 'text_config', which describes its language model. "
+            f"Download the file again"
+        )
+    model_type = text.get("model_type") or wanted
+    if model_type != wanted:
+        raise ConfigError(
+            f"config.json: the language model of {name} must be of model_type {wanted!r}, got "
+            f"{model_type!r}, which has no modules here"
+        )
+    whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
+    return {**text, **whole, "model_type": model_type}

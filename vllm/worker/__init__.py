@@ -1,1 +1,1 @@
-"""Everything that runs beside the device: batch state, launches, the model, the KV cache."""
+"""The process of a device: its batch, forward passes, the model, the KV cache."""

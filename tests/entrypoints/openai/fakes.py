@@ -14,9 +14,9 @@ from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.output.output_processor import OutputProcessor
-from vllm.entrypoints.openai.errors import add_error_handlers
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import add_error_handlers
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ class FakeAsyncLLM:
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)

@@ -16,8 +16,8 @@ from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.operations import metrics_route
 from vllm.entrypoints.pages.routes import page_routers
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import RunnerStats, SchedulerStats
 
 MODEL = "stdlib"

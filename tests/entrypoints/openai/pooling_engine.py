@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.server_fakes import FakeEngine
 from vllm import LLM
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ class InlineEngine(FakeEngine):
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt)
+        return self.input_processor.prompts.tokenize(prompt)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)

@@ -13,8 +13,8 @@ from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -78,7 +78,7 @@ class ScriptedEngine:
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
@@ -96,7 +96,7 @@ class ScriptedEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        token_ids = self.input_processor.tokenize(prompt).token_ids
+        token_ids = self.input_processor.prompts.tokenize(prompt).token_ids
         self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
         is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
         text, steps, is_done = "", self._steps(), False

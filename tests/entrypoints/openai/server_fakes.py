@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.replicas.core_replicas import ReplicaState
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 class FakeEngine:

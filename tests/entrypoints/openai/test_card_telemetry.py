@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.observed_server import FakeEngine, make_app, ready_engine
 from tests.platforms.conftest import card, environment, hlml, lazy, vendor  # noqa: F401
 from vllm.entrypoints.cli import collect_env
-from vllm.entrypoints.operations import card_telemetry
-from vllm.entrypoints.operations.card_telemetry import CardTelemetry
+from vllm.entrypoints.shared import card_telemetry
+from vllm.entrypoints.shared.card_telemetry import CardTelemetry
 from vllm.platforms import resolve_platform
 from vllm.platforms.card_reading import CardReading
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
-from vllm.entrypoints.openai import serving_tokenization
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.openai.protocol.tokenization import TokenizeChatRequest
+from vllm.entrypoints.openai.routes import tokenization as serving_tokenization
 
 # As JSON text: Python's reader takes some of it that is no JSON.
 VALUES = [

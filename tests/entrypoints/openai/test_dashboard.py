@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
 from vllm.config import ConnectorConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
-from vllm.entrypoints.operations.card_telemetry import card_metrics
+from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.messages import DraftStats, SchedulerStats
 from vllm.platforms.card_reading import CardReading
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm.entrypoints.http.early_app import EarlyApp
+from vllm.entrypoints.server.early_app import EarlyApp
 
 
 class Call:
@@ -86,7 +86,7 @@ def test_all_requests_go_to_the_application_once_it_is_there():
     ("module", "too_slow"),
     [
         ("openai.api_server", ["fastapi", "pydantic", "numpy", "torch", "transformers"]),
-        ("http.uvicorn_server", ["fastapi", "pydantic", "numpy", "torch", "transformers"]),
+        ("server.uvicorn_server", ["fastapi", "pydantic", "numpy", "torch", "transformers"]),
         ("server.app", ["torch", "transformers", "openai", "xgrammar", "opentelemetry.sdk"]),
     ],
 )

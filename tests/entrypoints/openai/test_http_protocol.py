@@ -8,13 +8,13 @@ import socket
 import pytest
 import uvicorn
 
-from vllm.entrypoints.http import http_protocol
-from vllm.entrypoints.http.http_protocol import (
+from vllm.entrypoints.middleware.limits import BodyLimits
+from vllm.entrypoints.server import http_protocol
+from vllm.entrypoints.server.http_protocol import (
     MAX_HEAD_BYTES,
     BoundedHttpProtocol,
     with_body_timeout,
 )
-from vllm.entrypoints.middleware.limits import BodyLimits
 
 
 async def app(scope, receive, send):

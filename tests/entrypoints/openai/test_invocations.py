@@ -10,9 +10,14 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine
 from tests.entrypoints.openai.scripted_engine import make_client as make_server_client
-from vllm.entrypoints.openai import serving_audio, serving_invocations
-from vllm.entrypoints.openai.errors import add_error_handlers
-from vllm.entrypoints.openai.serving_invocations import find_target
+from vllm.entrypoints.openai.routes import (
+    audio as serving_audio,
+)
+from vllm.entrypoints.openai.routes import (
+    invocations as serving_invocations,
+)
+from vllm.entrypoints.openai.routes.invocations import find_target
+from vllm.entrypoints.shared.errors import add_error_handlers
 
 
 class ChatBody(BaseModel):

@@ -17,9 +17,8 @@ from pydantic_core import core_schema
 
 from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_client
 from vllm.entrypoints.openai import protocol
-from vllm.entrypoints.openai.protocol.accepts import show_value
 from vllm.entrypoints.openai.protocol.base import RequestModel
-from vllm.entrypoints.openai.validation_text import describe_validation
+from vllm.entrypoints.shared.validation_text import describe_validation, show_value
 
 for module in pkgutil.iter_modules(protocol.__path__, f"{protocol.__name__}."):
     importlib.import_module(module.name)

@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine, make_app
 from vllm import assets
 from vllm.config import PoolerConfig
-from vllm.entrypoints.http.early_app import EarlyApp
 from vllm.entrypoints.pages.page_paths import page_paths
 from vllm.entrypoints.pages.web_page import load_page
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.server.early_app import EarlyApp
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 FOLDER = files(assets) / "web_pages"
 PAGES = ("chat", "status", "docs")

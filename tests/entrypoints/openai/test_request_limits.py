@@ -28,16 +28,16 @@ from tests.entrypoints.openai.scripted_engine import (
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
-from vllm.entrypoints.http.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
-from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.completion import serving
-from vllm.entrypoints.openai.merge import merge
-from vllm.entrypoints.openai.request_limits import LIMITS, count_values, limits_of
+from vllm.entrypoints.openai.completion.merge import merge
+from vllm.entrypoints.openai.shared.chunks import json_response
 from vllm.entrypoints.server.app import _routers, build_app
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.request_limits import count_values, limits_of
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.utils.arguments import flag_of
 
@@ -462,17 +462,22 @@ def routes_with_bodies() -> list[Any]:
     return [route for route in found if getattr(route, "body_field", None) is not None]
 
 
-def test_every_list_of_every_route_has_a_limit_of_its_own():
-    kinds = {
+def kinds_of_bodies() -> set[Any]:
+    return {
         kind
         for route in routes_with_bodies()
         for kind in _body_classes(route.body_field.field_info.annotation)
     }
+
+
+def test_every_list_of_every_route_has_a_limit_of_its_own():
+    kinds = kinds_of_bodies()
     assert len(kinds) >= 10
     for kind in kinds:
         fields = {name for name, f in kind.model_fields.items() if holds_many(f.annotation)}
         assert fields - limits_of(kind).keys() <= OPEN_FIELDS, kind
-    assert {name for rows in LIMITS.values() for name in rows} >= {"bad_words", "tools", "input"}
+    limited = {name for kind in kinds for name in limits_of(kind)}
+    assert limited >= {"bad_words", "tools", "input"}
 
 
 def test_every_route_with_a_body_reads_it_within_the_limits():
@@ -486,8 +491,9 @@ def test_the_page_about_limits_names_every_limit_with_its_default():
     assert defaults.pop("max_logprobs") == ModelConfig(model="a").max_logprobs
     assert defaults.pop("max_request_bytes") << 20 == ARGS.max_request_bytes
     assert {name: getattr(ARGS, name) for name in defaults} == defaults
-    limits = {limit.setting for rows in LIMITS.values() for of in rows.values() for limit in of}
-    assert limits <= defaults.keys()
+    of_fields = [limits for kind in kinds_of_bodies() for limits in limits_of(kind).values()]
+    settings = {limit.setting for limits in of_fields for limit in limits}
+    assert settings and settings <= defaults.keys()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from fastapi.testclient import TestClient
 
 from tests.entrypoints.openai.fakes import make_app
 from vllm.config import LoRAConfig
-from vllm.entrypoints.openai import serving_lora, serving_models
-from vllm.entrypoints.server.served_adapters import ServedAdapters
+from vllm.entrypoints.openai.routes import adapters as serving_lora
+from vllm.entrypoints.openai.routes import models as serving_models
+from vllm.entrypoints.shared.served_adapters import ServedAdapters
 from vllm.errors import RequestError
 from vllm.lora.request import LoRARequest
 
@@ -25,11 +26,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("a", "is written as name=path"),
-        ('{"name": "a"}', "is written as name=path"),
+        ("a", "must be written as name=path"),
+        ('{"name": "a"}', "must be written as name=path"),
         ('{"name": "a", "path": ', "is not JSON"),
         ("a=/nope", "'a': /nope is no folder"),
-        ("base=", "is written as name=path"),
+        ("base=", "must be written as name=path"),
         ("base={folder}", "the name 'base' of a LoRA adapter"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.server.log_setup import configure_logs
-from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.entrypoints.server.start_checks import check_start
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 

@@ -3,7 +3,12 @@
 import pytest
 
 from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
-from vllm.entrypoints.openai import serving_models, serving_tokenization
+from vllm.entrypoints.openai.routes import (
+    models as serving_models,
+)
+from vllm.entrypoints.openai.routes import (
+    tokenization as serving_tokenization,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -17,10 +17,10 @@ import pytest
 import uvicorn
 
 from tests.entrypoints.openai.server_fakes import FakeEngine, make_app
-from vllm.entrypoints.http import uvicorn_server
-from vllm.entrypoints.http.tls import check_certificates, refresh_certificate
-from vllm.entrypoints.http.uvicorn_server import bind, serve
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.server import uvicorn_server
+from vllm.entrypoints.server.tls import check_certificates, refresh_certificate
+from vllm.entrypoints.server.uvicorn_server import bind, serve
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 
 LOCAL = {"host": "127.0.0.1", "port": 0}

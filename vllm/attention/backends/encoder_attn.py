@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.attention.metadata import AttentionLayer
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.messages import IntArray
 
 _MAX_PADDING = 1.25

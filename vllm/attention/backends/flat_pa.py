@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import CacheScales
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
-from vllm.attention.cache_scales import CacheScales
 from vllm.platforms.habana.bridge import FusedKernels
 
 HIDDEN = torch.finfo(torch.float32).min

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import CacheScale, CacheScales
 from vllm.attention.backends.flat_pa import (
     DecodeBlocks,
     Softmax,
@@ -24,8 +25,8 @@ from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     is_context_hidden,
 )
+from vllm.attention.backends.prompt_masks import Sight
 from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
-from vllm.attention.cache_scales import CacheScale, CacheScales
 
 __all__ = [
     "SDPAKernel",
@@ -257,7 +258,7 @@ def prefill_mask(
     dtype: torch.dtype = torch.float32,
     chunk_size: int | None = None,
 ) -> Tensor | None:
-    """Which keys the queries of a launch see; derived on the device, once a forward.
+    """Return which keys the queries of a launch see; derived on the device, once a forward.
 
     Keys are the padded context, then the new tokens. Padding on the right comes after every
     real query, so that causality hides it; every query, padding too, sees itself at least.
@@ -265,34 +266,27 @@ def prefill_mask(
     Args:
         metadata: the launch.
         block_size: S.
-        sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
-        alibi_slopes: [H] float32; None without ALiBi.
-        dtype: of an ALiBi mask: that of the queries, as torch wants it.
-        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
+        sliding_window, alibi_slopes, dtype, chunk_size: see `Sight.mask`.
 
     Returns:
         [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added. None when plain causality says it
         all: no context, no window, padding on the right.
     """
-    num_context, query_len = metadata.context_blocks.shape[1], metadata.slot_mapping.shape[1]
     is_plain = sliding_window is None and alibi_slopes is None and chunk_size is None
-    if num_context == 0 and is_plain:
+    if metadata.context_blocks.shape[1] == 0 and is_plain:
         return None
+    sight = derive_sight(metadata, block_size)
+    return sight.mask(sliding_window, alibi_slopes, dtype, chunk_size)
+
+
+def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight:
+    """Return what masks of a launch are derived of, for blocks of this size."""
+    num_context, query_len = metadata.context_blocks.shape[1], metadata.slot_mapping.shape[1]
     device, context_lens = metadata.context_lens.device, metadata.context_lens[:, None]
     column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
     query_pos = context_lens + torch.arange(query_len, dtype=torch.int32, device=device)
     context_pos = torch.where(column < context_lens, column, _NEVER)
-    key_pos = torch.cat((context_pos, query_pos), dim=1)  # [B, K]
-    age = (query_pos[:, :, None] - key_pos[:, None])[:, None]  # [B, 1, Q, K]
-    mask = age >= 0
-    if sliding_window is not None:
-        mask = mask & (age < sliding_window)
-    if chunk_size is not None:
-        mask = mask & (age <= query_pos.remainder(chunk_size)[:, None, :, None])
-    if alibi_slopes is None:
-        return mask
-    bias = -age.float() * alibi_slopes[:, None, None]
-    return bias.masked_fill(~mask, float("-inf")).to(dtype)
+    return Sight(query_pos, torch.cat((context_pos, query_pos), dim=1))
 
 
 def _context(

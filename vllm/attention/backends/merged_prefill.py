@@ -28,6 +28,7 @@ from vllm.attention.backends.hpu_metadata import (
     to_tensors,
 )
 from vllm.attention.backends.packed_fields import Array, packed
+from vllm.attention.backends.prompt_masks import Sight
 from vllm.messages import NULL_BLOCK_ID, IntArray
 
 
@@ -119,29 +120,9 @@ def build_merged_prefill_metadata(
     )
 
 
-def derive_merged_mask(
-    metadata: MergedPrefillMetadata[Tensor],
-    block_size: int,
-    sliding_window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """Which keys the tokens of a launch see; derived on the device, once a forward.
-
-    Keys are the slots of the context blocks, then the new tokens.
-
-    Args:
-        metadata: the launch.
-        block_size: S.
-        sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
-        alibi_slopes: [H] float32; None without ALiBi.
-        dtype: of an ALiBi mask: that of the queries, as torch wants it.
-        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
-
-    Returns:
-        [1, 1, Q, K] bool; with ALiBi [1, H, Q, K] to be added. Padding sees padding.
-    """
+def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Sight:
+    """Return what masks of a launch are derived of, for blocks of this size. Keys are the slots of
+    the context blocks, then the new tokens. Padding sees padding."""
     ids, positions = metadata.sequence_ids, metadata.positions
     key_ids, key_positions = ids, positions
     if metadata.context_blocks.shape[0]:
@@ -151,26 +132,13 @@ def derive_merged_mask(
         context_positions = metadata.context_starts[:, None] + slot
         key_ids = torch.cat((context_ids.flatten(), ids))
         key_positions = torch.cat((context_positions.flatten(), positions))
-    age = positions[:, None] - key_positions
-    mask = _is_seen(ids, key_ids, age, sliding_window)
-    if chunk_size is not None:
-        mask = mask & (age <= positions.remainder(chunk_size)[:, None])
-    if alibi_slopes is None:
-        return mask[None, None]
-    bias = -age.float() * alibi_slopes[:, None, None]
-    return bias.masked_fill(~mask, float("-inf")).to(dtype)[None]
+    return Sight(positions[None], key_positions[None], (ids[None], key_ids[None]))
 
 
 def is_context_hidden(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Tensor:
     """[C, S] the slots of the context blocks that hold no token of the context."""
     slot = torch.arange(block_size, dtype=torch.int32, device=metadata.context_usage.device)
     return slot >= metadata.context_usage[:, None]
-
-
-def _is_seen(query_ids: Tensor, key_ids: Tensor, age: Tensor, window: int | None) -> Tensor:
-    """[Q, K]. A query has the age 0 to itself, so that every query sees something."""
-    seen = (query_ids[:, None] == key_ids) & (age >= 0)
-    return seen if window is None else seen & (age < window)
 
 
 def _enumerate(counts: IntArray) -> tuple[IntArray, IntArray]:

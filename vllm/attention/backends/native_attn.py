@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.attention.metadata import AttentionLayer
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.messages import IntArray
 from vllm.ops import get_ops
 from vllm.ops.native.attention import attend_prompt

@@ -18,13 +18,14 @@ from vllm.attention.backends.hpu_attn import (
     decode_attention,
     derive_merged_blocks,
     derive_prefill_blocks,
+    derive_sight,
     prefill_attention,
-    prefill_mask,
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
-from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
-from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, naive_sdpa
-from vllm.attention.metadata import AttentionLayer
+from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_sight
+from vllm.attention.backends.metadata import AttentionLayer
+from vllm.attention.backends.prompt_masks import Sight, SlicedMask
+from vllm.attention.backends.sdpa import Fp8SDPA, FusedSDPA, SDPAKernel, naive_sdpa
 from vllm.errors import ConfigError
 
 
@@ -97,22 +98,70 @@ def _takes_window(kernel: SDPAKernel, kind: LayerKind, query_len: int) -> bool:
         and query_len % kernel.window_multiple == 0
         and kind.window is not None
         and kind.chunk_size is None
+        and _is_fused(kernel, kind)
+    )
+
+
+PromptMask = Tensor | SlicedMask | None
+"""Of all layers of a kind; None where causality says it all, or with the window that the kernel
+gets."""
+
+
+def _masks(
+    sight: Sight,
+    kinds: Mapping[LayerKind, AttentionLayer],
+    kernel: SDPAKernel,
+    *,
+    is_causal: bool,
+) -> dict[LayerKind, PromptMask]:
+    """Return the masks of a launch. Without `is_causal`, even plain layers need one."""
+    query_len, key_len = sight.query_positions.shape[1], sight.key_positions.shape[1]
+    at_once = query_len
+    if isinstance(kernel, FusedSDPA):
+        at_once = kernel.slicing.queries_at_once(query_len, key_len)
+    masks: dict[LayerKind, PromptMask] = {}
+    for kind, layer in kinds.items():
+        is_plain = kind.window is kind.chunk_size is layer.alibi_slopes is None
+        takes_none = is_causal and (is_plain or _takes_window(kernel, kind, query_len))
+        if takes_none and (at_once == query_len or _is_fused(kernel, kind)):
+            masks[kind] = None
+        elif at_once < query_len:
+            masks[kind] = SlicedMask(
+                sight, at_once, kind.window, layer.alibi_slopes, kind.chunk_size
+            )
+        else:
+            masks[kind] = sight.mask(kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size)
+    return masks
+
+
+def _is_fused(kernel: SDPAKernel, kind: LayerKind) -> bool:
+    """Return whether the fused kernel of a card computes layers of a kind."""
+    return (
+        isinstance(kernel, FusedSDPA)
         and _may_be_fused(kind)
         and (kernel.has_sinks or not kind.has_sinks)
     )
 
 
-def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: Tensor | None) -> SDPAKernel:
-    """The kernel with what a layer has besides a mask; without one it gets the window."""
+def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:
+    """Return the kernel with what a layer has besides a mask; without one it gets the window."""
+    attend = _whole_kernel_for(layer, kernel, mask)
+    fp8 = None
+    # Windows and sinks of a kernel in fp8 are not documented for every build.
+    if attend is kernel and isinstance(kernel, FusedSDPA) and kernel.has_fp8:
+        scales = layer.prompt_scales
+        fp8 = None if scales is None else Fp8SDPA(kernel.kernels, scales)
+        attend = attend if fp8 is None else fp8
+    if isinstance(mask, SlicedMask):
+        attend = partial(mask.attend, attend)
+    return attend if fp8 is None else partial(fp8.round_inputs, attend)
+
+
+def _whole_kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:
     kind = _kind(layer)
     window = layer.sliding_window if mask is None else None
     has_extras = window is not None or kind.has_sinks
-    if (
-        isinstance(kernel, FusedSDPA)
-        and has_extras
-        and _may_be_fused(kind)
-        and (kernel.has_sinks or not kind.has_sinks)
-    ):
+    if isinstance(kernel, FusedSDPA) and has_extras and _is_fused(kernel, kind):
         return partial(kernel, window=window, sinks=layer.sinks)
     if kind.has_soft_cap or kind.has_sinks:
         return partial(naive_sdpa, soft_cap=layer.logits_soft_cap, sinks=layer.sinks)
@@ -175,9 +224,7 @@ class PaddedPrefill:
     """Q padded new tokens for each of B padded rows, after up to C blocks of context."""
 
     blocks: PrefillBlocks
-    masks: Mapping[LayerKind, Tensor | None]
-    """The mask of all layers of a kind; None where causality says it all, or with the window that
-    the kernel gets."""
+    masks: Mapping[LayerKind, PromptMask]
     kernel: SDPAKernel
 
     @classmethod
@@ -189,16 +236,9 @@ class PaddedPrefill:
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
         """A launch for layers of these kinds."""
-        has_context = metadata.context_blocks.shape[1] > 0
-        query_len = metadata.slot_mapping.shape[1]
-        masks: dict[LayerKind, Tensor | None] = {}
-        for kind, layer in kinds.items():
-            if not has_context and _takes_window(kernel, kind, query_len):
-                masks[kind] = None
-                continue
-            masks[kind] = prefill_mask(
-                metadata, block_size, kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size
-            )
+        is_causal = metadata.context_blocks.shape[1] == 0
+        sight = derive_sight(metadata, block_size)
+        masks = _masks(sight, kinds, kernel, is_causal=is_causal)
         return cls(derive_prefill_blocks(metadata, block_size), masks, kernel)
 
     @classmethod
@@ -210,12 +250,7 @@ class PaddedPrefill:
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
         """A launch of prompts end to end in one row, for layers of these kinds."""
-        masks = {
-            kind: derive_merged_mask(
-                metadata, block_size, kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size
-            )
-            for kind, layer in kinds.items()
-        }
+        masks = _masks(derive_merged_sight(metadata, block_size), kinds, kernel, is_causal=False)
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
     def attend(
@@ -234,7 +269,7 @@ class PaddedPrefill:
             layer.key_cache,
             layer.value_cache,
             self.blocks,
-            mask,
+            mask if isinstance(mask, Tensor) else None,
             layer.scale,
             _kernel_for(layer, self.kernel, mask),
             layer.cache_scales,

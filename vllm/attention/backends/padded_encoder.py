@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.hpu_attn import prompt_attention
+from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.sdpa import SDPAKernel
-from vllm.attention.metadata import AttentionLayer
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ multiple of G), D head size.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.attention.backends.cache_scales import PromptScales
+from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.errors import ConfigError
 from vllm.platforms.habana.bridge import FusedKernels
 
@@ -118,13 +121,18 @@ class FusedSDPA:
     """It takes windows where the number of new tokens is a multiple of this; None: it does not."""
     has_sinks: bool = False
     """It takes sinks."""
+    has_fp8: bool = False
+    """Layers with measured scales attend in fp8."""
+    slicing: PromptSlicing = UNSLICED
+    """Prompts that attend in slices of their queries."""
 
     def fitted(self, *, has_windows: bool, has_sinks: bool) -> "FusedSDPA":
         """Return the kernel for a model, with what the card can do of what the model needs."""
         multiple = None
         if has_windows and self.kernels.has("FusedSDPA window_size"):
             multiple = self.kernels.window_multiple
-        return FusedSDPA(self.kernels, multiple, has_sinks and self.kernels.has("FusedSDPA sink"))
+        has_sinks = has_sinks and self.kernels.has("FusedSDPA sink")
+        return replace(self, window_multiple=multiple, has_sinks=has_sinks)
 
     def __call__(
         self,
@@ -156,27 +164,82 @@ class FusedSDPA:
                 sinks=sinks,
             )
         mode = "None" if query.dtype == torch.float32 else "fast"
-        if mask is not None or valid_lens is None:
-            return kernels.sdpa(
-                query, key, value, mask, is_causal=mask is None, scale=scale, softmax_mode=mode
-            )
-        out = kernels.sdpa(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=scale,
-            softmax_mode=mode,
-            valid_seq_len=valid_lens,
+        return _attend(kernels.sdpa, (query, key, value), mask, scale, mode, valid_lens)
+
+
+def _attend(
+    kernel: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    scale: float,
+    softmax_mode: str,
+    valid_lens: Tensor | None,
+) -> Tensor:
+    """Call a kernel of the card that takes a mask, or lengths, or neither; and see to its
+    padding."""
+    if mask is not None or valid_lens is None:
+        return kernel(*inputs, mask, is_causal=mask is None, scale=scale, softmax_mode=softmax_mode)
+    out = kernel(
+        *inputs, is_causal=True, scale=scale, softmax_mode=softmax_mode, valid_seq_len=valid_lens
+    )
+    # The kernel leaves anything after the lengths, and the next layer multiplies it with 0.
+    token = torch.arange(out.shape[2], dtype=valid_lens.dtype, device=valid_lens.device)
+    return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
+
+
+@dataclass(frozen=True)
+class Fp8SDPA:
+    """The fused kernel of a card for a layer whose scales were measured, an `SDPAKernel` of fp8."""
+
+    kernels: FusedKernels
+    scales: PromptScales
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        valid_lens: Tensor | None,
+    ) -> Tensor:
+        """Attend, see `SDPAKernel`; of float8_e4m3fn, with a result in bfloat16."""
+        cache, weights = self.scales.cache, self.scales.weights
+        factors = (self.scales.query.scale, cache.key.scale, cache.value.scale)
+        kernel = partial(self.kernels.fp8_sdpa, factors, (weights.inverse, weights.scale))
+        return _attend(kernel, (query, key, value), mask, scale, "fast", valid_lens)
+
+    def round_inputs(
+        self,
+        attend: SDPAKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        valid_lens: Tensor | None,
+    ) -> Tensor:
+        """Attend as `SDPAKernel`, with a kernel that gets all three in fp8."""
+        scales, dtype = self.scales, torch.float8_e4m3fn
+        out = attend(
+            scales.query.store(query, dtype),
+            scales.cache.key.store(key, dtype),
+            scales.cache.value.store(value, dtype),
+            mask,
+            scale,
+            valid_lens,
         )
-        # The kernel leaves anything after the lengths, and the next layer multiplies it with 0.
-        token = torch.arange(query.shape[2], dtype=valid_lens.dtype, device=valid_lens.device)
-        return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
+        return out.to(query.dtype)
 
 
-def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
+def bridge_sdpa(
+    kernels: FusedKernels, slicing: PromptSlicing = UNSLICED, *, wants_fp8: bool = False
+) -> SDPAKernel:
     """Return the fused kernel of a card; where the bridge lacks it, plain torch operators."""
-    return FusedSDPA(kernels) if kernels.has("FusedSDPA") else naive_sdpa
+    if not kernels.has("FusedSDPA"):
+        return naive_sdpa
+    has_fp8 = wants_fp8 and kernels.has("fp8_fused_sdpa")
+    return FusedSDPA(kernels, has_fp8=has_fp8, slicing=slicing)
 
 
 def flex_sdpa(

@@ -115,7 +115,6 @@ def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits
         max_chunk_tokens=scheduler.prefill_chunk_limit,
         max_draft_tokens=scheduler.max_draft_tokens,
         max_draft_batch=max_draft_batch,
-        max_pending_drafts=scheduler.max_draft_tokens if scheduler.follows_drafts else 0,
     )
 
 

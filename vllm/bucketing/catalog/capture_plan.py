@@ -170,7 +170,6 @@ class _Queue:
 
     @property
     def is_complete(self) -> bool:
-        """Every bucket has its graph."""
         return len(self._captured) == len(self._order)
 
     def run(self) -> Generator[CaptureStep, Capture, None]:

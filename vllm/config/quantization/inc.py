@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm.errors import ConfigError
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.text.patterns import compile_pattern
 
 IncMode = Literal["MEASURE", "QUANTIZE"]
 

@@ -7,12 +7,10 @@ the KV cache.
 
 import copy
 import json
-import operator
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,17 +22,17 @@ from vllm.engine.input.prompt_embeds import (
     PromptEmbeds,
     cache_keys,
 )
+from vllm.engine.input.prompt_tokenizer import PromptTokenizer, TokenizedPrompt, cache_salt_of
 from vllm.engine.input.sampling_input import SamplingInput, check_without_tokens
-from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
+from vllm.errors import PromptTooLongError, RequestError
 from vllm.inputs import PromptType
 from vllm.lora.files import adapter_keys, find_adapter
 from vllm.lora.request import LoRARequest
-from vllm.messages import AdapterRef, EngineRequest, Grammar, TokenEmbeddings
+from vllm.messages import AdapterRef, EngineRequest, Grammar
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
-from vllm.utils.pace import Pace, no_rest
+from vllm.utils.background_work import Pace, no_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,23 +41,6 @@ LONG_TEXT_CHARS = 16 * 1024
 """A text of this length takes so long to tokenise that a server does it in a thread. The same limit
 holds for other slow preparation."""
 
-_PROMPT_TYPES = (
-    "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
-)
-_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
-_MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """The token ids of a prompt, or the embeddings in place of them."""
-
-    token_ids: list[int]
-    text: str | None
-    cache_salt: str | None = None
-    embeddings: tuple[TokenEmbeddings, ...] = ()
-    """The embeddings, or None. The tokens are placeholders then."""
-
 
 class InputProcessor:
     """Makes requests for one engine.
@@ -67,8 +48,7 @@ class InputProcessor:
     Args:
         config: complete and consistent.
         tokenizer: None: only token ids are accepted.
-        generation_defaults: from the model's generation_config.json; of it, only
-            "eos_token_ids" is used here: end tokens besides the tokenizer's.
+        generation_defaults: see `PromptTokenizer`.
     """
 
     def __init__(
@@ -77,7 +57,7 @@ class InputProcessor:
         tokenizer: "PreTrainedTokenizerBase | None",
         generation_defaults: Mapping[str, Any],
     ) -> None:
-        self.tokenizer = tokenizer
+        self.prompts = PromptTokenizer(config, tokenizer, generation_defaults)
         self._config = config
         self._generation_defaults = generation_defaults
         self._vocab_size = config.model.resolved_arch.vocab_size
@@ -86,14 +66,20 @@ class InputProcessor:
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
         self._pooler = config.model.pooler
-        self._length_bound: TextLengthBound | None = None
-        self.sampling = SamplingInput(config, self)
-        self.pooling = PoolingInput(config, self)
+        self.sampling = SamplingInput(config, self.prompts)
+        self.pooling = PoolingInput(config, self.prompts)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
-        self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
-        self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
         # Requests without a seed get one from here, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer; may be replaced at any time."""
+        return self.prompts.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self.prompts.tokenizer = tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -103,20 +89,6 @@ class InputProcessor:
     def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
         """A processor for the same engine with its own tokenizer, for another thread."""
         return InputProcessor(self._config, tokenizer, self._generation_defaults)
-
-    @property
-    def end_tokens(self) -> tuple[int | None, frozenset[int]]:
-        """The end token that is not reported as a stop reason, and further end tokens of the model.
-
-        The first is the tokenizer's, or config.json's when there is none. The others come from
-        generation_config.json and are reported as stop reason, like a user's stop tokens.
-        """
-        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        others = self._default_end_tokens
-        if eos is None and self._config_end_tokens:
-            eos, *rest = self._config_end_tokens
-            others = [*others, *rest]
-        return eos, frozenset(others) - {eos}
 
     def process(
         self,
@@ -152,7 +124,7 @@ class InputProcessor:
             tokenized = self._read_embeddings(prompt)
             check_without_tokens(params)
         else:
-            tokenized = self.tokenize(
+            tokenized = self.prompts.tokenize(
                 prompt, max_tokens=None if is_truncated else self._max_model_len - 1
             )
         token_ids = tokenized.token_ids
@@ -163,7 +135,7 @@ class InputProcessor:
         max_total = self._max_model_len
         if params.max_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_tokens)
-        eos, others = self.end_tokens
+        eos, others = self.prompts.end_tokens
         # With structured output, the end token ends the output when the grammar is complete.
         if params.ignore_eos and params.guided_decoding is None:
             eos, others = None, frozenset()
@@ -270,72 +242,6 @@ class InputProcessor:
                 )
             return self._compiler
 
-    def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Token ids of a prompt of any type; at least one, and all of them in the vocabulary.
-
-        Args:
-            prompt: of any prompt type.
-            max_tokens: a text that certainly has more tokens is refused before it is tokenised;
-                None: no limit.
-
-        Raises:
-            RequestError: its type is not known, or it has no tokens, or one that is not in the
-                vocabulary.
-            PromptTooLongError: it certainly has more than `max_tokens`.
-        """
-        if isinstance(prompt, str):
-            return TokenizedPrompt(self._encode(prompt, max_tokens=max_tokens), prompt)
-        if isinstance(prompt, Mapping):
-            return self._tokenize_mapping(prompt, max_tokens)
-        return TokenizedPrompt(self._check_prompt_ids(prompt), None)
-
-    def count_tokens(self, text: str) -> int:
-        """Number of tokens of a part of a text, without special tokens at its ends."""
-        assert self.tokenizer is not None
-        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return len(encoded["input_ids"])
-
-    # ---- prompts --------------------------------------------------------------------------
-
-    def _tokenize_mapping(
-        self, prompt: Mapping[str, Any], max_tokens: int | None
-    ) -> TokenizedPrompt:
-        if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
-            raise RequestError(
-                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
-                param="prompt",
-            )
-        if "encoder_prompt" in prompt:
-            raise RequestError(
-                "models with an encoder and a decoder are not supported: send a prompt without "
-                f"'encoder_prompt', as {_PROMPT_TYPES}",
-                param="prompt",
-            )
-        if prompt.get("prompt_embeds") is not None:
-            raise RequestError(
-                "prompt_embeds: a pooling model does not accept embeddings as a prompt. Send text "
-                "or token ids",
-                param="prompt_embeds",
-            )
-        if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
-            raise RequestError(
-                f"the prompt has the unknown key {', '.join(map(repr, unknown))}; accepted: "
-                f"{_PROMPT_TYPES}",
-                param="prompt",
-            )
-        text, salt = prompt.get("prompt"), _cache_salt_of(prompt)
-        if text is not None and not isinstance(text, str):
-            raise RequestError(
-                f"'prompt' of a prompt must be a string, got {type(text).__name__}", param="prompt"
-            )
-        if prompt.get("prompt_token_ids") is not None:
-            return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
-        if text is None:
-            raise RequestError(f"the prompt is empty: expected {_PROMPT_TYPES}", param="prompt")
-        add_special_tokens = bool(prompt.get("add_special_tokens", True))
-        token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
-        return TokenizedPrompt(token_ids, text, salt)
-
     def _read_embeddings(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
         others = {"prompt_embeds", "cache_salt"}
         if more := [key for key in prompt if key not in others and prompt[key] is not None]:
@@ -346,76 +252,7 @@ class InputProcessor:
             )
         embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
         placeholders = [PLACEHOLDER_TOKEN_ID] * embeddings.shape[0]
-        return TokenizedPrompt(placeholders, None, _cache_salt_of(prompt), (embeddings,))
-
-    def _encode(
-        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
-    ) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer, and this engine runs without one "
-                "(skip_tokenizer_init): send token ids",
-                param="prompt",
-            )
-        if not text:
-            bos = self.tokenizer.bos_token_id
-            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
-            raise RequestError(f"the prompt is empty{hint}", param="prompt")
-        self.check_length(text, max_tokens)
-        # verbose: the tokenizer would warn about prompts longer than its own limit.
-        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        return self._check_prompt_ids(encoded["input_ids"])
-
-    def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Refuse text that is not valid, or certainly has more than `max_tokens` tokens.
-
-        Raises:
-            RequestError: it is not valid Unicode.
-            TextTooLongError: it is too long.
-        """
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt is not valid text: {error.reason} at character {error.start}",
-                param="prompt",
-            ) from error
-        if max_tokens is None or num_bytes <= max_tokens * USUAL_TOKEN_BYTES:
-            return
-        if self._length_bound is None or self._length_bound.tokenizer is not self.tokenizer:
-            assert self.tokenizer is not None
-            self._length_bound = TextLengthBound(self.tokenizer)
-        if self._length_bound.min_tokens(text, num_bytes) > max_tokens:
-            raise TextTooLongError(num_bytes, max_tokens, self._max_model_len)
-
-    def _check_prompt_ids(self, token_ids: Any) -> list[int]:
-        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
-            raise RequestError(
-                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_PROMPT_TYPES}",
-                param="prompt",
-            )
-        if not token_ids:
-            raise RequestError("the prompt has no tokens; at least one is needed", param="prompt")
-        ids = list(token_ids)
-        if set(map(type, ids)) != {int}:
-            ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
-            raise RequestError(
-                f"token id {ids[position]} at position {position} of the prompt is not in the "
-                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
-                param="prompt",
-            )
-        return ids
-
-
-def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
-    salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(
-            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
-        )
-    return salt
+        return TokenizedPrompt(placeholders, None, cache_salt_of(prompt), (embeddings,))
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
@@ -430,23 +267,3 @@ def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
         params = copy.copy(params)
         params.guided_decoding = msgspec.structs.replace(guided, json=json.dumps(guided.json))
     return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
-
-
-def _as_ids(value: int | Sequence[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _as_int(token_id: Any, position: int) -> int:
-    """Convert an integer of any type, such as numpy's, to a Python int."""
-    if not isinstance(token_id, bool):
-        try:
-            return operator.index(token_id)
-        except TypeError:
-            pass  # reported below, with its position
-    raise RequestError(
-        f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
-        f"at position {position} of the prompt",
-        param="prompt",
-    )

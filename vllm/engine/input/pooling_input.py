@@ -1,18 +1,16 @@
 """Converts a request to a pooling model to an `EngineRequest`."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import PoolerConfig, VllmConfig
 from vllm.engine.input.pooling_truncate import encode
+from vllm.engine.input.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import EngineRequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
 
 _NO_SAMPLING = SamplingParams(
     max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
@@ -82,11 +80,11 @@ class PoolingInput:
 
     Args:
         config: complete and consistent.
-        processor: tokenises; its tokenizer may be replaced at any time.
+        prompts: tokenises.
     """
 
-    def __init__(self, config: VllmConfig, processor: "InputProcessor") -> None:
-        self._processor = processor
+    def __init__(self, config: VllmConfig, prompts: PromptTokenizer) -> None:
+        self._prompts = prompts
         self._pooler = config.model.pooler
         self._max_model_len = config.scheduler.max_model_len
         self._hidden_size = config.model.resolved_arch.hidden_size
@@ -109,7 +107,7 @@ class PoolingInput:
         pooler = require_task(self._pooler)
         self._check_dimensions(pooler, params.dimensions)
         most = self._max_tokens(params)
-        tokenized = self._processor.tokenize(
+        tokenized = self._prompts.tokenize(
             prompt, max_tokens=self._max_model_len if most is None else None
         )
         token_ids, types = tokenized.token_ids, _types_of(prompt)
@@ -148,7 +146,7 @@ class PoolingInput:
             RequestError: one of them is empty or not valid text, there is no tokenizer, or there
                 is no room for the special tokens in what they are truncated to.
         """
-        tokenizer = self._processor.tokenizer
+        tokenizer = self._prompts.tokenizer
         if tokenizer is None:
             raise RequestError(
                 "scoring texts needs a tokenizer, and this engine runs without one "
@@ -157,7 +155,7 @@ class PoolingInput:
         most = self._max_tokens(PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens))
         for part in (text, other):
             _check_text(part)
-            self._processor.check_length(part, self._max_model_len if most is None else None)
+            self._prompts.check_length(part, self._max_model_len if most is None else None)
         token_ids, types = encode(tokenizer, text, other, most)
         prompt: TokensPrompt = {"prompt_token_ids": token_ids}
         if types is not None and self._num_types > 1:
@@ -176,7 +174,7 @@ class PoolingInput:
             )
         return self._max_model_len if most == -1 else most
 
-    def _truncate(self, prompt: PromptType, tokenized: "TokenizedPrompt", most: int) -> list[int]:
+    def _truncate(self, prompt: PromptType, tokenized: TokenizedPrompt, most: int) -> list[int]:
         """Truncate a prompt: of a text the beginning is kept with special tokens, of token ids the
         end."""
         if not isinstance(prompt, (str, dict)):
@@ -186,7 +184,7 @@ class PoolingInput:
             if prompt.get("prompt_token_ids") is not None:
                 return tokenized.token_ids[-most:]
             add_special_tokens = bool(prompt.get("add_special_tokens", True))
-        tokenizer = self._processor.tokenizer
+        tokenizer = self._prompts.tokenizer
         assert tokenizer is not None and tokenized.text is not None
         return encode(tokenizer, tokenized.text, None, most, add_special_tokens)[0]
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vllm.engine.input.huge_texts import HugeTexts
-from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.input.slow_lane import (
     HUGE_TEXT_CHARS,
     SlowLane,
@@ -97,7 +98,7 @@ class Preparation:
         tokenizer = self._processor.tokenizer
         if tokenizer is None or not tokenizer.is_fast:
             return prompt
-        self._processor.check_length(text, None)
+        self._processor.prompts.check_length(text, None)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         token_ids = await self._huge_texts.encode(
             tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
@@ -110,7 +111,7 @@ class Preparation:
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
-        """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
+        """Token ids of a prompt, as `PromptTokenizer.tokenize` gives them.
 
         Args:
             prompt: of any prompt type.
@@ -119,12 +120,12 @@ class Preparation:
         """
         cost = preparation_cost(prompt, _NO_PARAMS)
         if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
-            return self._processor.tokenize(prompt, max_tokens=max_tokens)
+            return self._processor.prompts.tokenize(prompt, max_tokens=max_tokens)
         if max_tokens is not None:
             await self._refuse_long_text(prompt, max_tokens)
         prompt = await self._encode_huge_text(prompt)
         return await self.in_slow_lane(
-            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
+            lambda processor: processor.prompts.tokenize(prompt, max_tokens=max_tokens), cost
         )
 
     async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
@@ -141,10 +142,10 @@ class Preparation:
             return
         if self._processor.tokenizer is None:
             return
-        await self.in_slow_lane(lambda processor: processor.check_length(text, max_tokens))
+        await self.in_slow_lane(lambda processor: processor.prompts.check_length(text, max_tokens))
         num_tokens = 0
         for piece in split_at_spaces(text, _PIECE_CHARS):
-            count = partial(InputProcessor.count_tokens, text=piece)
+            count = partial(_count_tokens, text=piece)
             num_tokens += await self.in_slow_lane(count)
             if num_tokens > 2 * max_tokens:
                 max_model_len = self._processor.max_model_len
@@ -161,3 +162,7 @@ class Preparation:
         """
         lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
         return await lane.run(work)
+
+
+def _count_tokens(processor: InputProcessor, text: str) -> int:
+    return processor.prompts.count_tokens(text)

@@ -2,17 +2,14 @@
 are text."""
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.input.prompt_embeds import needs_tokens
+from vllm.engine.input.prompt_tokenizer import PromptTokenizer
 from vllm.errors import RequestError
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.spec import field_of, make_spec
-
-if TYPE_CHECKING:
-    from vllm.engine.input.input_processor import InputProcessor
 
 
 class SamplingInput:
@@ -20,11 +17,11 @@ class SamplingInput:
 
     Args:
         config: complete and consistent.
-        processor: has the tokenizer and the end tokens.
+        prompts: the tokenizer and its end tokens.
     """
 
-    def __init__(self, config: VllmConfig, processor: "InputProcessor") -> None:
-        self._processor = processor
+    def __init__(self, config: VllmConfig, prompts: PromptTokenizer) -> None:
+        self._prompts = prompts
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._max_logprobs = config.model.max_logprobs
         self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
@@ -58,15 +55,15 @@ class SamplingInput:
         self._check_ids("stop_token_ids", params.all_stop_token_ids)
         if params.guided_decoding is not None:
             make_spec(params.guided_decoding, self._structured_output)  # raises
-            processor = self._processor
-            if processor.tokenizer is None or processor.end_tokens == (None, frozenset()):
+            prompts = self._prompts
+            if prompts.tokenizer is None or prompts.end_tokens == (None, frozenset()):
                 raise RequestError(
                     "structured output needs a tokenizer with an end-of-sequence token; this "
                     "engine has none",
                     param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):
-            if getattr(params, name) and self._processor.tokenizer is None:
+            if getattr(params, name) and self._prompts.tokenizer is None:
                 raise RequestError(
                     f"{name} needs a tokenizer, and this engine runs without one "
                     f"(skip_tokenizer_init)",
@@ -96,13 +93,13 @@ class SamplingInput:
         return self._bad_words[1]
 
     def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        assert self._processor.tokenizer is not None
+        assert self._prompts.tokenizer is not None
         word_of: dict[str, str] = {}  # text -> the word that it belongs to; each text once
         for word in words:
             stem = word.lstrip()
             for text in (stem, " " + stem) if stem else (word,):
                 word_of.setdefault(text, word)
-        encoded = self._processor.tokenizer(list(word_of), add_special_tokens=False, verbose=False)
+        encoded = self._prompts.tokenizer(list(word_of), add_special_tokens=False, verbose=False)
         sequences: list[list[int]] = encoded["input_ids"]
         for word, token_ids in zip(word_of.values(), sequences, strict=True):
             if not token_ids or max(token_ids) >= self._vocab_size:

@@ -16,7 +16,7 @@ from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import PromptType
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.utils.short_turns import in_short_turns
+from vllm.utils.background_work import in_short_turns
 
 _Result = TypeVar("_Result")
 

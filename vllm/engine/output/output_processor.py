@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from vllm.engine.metrics.stats_recorder import StatsRecorder
+    from vllm.engine.output.stats_recorder import StatsRecorder
 
 logger = init_logger(__name__)
 

@@ -241,7 +241,6 @@ class _Connection:
             self._poller.register(descriptor, zmq.POLLIN)
 
     def send(self, message: FromCore) -> None:
-        """Send a message."""
         self._socket.send(encode(message))
 
     def receive(self, wait: bool) -> bytes | None:

@@ -13,7 +13,6 @@ import signal
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.config.facts import difference, facts_of_replica
 from vllm.engine.process.core_client import CoreClient
 from vllm.engine.process.wire import CoreFailed, encode
 from vllm.engine.replicas.far_wire import (
@@ -30,6 +29,7 @@ from vllm.engine.replicas.far_wire import (
     read_frame,
 )
 from vllm.engine.resolve.replicas import replica_configs
+from vllm.executor.facts import difference, facts_of_replica
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.config.facts import facts_of_replica
 from vllm.engine.process.core_supervisor import Core
 from vllm.engine.process.wire import FromCore, ToCore, decode_from_core, encode
 from vllm.engine.replicas.far_wire import (
@@ -26,6 +25,7 @@ from vllm.engine.replicas.far_wire import (
     read_frame,
 )
 from vllm.errors import ConfigError
+from vllm.executor.facts import facts_of_replica
 from vllm.logger import init_logger
 from vllm.version import __version__
 

@@ -51,7 +51,6 @@ from vllm.engine.resolve.replicas import resolve_device
 from vllm.engine.resolve.speculative import (
     asked_draft_model,
     check_draft_model,
-    follows_drafts,
     max_draft_tokens,
     resolve_decodes,
     resolve_lookup,
@@ -117,7 +116,6 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     scheduler = replace(
         scheduler,
         max_draft_tokens=max_draft_tokens(speculative, model, platform),
-        follows_drafts=follows_drafts(speculative, scheduler, platform, num_stages),
         max_loras=lora.max_loras,
     )
     scheduler = resolve_decodes(scheduler, num_stages)

@@ -111,19 +111,6 @@ def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platfor
     return drafts.num_speculative_tokens
 
 
-def follows_drafts(
-    speculative: SpeculativeConfig,
-    scheduler: SchedulerConfig,
-    platform: Platform,
-    num_stages: int,
-) -> bool:
-    """See `SchedulerConfig.follows_drafts`."""
-    has_drafter = speculative.draft_model is not None
-    return (
-        has_drafter and platform.follows_drafts and scheduler.async_scheduling and num_stages == 1
-    )
-
-
 def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerConfig:
     """The limits of a step, with one decode where it cannot have several.
 

@@ -9,9 +9,9 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.http.body_route import BodyRoute, Handler
-from vllm.entrypoints.http.sse import ClientDisconnected, EventStream, event
-from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.shared.body_route import BodyRoute, Handler
+from vllm.entrypoints.shared.errors import ERROR_BODIES, ErrorInfo, describe_error
+from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event
 
 _TYPES = {
     401: "authentication_error",
@@ -36,6 +36,9 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     if kind == "api_error":
         detail["code"] = info.type
     return {"type": "error", "error": detail}
+
+
+ERROR_BODIES["/v1/messages"] = error_body
 
 
 def error_event(error: BaseException) -> bytes:

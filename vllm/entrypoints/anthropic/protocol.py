@@ -3,7 +3,7 @@
 The content of blocks is checked in `input`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestBody,
     RequestModel,
 )
+from vllm.entrypoints.shared.request_limits import MESSAGES, STOP, TOOLS, Limits
 
 
 class InputMessage(RequestModel):
@@ -65,6 +66,8 @@ class Conversation(RequestBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
+    LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS}
+
 
 class CountTokensRequest(Conversation):
     """Body of POST /v1/messages/count_tokens."""
@@ -81,6 +84,8 @@ class MessagesRequest(Conversation):
     top_k: Int32 | None = None
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+
+    LIMITS: ClassVar[Limits] = {"stop_sequences": STOP}
 
 
 class ErrorDetail(RequestModel):

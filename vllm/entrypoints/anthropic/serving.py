@@ -20,18 +20,17 @@ from vllm.entrypoints.anthropic.protocol import (
     MessagesRequest,
 )
 from vllm.entrypoints.anthropic.request import as_chat_request, prompt_fields
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.sse import event as encode_event
-from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta, prepare_turn
-from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.prompts import trace_headers_of
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
 from vllm.entrypoints.openai.responses.request import make_chat_request
 from vllm.entrypoints.openai.responses.run import engine_id
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.prompts import trace_headers_of
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import get_context
+from vllm.entrypoints.shared.sse import event as encode_event
+from vllm.entrypoints.shared.sse import run_until_disconnect
 
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 
@@ -61,7 +60,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Count the prompt tokens that a request would have."""
     context = get_context(request)
-    check_model(context, body.model)
+    context.check_model(body.model)
     fields, name = prompt_fields(body), "output_config.format"
     chat = await off_loop.run(lambda: make_chat_request(fields, format_field=name))
     prompt = await run_until_disconnect(

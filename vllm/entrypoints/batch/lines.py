@@ -13,9 +13,9 @@ import msgspec
 from starlette.types import ASGIApp
 
 from vllm.entrypoints.batch.in_process import call_app
-from vllm.entrypoints.openai.errors import describe_error
 from vllm.entrypoints.openai.protocol.base import random_id
 from vllm.entrypoints.openai.protocol.batch import URLS
+from vllm.entrypoints.shared.errors import describe_error
 from vllm.errors import RequestError
 
 

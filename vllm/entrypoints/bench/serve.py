@@ -74,8 +74,7 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], LoadRun]:
     try:
         return await _measure_with(client, args)
     finally:
-        client.close()
-        await asyncio.sleep(0)  # connections are closed in the next turn of the event loop
+        await client.close()
 
 
 async def _measure_with(

@@ -1,4 +1,4 @@
-"""The `vllm` command: one module per subcommand, and the exit codes.
+"""The `vllm` command: one module per subcommand.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`. It
 may have `prepare(words)`, which begins what takes long before the flags are declared, and returns
@@ -6,25 +6,18 @@ the context in which the command runs.
 Only the module of the command that was given is imported, and it imports torch and the engine
 inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
 is 0.
-
-Exit codes: 0 done, 1 the engine or a request of a batch failed, 2 bad flags, settings or input, 130
-interrupted.
 """
 
 import difflib
-import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm import envs
-from vllm.entrypoints.cli.flag_names import with_flags
-from vllm.env.bridge import has_vendor_library
-from vllm.errors import ConfigError, RequestError, VllmError
+from vllm.entrypoints.shared.program import run_command
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -65,46 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
     return run_command(run, lambda: () if parser is None else parser.flag_names())
-
-
-def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collection[str]]) -> int:
-    """Run a program's main function; return its exit code, or the code of the error it raises.
-
-    Args:
-        run: the function.
-        flag_names: settings that its command line has flags for, so that an error names the
-            flag. Called when there is an error.
-    """
-    _open_standard_streams()
-    if has_vendor_library():
-        envs.export_bridge_settings()  # before a command imports torch, which imports the bridge
-    try:
-        code = run()
-    except (ConfigError, RequestError) as error:
-        return _fail(error, 2, flag_names())
-    except VllmError as error:
-        return _fail(error, 1, flag_names())
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has closed it; the interpreter must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code or 0
-
-
-def _open_standard_streams() -> None:
-    """Open those that the program was started without, as by a supervisor, on the null device.
-    Sockets would have their numbers otherwise, and processes that are started get these."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # It gets the lowest number, which is this one.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _prepared(words: Sequence[str]) -> AbstractContextManager[None]:
@@ -156,14 +109,6 @@ def _find_mistake(word: str) -> str | None:
         f"{word!r} is not a command. The commands are {', '.join(_COMMANDS)}. "
         f"To serve a model of that name: vllm serve {shlex.quote(word)}"
     )
-
-
-def _fail(error: VllmError, code: int, names: Collection[str]) -> int:
-    text = " ".join(str(error).split())
-    if isinstance(error, ConfigError):
-        text = with_flags(text, names)
-    sys.stderr.write(f"error: {text}\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.middleware.asgi import PAGES, PROBES, get_header, refuse, route_path
-from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.shared.asgi import PAGES, PROBES, get_header, refuse, route_path
+from vllm.entrypoints.shared.errors import ErrorInfo
 
 _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
 

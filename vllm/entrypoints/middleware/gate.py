@@ -7,16 +7,9 @@ from fastapi import FastAPI
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.middleware.asgi import (
-    PAGE_FIGURES,
-    PAGES,
-    PROBES,
-    refuse,
-    replay,
-    route_path,
-)
-from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.asgi import PAGE_FIGURES, PAGES, PROBES, refuse, replay, route_path
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import ErrorInfo, describe_error
 from vllm.errors import EngineDeadError
 
 UNGATED = (

@@ -8,9 +8,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.http.own_cancellation import OwnCancellation
-from vllm.entrypoints.middleware.asgi import get_header, refuse, replay, route_path
-from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.shared.asgi import get_header, refuse, replay, route_path
+from vllm.entrypoints.shared.errors import ErrorInfo
+from vllm.entrypoints.shared.own_cancellation import OwnCancellation
 from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20

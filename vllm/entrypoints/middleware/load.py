@@ -2,8 +2,8 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.middleware.asgi import PROBES, route_path
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.asgi import PROBES, route_path
+from vllm.entrypoints.shared.context import ServerContext
 
 _NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
-from vllm.entrypoints.middleware.asgi import get_header, route_path
 from vllm.entrypoints.middleware.gate import UNGATED
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.asgi import get_header, route_path
+from vllm.entrypoints.shared.context import ServerContext
 from vllm.utils.otel import AttributeValue, Tracer
 
 

@@ -14,7 +14,7 @@ from vllm.entrypoints.offline.offline_run import (
     run_requests,
 )
 from vllm.entrypoints.offline.progress import MakeBar
-from vllm.entrypoints.scoring import cosine, pair_up
+from vllm.entrypoints.shared.scoring import cosine, pair_up
 from vllm.errors import RequestError
 from vllm.inputs import PromptType
 from vllm.outputs import (

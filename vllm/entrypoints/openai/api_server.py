@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.engine.process.core_launch import early_core, end_early_core
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
 from vllm.entrypoints.server.log_setup import configure_logs
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.imports import without_collections
 from vllm.utils.startup_progress import process_start
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.async_llm_engine import AsyncLLM
-    from vllm.entrypoints.server.context import ServerContext
+    from vllm.entrypoints.shared.context import ServerContext
 
     LoadServer = Callable[[AsyncLLM, ServerArgs], tuple[ServerContext, FastAPI]]
 
@@ -78,7 +78,7 @@ def _check_and_serve(
 
         return run_host(config or engine_args.create_engine_config())
 
-    from vllm.entrypoints.http.uvicorn_server import bind
+    from vllm.entrypoints.server.uvicorn_server import bind
 
     with bind(args) as listener:
         return _serve(engine_args, config, args, listener, load_server)
@@ -94,7 +94,7 @@ def _serve(
     """Serve on this socket. See `run_server`; `config` comes from `engine_args`, if it is known."""
     from vllm.engine.async_llm_engine import AsyncLLM
     from vllm.engine.process.admission import AdmissionLimits
-    from vllm.entrypoints.http.uvicorn_server import serve
+    from vllm.entrypoints.server.uvicorn_server import serve
 
     engine = AsyncLLM(
         engine_args if config is None else None,
@@ -122,7 +122,7 @@ def _serve(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
+    from vllm.entrypoints.shared.program import run_command
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
 

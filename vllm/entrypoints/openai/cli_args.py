@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.config.fields import ConfigField, config_fields
 from vllm.engine.arg_utils import EngineArgs, add_compat_flag, add_flag, describe_default
 from vllm.engine.resolve.compat_args import CompatArgument, describe_refusal
-from vllm.entrypoints.server.server_args import ServerArgs, from_settings
+from vllm.entrypoints.shared.server_args import ServerArgs, from_settings
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from vllm.entrypoints.batch.files import open_input, open_output
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
@@ -111,7 +111,7 @@ async def _run(
     from vllm.engine.process.admission import AdmissionLimits
     from vllm.entrypoints.batch.lines import run_lines
     from vllm.entrypoints.openai.api_server import build_app
-    from vllm.entrypoints.server.context import ServerContext
+    from vllm.entrypoints.shared.context import ServerContext
 
     task = asyncio.current_task()
     assert task is not None
@@ -206,7 +206,7 @@ def _progress(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program. Returns the exit code."""
-    from vllm.entrypoints.cli.main import run_command
+    from vllm.entrypoints.shared.program import run_command
 
     parser = add_arguments(FlexibleArgumentParser(prog="run_batch"))
     return run_command(lambda: run(parser.parse_args(argv)), parser.flag_names)

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse
 
-from vllm.utils.short_turns import in_short_turns
+from vllm.utils.background_work import in_short_turns
 
 router = APIRouter()
 

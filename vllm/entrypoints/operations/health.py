@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.version import __version__
 
 router = APIRouter(tags=["health"])

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.middleware.asgi import route_path
-from vllm.entrypoints.operations.card_telemetry import card_metrics, card_readings
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.asgi import route_path
+from vllm.entrypoints.shared.card_telemetry import card_metrics
+from vllm.entrypoints.shared.context import ServerContext, get_context
 
 router = APIRouter(tags=["metrics"])
 
@@ -149,7 +149,7 @@ async def metrics(request: Request) -> Response:
     """All metrics, in the format that the scraper accepts."""
     context = get_context(request)
     engine = engine_metrics(context)
-    cards = await card_readings(context)
+    cards = await context.card_readings()
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
     sets = [] if engine is None else [*engine.metric_sets()]
     sets += [] if http is None else [http.metrics]

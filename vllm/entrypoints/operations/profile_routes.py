@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(tags=["development"])
 

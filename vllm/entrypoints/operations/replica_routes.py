@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(tags=["development"])
 

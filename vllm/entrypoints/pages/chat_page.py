@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.errors import RequestError
 from vllm.sampling_params import SamplingParams
 

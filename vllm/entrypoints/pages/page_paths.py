@@ -1,7 +1,7 @@
 """The paths of the pages. Uses no framework, because it is needed before the application is
 imported."""
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_paths(args: ServerArgs) -> dict[str, str]:

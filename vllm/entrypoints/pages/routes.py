@@ -8,7 +8,7 @@ from starlette.responses import Response
 from vllm.entrypoints.pages import chat_page, status_page
 from vllm.entrypoints.pages.page_paths import page_paths
 from vllm.entrypoints.pages.web_page import load_page
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_routers(args: ServerArgs) -> list[APIRouter]:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.shared.context import ServerContext
 from vllm.version import __version__
 
 

@@ -10,10 +10,9 @@ from starlette.responses import Response
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
-from vllm.entrypoints.operations.card_telemetry import card_readings
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)
@@ -26,7 +25,7 @@ _MAX_ID_CHARS = 128
 async def status(request: Request) -> Response:
     """Data for the page."""
     context = get_context(request)
-    return fresh_json(describe(context, await card_readings(context)))
+    return fresh_json(describe(context, await context.card_readings()))
 
 
 def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Shared code of all APIs: the application, its flags, and checks before the server listens."""
+"""The running server: its application, its socket, and checks before it listens."""

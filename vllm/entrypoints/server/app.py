@@ -7,9 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.anthropic import serving as serving_messages
-from vllm.entrypoints.http.direct_routes import DirectRoutes
 from vllm.entrypoints.middleware.access_log import AccessLog
-from vllm.entrypoints.middleware.asgi import CatchErrors
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.middleware.gate import Gate
 from vllm.entrypoints.middleware.limits import BodyLimits
@@ -17,20 +15,27 @@ from vllm.entrypoints.middleware.load import CountRequests
 from vllm.entrypoints.middleware.request_id import RequestIds
 from vllm.entrypoints.middleware.request_log import RequestLog
 from vllm.entrypoints.middleware.user_middleware import add_user_middleware
-from vllm.entrypoints.openai import (
-    serving_audio,
-    serving_invocations,
-    serving_lora,
-    serving_models,
-    serving_tokenization,
-)
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
-from vllm.entrypoints.openai.errors import add_error_handlers
 from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
+from vllm.entrypoints.openai.routes import (
+    adapters as serving_lora,
+)
+from vllm.entrypoints.openai.routes import (
+    audio as serving_audio,
+)
+from vllm.entrypoints.openai.routes import (
+    invocations as serving_invocations,
+)
+from vllm.entrypoints.openai.routes import (
+    models as serving_models,
+)
+from vllm.entrypoints.openai.routes import (
+    tokenization as serving_tokenization,
+)
 from vllm.entrypoints.operations import (
     description,
     dev_routes,
@@ -40,8 +45,11 @@ from vllm.entrypoints.operations import (
     replica_routes,
 )
 from vllm.entrypoints.pages.routes import page_routers
-from vllm.entrypoints.server.context import ServerContext
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.server.direct_routes import DirectRoutes
+from vllm.entrypoints.shared.asgi import CatchErrors
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import add_error_handlers
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__
 
 _MODEL_ROUTES = (

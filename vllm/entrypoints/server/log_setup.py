@@ -5,7 +5,7 @@ import logging
 import logging.config
 from pathlib import Path
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.logger import share_handlers, use_format
 

@@ -6,7 +6,7 @@ imports torch, transformers or the web framework, only modules that the user nam
 
 from typing import TYPE_CHECKING
 
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
     Raises:
         ConfigError: names the flag.
     """
-    from vllm.entrypoints.http.tls import check_certificates
+    from vllm.entrypoints.server.tls import check_certificates
 
     check_certificates(args)
     _check_machines(engine_args, args)
@@ -76,7 +76,7 @@ def _check_adapters(engine_args: "EngineArgs", args: ServerArgs) -> None:
         raise ConfigError(
             f"lora_modules={' '.join(args.lora_modules)} needs enable_lora=True: give both, or none"
         )
-    from vllm.entrypoints.server.served_adapters import ServedAdapters
+    from vllm.entrypoints.shared.served_adapters import ServedAdapters
 
     names = engine_args.served_model_name or ()
     try:

@@ -379,5 +379,4 @@ class _RayStep:
         self._refs = refs
 
     def result(self) -> ModelRunnerOutput:
-        """The result; waits for it."""
         return self._executor.finish_step(self._refs)

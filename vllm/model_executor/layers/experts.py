@@ -67,6 +67,9 @@ class DenseExperts(ExpertsMethod):
                     dim, offset, size, total, tensor="weight", expert=place_of_expert
                 )
 
+    def finish(self, layer: "Experts") -> None:
+        get_ops().expect_experts(layer.options)
+
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return get_ops().moe(
             *(x, ids, weights, layer.gate_up, layer.down, layer.gate_up_bias, layer.bias_of_sum()),

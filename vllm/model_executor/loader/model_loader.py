@@ -22,7 +22,6 @@ from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
-from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.sharded_state import shards_of, tensors_once
 from vllm.model_executor.loader.stage import keep_stage
@@ -183,7 +182,7 @@ def _read(
     finisher = _LayerFinisher(model)
     if config.load.load_format == "dummy":
         materialize(model, device, on_host)
-        fill_with_dummy_weights(model, config.model.seed)
+        _fill_with_dummy_weights(model, config.model.seed)
     else:
         _check_size(num_bytes, files)
         memory = ParameterMemory(model, device, on_host)
@@ -438,3 +437,31 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+_NUM_DUMMY_VALUES = 1_000_003
+"""Random values drawn; a prime, so that the rows of a weight that repeats them differ."""
+
+
+@torch.no_grad()
+def _fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Give every parameter seeded values under which activations stay finite.
+
+    Matrices are uniform with the spread of a trained model (1 / sqrt of the inputs), norm
+    weights are one, biases zero. One block of random values is repeated: drawing each weight
+    of a large model on its own would take longer than reading a checkpoint.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.rand(_NUM_DUMMY_VALUES, generator=generator) * 2 - 1
+    for name, param in model.named_parameters():
+        if param.dim() < 2:
+            param.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        values = (block * param.shape[-1] ** -0.5).to(device=param.device, dtype=param.dtype)
+        flat = param.view(-1)
+        for start in range(0, flat.numel(), _NUM_DUMMY_VALUES):
+            part = flat[start : start + _NUM_DUMMY_VALUES]
+            part.copy_(values[: part.numel()])
+    for module in model.modules():
+        if isinstance(module, MethodLayer):
+            module.method.fill_indices(module)

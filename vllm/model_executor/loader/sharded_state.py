@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm.attention import Attention
-from vllm.attention.cache_scales import is_one_number
+from vllm.attention.backends.cache_scales import is_one_number
 from vllm.distributed import RankLayout, Stage, TPGroup, place_in_engine
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source

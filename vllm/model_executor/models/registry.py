@@ -63,7 +63,6 @@ class _ModelRegistry:
         }
 
     def supported(self) -> list[str]:
-        """Names of all architectures, sorted."""
         return sorted(self._models)
 
     def resolve(self, arch_name: str) -> type[Any]:

@@ -81,5 +81,4 @@ class _LeftOut(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As it came."""
         return hidden_states

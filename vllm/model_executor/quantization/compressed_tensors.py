@@ -43,7 +43,7 @@ from vllm.model_executor.quantization.settings import (
     wrong,
 )
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.text.patterns import compile_pattern
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 _CLASS = "Linear"

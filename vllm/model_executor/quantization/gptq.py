@@ -20,7 +20,7 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
-from vllm.utils.patterns import compile_pattern
+from vllm.utils.text.patterns import compile_pattern
 
 
 class GPTQ(CheckpointFormat[GroupLayout]):

@@ -102,7 +102,6 @@ _EPS = 1e-6
 
 
 def _normed(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps)"""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS)
 
 

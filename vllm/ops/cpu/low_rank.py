@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 _num_threads = torch.get_num_threads
 

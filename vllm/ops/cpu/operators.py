@@ -49,7 +49,7 @@ from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 

@@ -25,7 +25,8 @@ _PARTS = (
 
 
 class ExpertOperators(NamedTuple):
-    """Which operators for experts a bridge has. Asked for once: compiled code cannot ask."""
+    """Which operators for experts can be used. Asked before a model runs: compiled code cannot
+    ask."""
 
     plain: bool
     biased: bool
@@ -34,9 +35,11 @@ class ExpertOperators(NamedTuple):
     biased_mxfp4: bool
 
     @classmethod
-    def of(cls, kernels: FusedKernels) -> "ExpertOperators":
-        """Those of a card."""
-        return cls(*(kernels.has(name) for name in _PARTS))
+    def of(cls, kernels: FusedKernels, options: ExpertOptions = SILU_EXPERTS) -> "ExpertOperators":
+        """Return those of a card that experts with these options may need. Only experts with biases
+        ask for operators with biases: the first question tries one of them on the card."""
+        has_biases = options.limit is not None
+        return cls(*(("biases" not in x or has_biases) and kernels.has(x) for x in _PARTS))
 
 
 @dataclass(frozen=True)

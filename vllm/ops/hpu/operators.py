@@ -62,6 +62,10 @@ class HPUOps(NativeOps):
         prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
         return super().prepare_weight(weight, dtype) if prepared is None else prepared
 
+    def expect_experts(self, options: ExpertOptions) -> None:
+        if options.limit is not None:
+            self._operators = ExpertOperators.of(self._kernels, options)
+
     def prepare_experts(
         self,
         gate: Sequence[StoredWeight],
@@ -73,6 +77,7 @@ class HPUOps(NativeOps):
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
+        self.expect_experts(options)
         gates, ups, downs = (
             [weight for weight in weights if isinstance(weight, Fp8Weight)]
             for weights in (gate, up, down)

@@ -14,7 +14,7 @@ from vllm.ops.low_rank import (
     PlainAdapter,
     PreparedAdapter,
 )
-from vllm.utils.pace import Rest, no_rest
+from vllm.utils.background_work import Rest, no_rest
 
 
 class NativeAdapters(Ops):

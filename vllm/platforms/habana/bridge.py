@@ -110,6 +110,32 @@ class FusedKernels(Protocol):
                 "FusedSDPA sink".
         """
 
+    def fp8_sdpa(
+        self,
+        scales: "tuple[Tensor, Tensor, Tensor]",
+        weight_scales: "tuple[Tensor, Tensor]",
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        attn_mask: "Tensor | None" = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: "Tensor | None" = None,
+    ) -> "Tensor":
+        """As `sdpa`, of float8_e4m3fn; the softmax is rounded to it as well. Needs
+        "fp8_fused_sdpa".
+
+        Args:
+            scales: [1] float32 each, what queries, keys and values are multiplied by.
+            weight_scales: [1] float32 each: what the softmax is multiplied by before it is
+                rounded, and after.
+
+        Returns:
+            bfloat16
+        """
+
     def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
 

@@ -40,6 +40,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         self._runner = Runner(device, is_lazy=is_lazy)
         self._tried: dict[str, str | None] = {}
         self._sdpa: Any = _first(found, "FusedSDPA")
+        self._fp8_sdpa: Any = _first(found, "fp8_fused_sdpa")
         self._rms_norm: Any = _first(found, "FusedRMSNorm")
         self._apply_rotary, self._rotary_mode = found.get("apply_rotary_pos_emb", (None, None))
 
@@ -88,6 +89,33 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
             size = _NO_WINDOW if window is None else (window - self.window_left, 0)
             given = (*given, False, False, size, sinks)
         out: Tensor = self._sdpa.apply(*given)
+        return out
+
+    def fp8_sdpa(
+        self,
+        scales: tuple[Tensor, Tensor, Tensor],
+        weight_scales: tuple[Tensor, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedKernels.fp8_sdpa`."""
+        out: Tensor = self._fp8_sdpa(
+            *(query, key, value, attn_mask, 0.0, is_causal, scale, softmax_mode),
+            d_scale_q=scales[0],
+            d_scale_k=scales[1],
+            d_scale_v=scales[2],
+            q_scale_s=weight_scales[0],
+            d_scale_s=weight_scales[1],
+            valid_seq_len=valid_seq_len,
+            seq_padding_type="right",
+        )[0]
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

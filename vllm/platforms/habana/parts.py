@@ -68,6 +68,12 @@ PARTS: dict[str, Part] = {
         arguments=("sink",),
         of="FusedSDPA",
     ),
+    "fp8_fused_sdpa": Part(
+        "hpex.kernels",
+        ("fp8_fused_sdpa",),
+        "prompts attend in bfloat16, also with VLLM_PROMPT_USE_FP8_FUSEDSDPA=1",
+        arguments=("d_scale_q", "d_scale_k", "d_scale_v", "q_scale_s", "d_scale_s"),
+    ),
     "FusedRMSNorm": Part(
         "hpex.normalization", ("FusedRMSNorm",), "torch operators compute RMS norms"
     ),

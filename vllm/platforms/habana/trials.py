@@ -18,6 +18,11 @@ LIMIT = 2e-2
 """Largest error in bfloat16, as a share of the largest value. A kernel that leaves a key out, or
 takes one too many, is ten times as far off."""
 
+FP8 = torch.float8_e4m3fn
+FP8_LIMIT = 5e-2
+"""Largest error where the softmax is rounded to fp8, by up to a sixteenth of each weight. A scale
+that is applied twice, or the wrong way round, is far beyond it."""
+
 BLOCK = 128
 SLICE = 1024
 """Lengths that a kernel with a window may want multiples of: any of ours, or what the vendor's
@@ -77,14 +82,14 @@ def _refusal(run: Callable[[], str | None]) -> str | None:
         return f"the card refuses it ({type(error).__name__}: {lines[0]})"
 
 
-def _difference(got: Tensor, want: Tensor) -> str | None:
+def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
     """What is wrong with a result; None: nothing."""
     if got.shape != want.shape:
         return f"it returns {list(got.shape)}, not {list(want.shape)}"
     error = float((got - want).abs().max() / want.abs().max())
-    if error <= LIMIT:
+    if error <= limit:
         return None
-    return f"it computes other values than torch does (error {error:.2g}, limit {LIMIT:.0e})"
+    return f"it computes other values than torch does (error {error:.2g}, limit {limit:.0e})"
 
 
 def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
@@ -169,6 +174,36 @@ def _attention(
     return out
 
 
+def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Find out whether scales mean what is documented: each is a different power of two, and the
+    inputs are fp8 already. Causal with padding, and with a mask."""
+    lengths = torch.tensor([BLOCK - 27], dtype=torch.int32)
+    inputs = [x.to(FP8) for x in _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)]
+    factors = torch.tensor([[0.5], [2.0], [0.25], [64.0], [1 / 64]])
+    query, key, value = (x.float() * y for x, y in zip(inputs, factors, strict=False))
+    mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
+    mask[..., 0] = True
+    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
+
+    def run(query: Tensor, key: Tensor, value: Tensor, factors: Tensor, seen: Tensor) -> Tensor:
+        by = factors.unbind(0)
+        has_mask = seen.dtype == torch.bool
+        return kernels.fp8_sdpa(
+            *((by[0], by[1], by[2]), (by[3], by[4]), query, key, value),
+            seen if has_mask else None,
+            is_causal=not has_mask,
+            softmax_mode="fast",
+            valid_seq_len=None if has_mask else seen,
+        )
+
+    for given, seen, num_tokens in ((lengths, causal, int(lengths)), (mask, mask, BLOCK)):
+        got = runner(run, *inputs, factors, given)[:, :, :num_tokens]
+        want = _attention(query, key, value, seen)[:, :, :num_tokens]
+        if (wrong := _difference(got, want, FP8_LIMIT)) is not None:
+            return wrong
+    return None
+
+
 def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
     """Weights, maxima and sums of blocks, one of which is padding."""
     scores, bias, groups = _blocks()
@@ -215,6 +250,36 @@ def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
     return _difference(runner(run, maxima, sums, rows).view(shape), want)
 
 
+def _try_biased_experts(kernels: TriedKernels, runner: Runner) -> str | None:
+    """Run four of six experts, with weights in both layouts; some inputs are beyond the limit."""
+    alpha, limit, first, hidden, size = 1.702, 7.0, 1, 64, 128
+    x = (torch.randn(12, hidden) * 2).bfloat16()
+    ids = torch.rand(12, 6).topk(2).indices
+    weights = torch.rand(12, 2).bfloat16()
+    gate_up = torch.randn(4, 2 * size, hidden).mul(hidden**-0.5 * 2).bfloat16()
+    down = torch.randn(4, hidden, size).mul(size**-0.5).bfloat16()
+    biases = (torch.randn(4, 2 * size).bfloat16(), torch.randn(4, hidden).bfloat16())
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, *of_experts: Tensor) -> Tensor:
+        gates_ups, downs, *biases = (given.unbind(0) for given in of_experts)
+        return kernels.bias_moe(
+            *(x, ids, weights, gates_ups, downs, biases[0], biases[1]),
+            *(alpha, limit, first, gates_ups[0].shape[0] == hidden),
+        )
+
+    inner = torch.einsum("th,eoh->teo", x.float(), gate_up.float()) + biases[0].float()
+    gate, up = inner[..., ::2].clamp(max=limit), inner[..., 1::2].clamp(-limit, limit)
+    middle = gate * torch.sigmoid(alpha * gate) * (up + 1)
+    each = torch.einsum("tes,ehs->teh", middle, down.float()) + biases[1].float()
+    shares = torch.zeros(12, 6).scatter(1, ids, weights.float())[:, first : first + 4]
+    want = (shares[..., None] * each).sum(1)
+    for pair in ((gate_up, down), (gate_up.mT.contiguous(), down.mT.contiguous())):
+        got = runner(run, x, ids, weights, *pair, *biases)
+        if (wrong := _difference(got, want)) is not None:
+            return wrong
+    return None
+
+
 def _blocks() -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.randn(5, 2, 3, 1, BLOCK) * 3
     bias = torch.zeros(5, 1, 1, 1, BLOCK)
@@ -226,7 +291,9 @@ def _blocks() -> tuple[Tensor, Tensor, Tensor]:
 TRIALS: dict[str, Trial] = {
     "FusedSDPA window_size": _reproducible(_try_window),
     "FusedSDPA sink": _reproducible(_try_sinks),
+    "fp8_fused_sdpa": _reproducible(_try_fp8),
     "block_softmax": _reproducible(_try_block_softmax),
     "block_softmax_adjustment": _reproducible(_try_adjustment),
+    "mixture_of_experts with biases": _reproducible(_try_biased_experts),
 }
 """Name of a part -> trial."""

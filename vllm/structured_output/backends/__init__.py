@@ -3,84 +3,12 @@ takes seconds to import.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from vllm.messages import Grammar, IntArray
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.messages import Grammar
+from vllm.structured_output.backends.interface import Backend, BackendError
+from vllm.structured_output.backends.vocabulary import Vocabulary
 
 BACKENDS = ("xgrammar", "llguidance")
-
-MAX_WHITESPACE = 16
-"""Maximum number of whitespace characters between two tokens of JSON. Without it, a model may write
-only whitespace until the end of its output."""
-
-
-class BackendError(ValueError):
-    """A library refuses a grammar, or an output that does not follow it; has the library's
-    message."""
-
-
-class BackendMatcher(Protocol):
-    """The state of one output in its grammar."""
-
-    def fill(self, mask: IntArray) -> None:
-        """Write the mask of the tokens that are allowed next.
-
-        Args:
-            mask: [num_words] of the vocabulary. The bits of tokens without text mean nothing.
-        """
-        ...
-
-    def is_complete(self) -> bool:
-        """Whether the output may end here. Called after `fill`."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """Add a generated text token; raises BackendError if the grammar does not allow it here."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
-        ...
-
-
-class LoadedGrammar(Protocol):
-    """A compiled grammar in memory."""
-
-    def matcher(self) -> BackendMatcher:
-        """A new matcher at the beginning of an output."""
-        ...
-
-
-class Backend(Protocol):
-    """One library, for one vocabulary."""
-
-    def compile(
-        self,
-        kind: str,
-        source: Any,
-        *,
-        any_whitespace: bool = True,
-        whitespace_pattern: str | None = None,
-    ) -> bytes:
-        """Compile the content of a `Grammar`.
-
-        Args:
-            kind: of `GrammarSpec`.
-            source: a prepared schema; a translated pattern; a list of choices; the text of a
-                grammar; a structural tag in the newer format.
-            any_whitespace: JSON may have optional whitespace.
-            whitespace_pattern: pattern for that whitespace; None is the default.
-
-        Raises:
-            BackendError: the library does not support the kind, or refuses the source.
-        """
-        ...
-
-    def load(self, content: bytes) -> LoadedGrammar:
-        """Load a result of `compile`, also of another process; raises BackendError if it cannot be
-        used."""
-        ...
 
 
 def import_backend(name: str) -> "Callable[[Vocabulary], Backend]":

@@ -9,8 +9,8 @@ import llguidance
 import numpy as np
 
 from vllm.messages import IntArray
-from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.backends.interface import MAX_WHITESPACE, BackendError
+from vllm.structured_output.backends.vocabulary import Vocabulary
 
 _REGEX_PROBLEM = re.compile(r"regex parse error:\n(.*)\n( *\^+)\nerror: (.*)")
 """The line of the pattern, marks under the wrong part, and the error."""

@@ -8,8 +8,8 @@ import numpy as np
 import xgrammar
 
 from vllm.messages import IntArray
-from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.backends.interface import MAX_WHITESPACE, BackendError
+from vllm.structured_output.backends.vocabulary import Vocabulary
 
 _LOG_PREFIX = re.compile(r"^(?:\[[\d:]+\] \S+?:\d+: )+")
 

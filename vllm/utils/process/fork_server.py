@@ -54,7 +54,7 @@ _END_TIMEOUT_S = 1.0
 _TOO_LONG = "the call took too long"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from vllm.utils.fork_server import _serve; _serve()"
+    "from vllm.utils.process.fork_server import _serve; _serve()"
 )
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from vllm.attention import Attention
 from vllm.attention.backends.sdpa import (
     SDPAKernel,
     bridge_sdpa,
@@ -29,7 +30,6 @@ from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms import resolve_platform
-from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
@@ -57,7 +57,7 @@ from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, layers_with_cache, log_states
 from vllm.worker.memory_use import (
     MemoryUse,
     division,
@@ -102,7 +102,8 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
         self._idle_warm_up: IdleWarmUp | None = None
-        self._forecast = MemoryForecast()
+        self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
+        self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
 
@@ -116,13 +117,39 @@ class HPUWorker(WorkerBase):
                     draft_model = self._read_drafter(draft_config, bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
-                kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
+                kernel = self._prompt_kernel()
                 self.runner = self._make_runner(self.model, kernel)
                 if draft_config is not None and draft_model is not None:
                     self._add_drafter(draft_config, draft_model)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
         log_widened(self.config, self.model)
+
+    def _prompt_kernel(self) -> SDPAKernel:
+        hpu, bridge = self.config.hpu, self.bridge
+        if hpu.prompt_attention == "fused":
+            wants_fp8 = hpu.fp8_prompts and self._can_round_prompts()
+            return bridge_sdpa(bridge.kernels, self._slicing, wants_fp8=wants_fp8)
+        if hpu.prompt_attention == "flex":
+            require_flex(bridge.device)
+            return flex_sdpa
+        return naive_sdpa
+
+    def _can_round_prompts(self) -> bool:
+        """Return whether prompts can attend in fp8; log why not."""
+        layers = [x for x in layers_with_cache(self.model) if isinstance(x, Attention)]
+        missing = "the KV cache is not of fp8 (--kv-cache-dtype fp8_inc)"
+        if cache_dtype(self.config) is torch.float8_e4m3fn:
+            if any(layer.measured_scales for layer in layers):
+                return True
+            missing = (
+                "no layer has measured scales of its queries. Measure the model with "
+                "`vllm calibrate`, and start with --quantization inc and QUANT_CONFIG"
+            )
+        logger.warning(
+            "VLLM_PROMPT_USE_FP8_FUSEDSDPA=1 has no effect, prompts attend in bfloat16: %s", missing
+        )
+        return False
 
     def _load_weights(self) -> CausalLM | PoolingModel:
         """The model on the card; some of its layers on the host, if that was asked for."""
@@ -465,12 +492,3 @@ class HPUWorker(WorkerBase):
 
 def _host_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
-def _prompt_kernel(config: VllmConfig, kernels: FusedKernels, device: torch.device) -> SDPAKernel:
-    if config.hpu.prompt_attention == "fused":
-        return bridge_sdpa(kernels)
-    if config.hpu.prompt_attention == "flex":
-        require_flex(device)
-        return flex_sdpa
-    return naive_sdpa

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from vllm.ops.cpu.threads import compute_alone
-from vllm.utils.short_turns import start_in_short_turns
+from vllm.utils.background_work import start_in_short_turns
 
 _STILL_BUSY_S = 0.25
 """So long after a step has begun, the next one is expected, or it runs."""

@@ -8,7 +8,7 @@ import pytest
 
 from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager
 from vllm.entrypoints.openai.tool_parsers.manager import check_parser_flags
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.reasoning import ReasoningParserManager
 

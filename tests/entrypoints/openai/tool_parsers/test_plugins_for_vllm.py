@@ -7,7 +7,7 @@ from tests.entrypoints.openai.test_chat import TOOLS, chat, engine_that_says, me
 from vllm.entrypoints.openai.chat.serving import router
 from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager, utils
 from vllm.entrypoints.openai.tool_parsers.manager import check_parser_flags
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 

@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     RequiredToolReader,
     ToolCallDelta,
 )
-from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.shared.errors import GenerationError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
-from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
-from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.openai.shared.prompts import tokenize
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.process.deadline_worker import (
@@ -31,7 +31,7 @@ from vllm.utils.process.deadline_worker import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from vllm.entrypoints.server.server_args import ServerArgs
+    from vllm.entrypoints.shared.server_args import ServerArgs
 
 TEMPLATE_DEADLINE_S = 2.0
 _TEMPLATE_MEMORY_BYTES = 512 * 2**20

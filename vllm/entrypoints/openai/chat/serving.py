@@ -7,26 +7,30 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import DONE, EventStream, run_until_disconnect
-from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
-from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
-from vllm.entrypoints.openai.errors import error_events
-from vllm.entrypoints.openai.logprob_formats import (
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
+from vllm.entrypoints.openai.shared import beam_requests
+from vllm.entrypoints.openai.shared.chunks import (
+    ChunkWriter,
+    includes_usage,
+    json_response,
+    usage_of,
+)
+from vllm.entrypoints.openai.shared.logprob_formats import (
     MANY_POSITIONS,
     bytes_of_tokens,
     chat_logprobs,
     prompt_logprobs,
 )
-from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
-from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
-from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.shared.prompts import output_budget, request_id_of, trace_headers_of
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.errors import error_events
+from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -182,7 +186,7 @@ async def _complete(answer_format: _ChatFormat) -> Response:
 async def _search_beams(
     context: ServerContext, body: ChatCompletionRequest, request_id: str
 ) -> dict[str, Any]:
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     check_sampling_fields(body)
     prompt = await chat_prompt(
         context,

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.input.pooling_input import refuse_generation
-from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
@@ -31,16 +30,16 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     merge_deltas,
     tool_constraint,
 )
-from vllm.entrypoints.openai.errors import refuse_failed
-from vllm.entrypoints.openai.prompts import output_budget
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
     check_sampling_fields,
     guided_decoding,
     sampling_params,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.openai.shared.prompts import output_budget
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import TokensPrompt
@@ -50,7 +49,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
     from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
-    from vllm.entrypoints.server.server_args import ServerArgs
+    from vllm.entrypoints.shared.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
 
@@ -144,7 +143,7 @@ class ChatTurn:
         trace_headers: Mapping[str, str] | None,
     ) -> None:
         self.request_id = request_id
-        self.model = check_model(context, body.model)
+        self.model = context.check_model(body.model)
         self.prompt = prompt
         self.params = params
         self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
@@ -257,7 +256,7 @@ async def prepare_turn(
         NotFoundError: there is no such model.
         RequestError: something else is wrong with it; names the field.
     """
-    check_model(context, body.model)
+    context.check_model(body.model)
     refuse_generation(context.config.model.pooler)
     check_sampling_fields(body)
     check_tools(context, body)

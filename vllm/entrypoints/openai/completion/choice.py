@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID
-from vllm.entrypoints.openai.logprob_formats import CompletionLogprobs
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.openai.shared.logprob_formats import CompletionLogprobs
+from vllm.entrypoints.shared.context import ServerContext
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.messages import TokenEmbeddings
 from vllm.outputs import CompletionOutput, Logprob

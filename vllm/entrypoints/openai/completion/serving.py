@@ -11,23 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import DONE, EventStream, run_until_disconnect
-from vllm.entrypoints.openai import beam_requests
-from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
-from vllm.entrypoints.openai.errors import error_events, refuse_failed
-from vllm.entrypoints.openai.logprob_formats import MANY_POSITIONS, prompt_logprobs
-from vllm.entrypoints.openai.merge import merge
-from vllm.entrypoints.openai.prompts import (
-    max_running,
-    output_budget,
-    read_embeds,
-    request_id_of,
-    tokenize,
-    trace_headers_of,
-)
+from vllm.entrypoints.openai.completion.merge import merge
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
@@ -36,9 +21,27 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
-from vllm.entrypoints.openai.request_limits import check_prompt_logprobs
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.shared import beam_requests
+from vllm.entrypoints.openai.shared.chunks import (
+    ChunkWriter,
+    includes_usage,
+    json_response,
+    usage_of,
+)
+from vllm.entrypoints.openai.shared.logprob_formats import MANY_POSITIONS, prompt_logprobs
+from vllm.entrypoints.openai.shared.prompts import (
+    max_running,
+    output_budget,
+    read_embeds,
+    request_id_of,
+    tokenize,
+    trace_headers_of,
+)
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.errors import error_events, refuse_failed
+from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -76,7 +79,7 @@ class _Completion:
         prompts: list[CompletionPrompt],
         trace_headers: Any,
     ) -> None:
-        self.model = check_model(context, body.model)
+        self.model = context.check_model(body.model)
         self._context = context
         self._engine = context.engine
         self._body = body
@@ -97,7 +100,7 @@ class _Completion:
         Raises:
             RequestError: something is wrong with it.
         """
-        check_model(context, body.model)
+        context.check_model(body.model)
         check_sampling_fields(body)
         given, embeds = body.prompts(), body.embeds()
         if not given and not embeds:
@@ -132,7 +135,7 @@ class _Completion:
             )
             prompts.append(CompletionPrompt(context, body, tokenized))
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        check_prompt_logprobs(body, num_prompt_tokens, context.args)
+        body.check_prompt_logprobs(num_prompt_tokens, context.args)
         return cls(context, body, request_id, prompts, trace_headers)
 
     # ---- all at once ----------------------------------------------------------------------

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import require_task
-from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.pooling.embedding import prompts_of
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
@@ -17,8 +16,8 @@ from vllm.entrypoints.openai.pooling.run import (
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import get_context
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -27,7 +26,7 @@ router = APIRouter(route_class=BodyRoute)
 async def classify(body: ClassificationRequest, request: Request) -> Response:
     """A probability per label, and the likeliest label, for each input."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     pooler = require_task(pooler_of(context), "classify", "score")
     own_id = response_id(request, "classify")
     prompts = prompts_of(body.input)

@@ -8,8 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import require_task
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.pooling.run import (
     list_response,
@@ -25,8 +23,9 @@ from vllm.entrypoints.openai.protocol.pooling import (
     EmbeddingResponse,
     PoolingResponse,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import PromptType
 from vllm.messages import FloatArray
 
@@ -38,7 +37,7 @@ _ERRORS = error_responses(400)
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each input, or for a conversation."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     require_task(pooler_of(context), "embed")
     return await _respond(context, request, body, model, "embedding", "embd")
 
@@ -48,7 +47,7 @@ async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
     """The pooled result of each input, whatever the task of the model is: a vector, probabilities,
     or rewards per token."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     require_task(pooler_of(context))
     return await _respond(context, request, body, model, "data", "pool")
 

@@ -8,9 +8,6 @@ from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.input.pooling_input import require_scores
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import run_until_disconnect
-from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
     list_response,
@@ -27,9 +24,11 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from vllm.entrypoints.openai.serving_models import check_model
-from vllm.entrypoints.scoring import cosine, pair_up
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.scoring import cosine, pair_up
+from vllm.entrypoints.shared.sse import run_until_disconnect
 from vllm.inputs import PromptType
 
 router = APIRouter(route_class=BodyRoute)
@@ -41,7 +40,7 @@ _ERRORS = error_responses(400)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Score pairs of texts: one text with each of several, or pair by pair."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     own_id = response_id(request, "score")
     first, second = pair_up(body.text_1, body.text_2)
     scores, outputs = await _score(context, request, body, first, second, own_id)
@@ -57,7 +56,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Order documents by how well they answer a query, best first."""
     context = get_context(request)
-    model = check_model(context, body.model)
+    model = context.check_model(body.model)
     own_id = response_id(request, "rerank")
     first, second = pair_up(body.query, body.documents)
     scores, outputs = await _score(context, request, body, first, second, own_id)

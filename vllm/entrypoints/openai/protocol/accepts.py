@@ -8,15 +8,13 @@ For a union, pydantic reports an error per type, with internal names such as
     stop must be a string or a list of strings; entry 1 is null
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-_MAX_SHOWN_CHARS = 80
-_MAX_SHOWN_INTEGER = 10**_MAX_SHOWN_CHARS
+from vllm.entrypoints.shared.validation_text import show_value
 
 
 def accepts(text: str) -> WrapValidator:
@@ -38,22 +36,6 @@ def accepts(text: str) -> WrapValidator:
             ) from None
 
     return WrapValidator(check)
-
-
-def show_value(value: Any) -> str:
-    """A request's value for a message: shortened JSON; of lists and objects only the type."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, (list, tuple)):
-        return "a list" if value else "an empty list"
-    if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
-        return json.dumps(value[:_MAX_SHOWN_CHARS], ensure_ascii=False) + "..."
-    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INTEGER:
-        return f"an integer of more than {_MAX_SHOWN_CHARS} digits"
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return f"of type {type(value).__name__}"
 
 
 def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from vllm.entrypoints.shared.request_limits import LimitedBody
+from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
@@ -28,8 +30,6 @@ Json = JsonValue
 """Any JSON without NaN, with a limit of some hundred levels."""
 JsonObject = dict[str, JsonValue]
 T = TypeVar("T")
-TAG_SIGN = ":"
-"""Prefix for names of body types in error locations, because they are not fields."""
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 """A list whose validation stops at the first wrong item, because a body can have millions."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -37,7 +37,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
-class RequestModel(BaseModel):
+class RequestModel(BaseModel, LimitedBody):
     """Body of a request, or a part of it. Unknown fields are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.protocol.tools import (
     as_functions,
     plain_choice,
 )
+from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, TOOLS, Limits
 
 
 class TemplateFields(RequestModel):
@@ -56,6 +57,9 @@ class ChatFields(TemplateFields):
     tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None
     add_special_tokens: bool = False
+
+    LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS, "documents": DOCUMENTS}
+
     _custom_tools: dict[str, CustomToolDefinition] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,8 +18,21 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
 )
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+from vllm.entrypoints.shared.request_limits import (
+    PROMPTS,
+    Limit,
+    Limits,
+    count_entries,
+    count_prompts,
+    read_number,
+)
+from vllm.entrypoints.shared.server_args import ServerArgs
+from vllm.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16
+
+_REPEATED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+"""Lists that the server checks and stores for each prompt of a request."""
 
 
 class CompletionRequest(SamplingFields):
@@ -36,6 +50,61 @@ class CompletionRequest(SamplingFields):
     max_tokens: Int64 | None = DEFAULT_MAX_TOKENS
     logprobs: Int32 | None = None
     add_special_tokens: bool = True
+
+    LIMITS: ClassVar[Limits] = {
+        "prompt": PROMPTS,
+        "prompt_embeds": (Limit("max_batch_prompts", "prompts"),),
+    }
+
+    @classmethod
+    def check_totals(cls, body: Mapping[str, Any], args: ServerArgs) -> None:
+        """Refuse too many sequences or entries of lists, counted over all prompts."""
+        num_prompts = count_prompts(body.get("prompt"))
+        num_prompts += count_entries(body.get("prompt_embeds") or [])
+        num_outputs = max(1, read_number(body.get("n")), read_number(body.get("best_of")))
+        if num_prompts * num_outputs > args.max_batch_sequences:
+            raise RequestError(
+                f"prompt: {num_prompts} prompts with {num_outputs} outputs each are "
+                f"{num_prompts * num_outputs} sequences, more than the {args.max_batch_sequences} "
+                f"that this server takes in one request (--max-batch-sequences). Send fewer "
+                f"prompts, or lower n.",
+                param="prompt",
+            )
+        num_entries = sum(count_entries(body[name]) for name in _REPEATED if body.get(name))
+        if num_prompts * num_entries > args.max_request_values:
+            raise RequestError(
+                f"prompt: {num_prompts} prompts with {num_entries} entries each (of "
+                f"{', '.join(name for name in _REPEATED if body.get(name))}) are "
+                f"{num_prompts * num_entries} values, more than the {args.max_request_values} that "
+                f"this server takes in one request (--max-request-values). Send fewer prompts, or "
+                f"fewer entries.",
+                param="prompt",
+            )
+
+    def check_prompt_logprobs(self, num_prompt_tokens: int, args: ServerArgs) -> None:
+        """Refuse an answer with too many log-probabilities of prompts: every output repeats them.
+
+        Args:
+            num_prompt_tokens: of all prompts.
+            args: of the server.
+
+        Raises:
+            RequestError: names the field, the count, and the flag.
+        """
+        name, num_top = "prompt_logprobs", self.prompt_logprobs
+        if num_top is None and self.echo:
+            name, num_top = "logprobs", self.logprobs
+        if num_top is None:
+            return
+        count = num_prompt_tokens * (num_top + 1) * self.num_samples
+        if count > args.max_prompt_logprob_values:
+            raise RequestError(
+                f"{name}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities "
+                f"each, in {self.num_samples} outputs per prompt, are {count}, more than the "
+                f"{args.max_prompt_logprob_values} that this server writes into one answer "
+                f"(--max-prompt-logprob-values). Send fewer prompts, or lower {name} or n.",
+                param=name,
+            )
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":

@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /pooling, /classify, /score and /rerank."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
 )
 from vllm.entrypoints.openai.protocol.chat import TemplateFields
+from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, PROMPTS, TEXTS, Limits
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -50,6 +51,8 @@ class EmbeddingRequest(TemplateFields, PoolingFields):
     """Not set: true for `input`, false for `messages`, whose template brings them."""
     add_generation_prompt: bool = False
 
+    LIMITS: ClassVar[Limits] = {"input": PROMPTS, "messages": MESSAGES}
+
     @model_validator(mode="after")
     def _check_one_kind(self) -> "EmbeddingRequest":
         if (self.input is None) == (self.messages is None):
@@ -74,12 +77,16 @@ class ClassificationRequest(PoolingFields):
 
     input: Inputs
 
+    LIMITS: ClassVar[Limits] = {"input": PROMPTS}
+
 
 class ScoreRequest(PoolingFields):
     """Pairs of texts: one with each of several, or pair by pair."""
 
     text_1: Texts
     text_2: Texts
+
+    LIMITS: ClassVar[Limits] = {"text_1": TEXTS, "text_2": TEXTS}
 
 
 class RerankRequest(PoolingFields):
@@ -89,6 +96,8 @@ class RerankRequest(PoolingFields):
     documents: ListOf[str] = Field(min_length=1)
     top_n: Count = 0
     """How many of the best to return; 0: all."""
+
+    LIMITS: ClassVar[Limits] = {"documents": DOCUMENTS}
 
 
 # ---- responses --------------------------------------------------------------------------------

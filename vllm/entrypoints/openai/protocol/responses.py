@@ -1,6 +1,6 @@
 """Body of POST /v1/responses. The content of items and tools is checked where it is read."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
 )
 from vllm.entrypoints.openai.protocol.sampling import StopStrings
+from vllm.entrypoints.shared.request_limits import STOP, TOOLS, Limit, Limits
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
@@ -99,6 +100,13 @@ class ResponsesRequest(RequestBody):
     chat_template_kwargs: JsonObject | None = None
     priority: Int32 = 0
     cache_salt: str | None = None
+
+    LIMITS: ClassVar[Limits] = {
+        "input": (Limit("max_messages", "items"),),
+        "tools": TOOLS,
+        "stop": STOP,
+        "include": (Limit("max_request_values", "names"),),
+    }
 
 
 _REPEATED = (

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
-    TAG_SIGN,
     Int32,
     Int64,
     Json,
@@ -22,6 +21,8 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
     tag_by_type,
 )
+from vllm.entrypoints.shared.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
+from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
 from vllm.sampling_params import (
@@ -173,6 +174,21 @@ class SamplingFields(RequestBody):
     guided_whitespace_pattern: str | None = None
     logits_processors: ListOf[Json] | None = None
     kv_transfer_params: JsonObject | None = None
+
+    LIMITS: ClassVar[Limits] = {
+        "n": OUTPUTS,
+        "best_of": OUTPUTS,
+        "stop": STOP,
+        "stop_token_ids": (Limit("max_stop_token_ids", "tokens"),),
+        "bad_words": (
+            Limit("max_bad_words", "words"),
+            Limit("max_word_chars", "characters in a word", longest_text),
+        ),
+        "logit_bias": (Limit("max_logit_bias", "tokens"),),
+        "allowed_token_ids": (Limit("max_allowed_token_ids", "tokens"),),
+        "logits_processors": (Limit("max_logits_processors", "entries"),),
+        "guided_choice": (Limit("max_choices", "choices"),),
+    }
 
     @model_validator(mode="after")
     def _check_pairs(self) -> "SamplingFields":

@@ -1,17 +1,18 @@
 """POST /tokenize and POST /detokenize."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
 from vllm.entrypoints.openai.protocol.base import (
-    TAG_SIGN,
     ListOf,
     RequestBody,
     ResponseModel,
     TokenId,
 )
 from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.shared.request_limits import Limit, Limits
+from vllm.entrypoints.shared.validation_text import TAG_SIGN
 
 
 class TokenizeCompletionRequest(RequestBody):
@@ -57,6 +58,8 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: ListOf[TokenId]
+
+    LIMITS: ClassVar[Limits] = {"tokens": (Limit("max_detokenize_tokens", "tokens"),)}
 
 
 class DetokenizeResponse(ResponseModel):

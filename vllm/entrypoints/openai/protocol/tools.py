@@ -11,13 +11,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
-    TAG_SIGN,
     JsonObject,
     ListOf,
     RequestModel,
     field_error,
     tag_by_type,
 )
+from vllm.entrypoints.shared.validation_text import TAG_SIGN
 
 INPUT = "input"
 """The argument that holds the input of a custom tool."""

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.responses.input import Message, read_string
-from vllm.entrypoints.openai.validation_text import describe_validation
+from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import RequestError
 
 _REFUSED_FIELDS = ("conversation", "context_management", "moderation", "prompt")

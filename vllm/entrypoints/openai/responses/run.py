@@ -7,12 +7,12 @@ from fastapi import Request
 
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta
-from vllm.entrypoints.openai.errors import describe_error
-from vllm.entrypoints.openai.logprob_formats import chat_logprobs
-from vllm.entrypoints.openai.prompts import request_id_of
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.output import Event, ResponseWriter, describe_usage
-from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.openai.shared.logprob_formats import chat_logprobs
+from vllm.entrypoints.openai.shared.prompts import request_id_of
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import describe_error
 from vllm.errors import TextTooLongError
 
 

@@ -10,13 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.http import off_loop
-from vllm.entrypoints.http.body_route import BodyRoute
-from vllm.entrypoints.http.sse import EventStream, run_until_disconnect
-from vllm.entrypoints.http.sse import event as encode_event
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
-from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.prompts import trace_headers_of
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
 from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
@@ -31,7 +25,13 @@ from vllm.entrypoints.openai.responses.run import (
     write_events,
 )
 from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
-from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.prompts import trace_headers_of
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.shared.sse import event as encode_event
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["responses"], route_class=BodyRoute)

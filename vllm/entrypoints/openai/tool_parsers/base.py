@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.protocol.chat import (
     ToolCall,
     random_tool_call_id,
 )
-from vllm.utils.text_stream import Markers, TextStream, Wait
+from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

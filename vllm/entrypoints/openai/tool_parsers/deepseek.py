@@ -4,7 +4,7 @@ import re
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import JSON, read_group
-from vllm.utils.text_stream import Wait
+from vllm.utils.text.text_stream import Wait
 
 # The bars are U+FF5C and the lines U+2581, as in the models' vocabulary.
 _CALLS_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"

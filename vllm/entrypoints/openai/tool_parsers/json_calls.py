@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.tool_parsers.json_reader import (
     read_text,
     read_value,
 )
-from vllm.utils.text_stream import Wait
+from vllm.utils.text.text_stream import Wait
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from vllm.utils.text_stream import TextStream, Wait
+from vllm.utils.text.text_stream import TextStream, Wait
 
 Sink = Callable[[str], None]
 

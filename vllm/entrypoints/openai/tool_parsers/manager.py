@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.tool_parsers.pythonic import (
     PythonicToolParser,
 )
 from vllm.entrypoints.openai.tool_parsers.qwen3_coder import Qwen3CoderToolParser
-from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.utils.parser_registry import ParserRegistry, load_plugin
 

@@ -6,7 +6,7 @@ import string
 
 from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import JSON, read_group
-from vllm.utils.text_stream import Wait
+from vllm.utils.text.text_stream import Wait
 
 _XLAM_CLOSING = {"```": ("```",), "<tool_call>": ("</tool_call>",)}
 

@@ -5,7 +5,7 @@ import re
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import PYTHON, read_group
 from vllm.entrypoints.openai.tool_parsers.python_literals import arguments_to_json
-from vllm.utils.text_stream import Wait
+from vllm.utils.text.text_stream import Wait
 
 _NAME = re.compile(r"[\w.-]+")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
-from vllm.utils.text_stream import Markers, Wait
+from vllm.utils.text.text_stream import Markers, Wait
 
 _FUNCTION = "<function="
 _FUNCTION_END = "</function>"

@@ -32,12 +32,14 @@ from vllm.model_executor.quantization.inc.files import (
 )
 from vllm.model_executor.quantization.inc.measure import (
     IncMeasure,
+    attention_name,
     cache_names,
     can_be_fp8,
     expert_names,
     experts_can_be_fp8,
     head_can_be_fp8,
     measured_layers,
+    prompts_can_be_fp8,
 )
 from vllm.model_executor.quantization.inc.scales import (
     METHODS,
@@ -157,6 +159,8 @@ class Inc(Quantization):
                 continue
             scales = (self._input_scale(names[0]), self._input_scale(names[-1]))
             layer.set_cache_scales(*scales)
+            if prompts_can_be_fp8(name, layer, self.config):
+                layer.measured_scales = self._prompt_scales(attention_name(name), scales)
         if self._scales is None:
             self._save()
 
@@ -272,6 +276,28 @@ class Inc(Quantization):
             scale = input_scale(scale, self.method, self._limit, self.config.input_backoff)
         self._used[name] = Node([[scale]])
         return scale
+
+    def _prompt_scales(
+        self, name: str, cache_scales: tuple[float, float]
+    ) -> tuple[float, float] | None:
+        """Return the scales of queries and of the softmax; None: files are without them."""
+        for source in (self._scales, self._measured):
+            node = None if source is None else source.find(name)
+            if node is None or not node.inputs or len(node.outputs) < 2:
+                continue
+            found = max(node.inputs[0]), max(node.outputs[1])
+            if min(found) <= 0:
+                continue
+            query, weights = found
+            if source is self._measured:
+                query, weights = (
+                    input_scale(x, self.method, self._limit, self.config.input_backoff)
+                    for x in found
+                )
+            inputs = [[query], *([scale] for scale in cache_scales)]
+            self._used[name] = Node(inputs, [[1.0], [weights]])
+            return query, weights
+        return None
 
     def _save(self) -> None:
         """Keep the scales of this run in the file of their method, as the library does."""

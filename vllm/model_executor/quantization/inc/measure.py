@@ -40,7 +40,7 @@ from vllm.model_executor.quantization.interface import Quantization
 _PREFIX = "measured_"
 """Beginning of the names of the buffers of a layer that measures."""
 
-_NOTED = ("input", "output", "key", "value")
+_NOTED = ("input", "output", "query", "key", "value")
 """What launches note; the largest weights are known from the start."""
 
 
@@ -89,6 +89,17 @@ def cache_names(name: str, layer: Attention) -> list[str]:
     return [f"{name}.impl.{part}_cache" for part in "kv"]
 
 
+def attention_name(name: str) -> str:
+    """Return the module that computes the attention of prompts of a layer."""
+    return f"{name}.impl.fused_scaled_dot_product_attention"
+
+
+def prompts_can_be_fp8(name: str, layer: Attention, config: IncConfig) -> bool:
+    """Return whether the attention of prompts takes part, of a layer whose cache does."""
+    is_plain = not isinstance(layer, LatentAttention)
+    return is_plain and config.covers(attention_name(name), "ModuleFusedSDPA")
+
+
 def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Attention]]:
     """The attention layers whose caches take part."""
     return [
@@ -122,6 +133,7 @@ class MeasuredExperts(DenseExperts):
 
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
+        super().finish(layer)
         weights = [w.abs().amax((1, 2)).float() for w in (layer.gate_up, layer.down)]
         start_measuring(layer, torch.stack(weights, dim=1))
 
@@ -158,11 +170,13 @@ class IncMeasure(Quantization):
         for name, layer in measured_layers(model, self.config):
             for part in ("key", "value")[: len(cache_names(name, layer))]:
                 _register(layer, part, torch.zeros((), device=device))
+            _register(layer, "query", torch.zeros((), device=device))
             layer.register_forward_pre_hook(_measure_cache)
 
 
 def _measure_cache(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    _, key, *rest = args
+    query, key, *rest = args
+    note(layer, "query", query)
     note(layer, "key", key)
     if rest and rest[0] is not None:
         note(layer, "value", rest[0])
@@ -217,6 +231,11 @@ def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
     for name, layer in measured_layers(model, config):
         for cache, part in zip(cache_names(name, layer), ("key", "value"), strict=False):
             nodes[cache] = Node([_read(layer, part)])
+        if prompts_can_be_fp8(name, layer, config):
+            inputs = [_read(layer, part) for part in ("query", "key", "value")]
+            # The result is a mean of values; the first token of a prompt sees itself alone, so that
+            # the largest weight of the softmax is 1.
+            nodes[attention_name(name)] = Node(inputs, [inputs[2], [1.0]])
     return nodes
 
 

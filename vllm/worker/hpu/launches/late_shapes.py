@@ -9,14 +9,11 @@ again and again gets its own, and padding in place of a shape costs no more than
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-from vllm.bucketing import Phase
+from vllm.bucketing import Bucket, Phase
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.catalog.catalog import padded_cost
-
-if TYPE_CHECKING:
-    from vllm.worker.hpu.launches.planner import PaddedShape
 
 COMPILE_COST = {
     Phase.PREFILL: padded_cost(prefill(64, 512)),
@@ -27,30 +24,42 @@ blocks that decodes read. Of an 8B model on a Gaudi 2 these are about 2 s and 0.
 figures; published compilations take 0.3 to 7 s."""
 
 
-class LateShapes:
+class BucketShape(Protocol):
+    """A shape of launches, which can be hashed."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """Its padded sizes."""
+        ...
+
+
+Shape = TypeVar("Shape", bound=BucketShape)
+
+
+class LateShapes(Generic[Shape]):
     """The shapes of one model that were compiled at their first use."""
 
     def __init__(self) -> None:
-        self._shapes: dict[PaddedShape, None] = {}  # in the same order on all ranks
-        self._lost: dict[PaddedShape, float] = {}
+        self._shapes: dict[Shape, None] = {}  # in the same order on all ranks
+        self._lost: dict[Shape, float] = {}
 
     def __contains__(self, shape: object) -> bool:
         return shape in self._shapes
 
-    def __iter__(self) -> "Iterator[PaddedShape]":
+    def __iter__(self) -> Iterator[Shape]:
         return iter(self._shapes)
 
-    def add(self, shape: "PaddedShape") -> None:
+    def add(self, shape: Shape) -> None:
         """Note that a shape is compiled."""
         self._shapes[shape] = None
         self._lost.pop(shape, None)
 
-    def price(self, shape: "PaddedShape") -> float:
+    def price(self, shape: Shape) -> float:
         """What compiling a shape still costs, in padded cost: less, the more was lost by padding
         its launches to others."""
         return max(0, COMPILE_COST[shape.bucket.phase] - self._lost.get(shape, 0))
 
-    def note_loss(self, shapes: "Iterable[PaddedShape]", lost: float) -> None:
+    def note_loss(self, shapes: Iterable[Shape], lost: float) -> None:
         """Note how much launches have cost more than they would have in these shapes."""
         shapes = list(shapes)
         for shape in shapes:

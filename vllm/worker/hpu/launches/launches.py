@@ -130,7 +130,7 @@ class PaddedLaunches:
             self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
         self.is_warm = False
         self._is_beside = False
-        self._late = LateShapes()
+        self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:

@@ -185,10 +185,10 @@ class HPULaunchPlanner:
         needs_prefill: NeedsPrefill | None = None,
         *,
         has_states: bool = False,
-        late: LateShapes | None = None,
+        late: LateShapes[PaddedShape] | None = None,
     ) -> None:
         self.catalog = catalog
-        self._late = LateShapes() if late is None else late
+        self._late = LateShapes[PaddedShape]() if late is None else late
         self._needs_prefill = needs_prefill
         self._limits = limits
         self._batch = batch

@@ -13,7 +13,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from vllm.bucketing import Phase
+from vllm.bucketing import Bucket, Phase
+from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory_profile import Attempt
 
@@ -29,6 +30,10 @@ _Sizes = npt.NDArray[np.float64]
 class MemoryForecast:
     """The launches of one runner that have run.
 
+    Args:
+        slicing: of the attention of prompts.
+        block_size: tokens of a block.
+
     Attributes:
         most_blocks: entries of the longest block list of a decode in the profiling run, which has
             no slices of the cache. None: there was no profiling run.
@@ -36,7 +41,8 @@ class MemoryForecast:
             keep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slicing: PromptSlicing = UNSLICED, block_size: int = 1) -> None:
+        self._slicing, self._block_size = slicing, block_size
         self.most_blocks: int | None = None
         self.passing_bytes = 0
         # Sizes, bytes, and whether it has taken these, or at most these.
@@ -51,14 +57,14 @@ class MemoryForecast:
             if attempted.kept_bytes:
                 self.passing_bytes = max(self.passing_bytes, attempted.passing_bytes)
             seen = self._seen.setdefault(_way(shape), [])
-            seen.append((_sizes(shape), num_bytes, attempted.has_grown))
+            seen.append((self._sizes(shape), num_bytes, attempted.has_grown))
 
     def exceeds(self, shape: PaddedShape, most_bytes: int) -> int | None:
         """The bytes that a launch takes at least, if they are more than `most_bytes`, or None.
 
         Its workspace stays for good, so launches must find room besides it for what they pass on.
         """
-        sizes = _sizes(shape)
+        sizes = self._sizes(shape)
         smaller = [each for each in self._seen.get(_way(shape), ()) if (each[0] <= sizes).all()]
         smaller.sort(key=lambda each: -each[1])
         exact = [each for each in smaller if each[2]][:_MOST_COMPARED]
@@ -74,22 +80,29 @@ class MemoryForecast:
         needed = max(predicted) + self.passing_bytes
         return int(needed) if needed > most_bytes * (1 + _TOLERANCE) else None
 
+    def num_scores(self, bucket: Bucket) -> int:
+        """Return how many scores of one head there are at a time: of new tokens against all that
+        they attend to."""
+        return self._queries_at_once(bucket) * (bucket.query_len + bucket.blocks * self._block_size)
+
+    def _queries_at_once(self, bucket: Bucket) -> int:
+        num_keys = bucket.query_len + bucket.blocks * self._block_size
+        return bucket.batch * self._slicing.queries_at_once(bucket.query_len, num_keys)
+
+    def _sizes(self, shape: PaddedShape) -> _Sizes:
+        """Return what parts of the memory are in proportion to."""
+        bucket, size = shape.bucket, shape.bucket.num_tokens
+        if bucket.phase is Phase.DECODE:
+            entries = shape.num_entries
+            return np.array([1, size, entries, size * entries], float)
+        context, at_once = bucket.batch * bucket.blocks, self._queries_at_once(bucket)
+        scores = (at_once * bucket.query_len, at_once * bucket.blocks)
+        return np.array([1, shape.num_rows, size, scores[0], context, scores[1]], float)
+
 
 def _way(shape: PaddedShape) -> tuple[Phase, bool]:
     """Launches whose sizes are comparable."""
     return shape.bucket.phase, shape.is_contiguous
-
-
-def _sizes(shape: PaddedShape) -> _Sizes:
-    """What parts of the memory are in proportion to."""
-    bucket, size = shape.bucket, shape.bucket.num_tokens
-    if bucket.phase is Phase.DECODE:
-        entries = shape.num_entries
-        return np.array([1, size, entries, size * entries], float)
-    context = bucket.batch * bucket.blocks
-    return np.array(
-        [1, shape.num_rows, size, size * bucket.query_len, context, size * bucket.blocks], float
-    )
 
 
 def _least(

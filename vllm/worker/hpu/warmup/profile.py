@@ -71,7 +71,9 @@ def profile_launches(
 
     attempts = []
     for phase in runner.launches.phases:
-        attempted = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
+        attempted = _largest_within(
+            run, phase, plan.catalog, plan.limits, most_bytes, forecast.num_scores
+        )
         if attempted is None:
             return None
         attempts.append(attempted)
@@ -87,13 +89,15 @@ def _largest_within(
     catalog: Catalog,
     limits: StepLimits,
     most_bytes: int,
+    num_scores: Callable[[Bucket], int],
 ) -> Attempt | None:
     given_up: list[Bucket] = []
     attempts: dict[Bucket, Attempt] = {}
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
-        ladder = _Ladder(attempts, limits.block_size, most_bytes)
-        heaviest = _heaviest(buckets, limits.block_size)
+        ladder = _Ladder(attempts, most_bytes, num_scores)
+        # Those with the most work and with the largest matrix of scores.
+        heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
         while (bucket := ladder.next_rung(buckets, heaviest)) is not None:
             attempts[bucket] = run(bucket)
         failed = {b for b, attempted in attempts.items() if ladder.is_too_much(attempted)}
@@ -115,16 +119,19 @@ class _Ladder:
 
     Args:
         attempts: those that have run; others may be added.
-        block_size: tokens of a block.
         most_bytes: that a launch may need.
+        num_scores: of one head, that a launch has at a time.
     """
 
     def __init__(
-        self, attempts: Mapping[Bucket, Attempt], block_size: int, most_bytes: int
+        self,
+        attempts: Mapping[Bucket, Attempt],
+        most_bytes: int,
+        num_scores: Callable[[Bucket], int],
     ) -> None:
         self._attempts = attempts
-        self._block_size = block_size
         self._most_bytes = most_bytes
+        self._num_scores = num_scores
 
     def next_rung(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
         """The launch to run next; None: the heaviest have run, or all that is left is too much."""
@@ -164,21 +171,8 @@ class _Ladder:
         return reach if attempted.has_grown else max(2.0, reach)
 
     def _ratio(self, bucket: Bucket, other: Bucket) -> float:
-        scores = _num_scores(bucket, self._block_size) / _num_scores(other, self._block_size)
+        scores = self._num_scores(bucket) / self._num_scores(other)
         return max(scores, padded_cost(bucket) / padded_cost(other))
-
-
-def _heaviest(buckets: Sequence[Bucket], block_size: int) -> set[Bucket]:
-    """Those with the most work and with the largest matrix of scores."""
-    return {
-        max(buckets, key=padded_cost),
-        max(buckets, key=lambda bucket: _num_scores(bucket, block_size)),
-    }
-
-
-def _num_scores(bucket: Bucket, block_size: int) -> int:
-    """Of one head: new tokens against all that they attend to."""
-    return bucket.num_tokens * (bucket.query_len + bucket.blocks * block_size)
 
 
 def _run_beside_others(

@@ -9,6 +9,35 @@ class RotaryPosEmbeddingMode(enum.IntEnum):
     PAIRWISE = 1
 
 
+@documented
+def fp8_fused_sdpa(
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    softmax_mode="None",
+    d_scale_q=None,
+    d_scale_k=None,
+    d_scale_v=None,
+    q_scale_s=None,
+    q_scale_o=None,
+    d_scale_s=None,
+    is_amax_s=False,
+    is_amax_o=False,
+    valid_seq_len=None,
+    seq_padding_type="left",
+    recompute=None,
+):
+    return card.fp8_fused_sdpa(
+        q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, d_scale_q, d_scale_k,
+        d_scale_v, q_scale_s, q_scale_o, d_scale_s, is_amax_s, is_amax_o, valid_seq_len,
+        seq_padding_type, recompute,
+    )  # fmt: skip
+
+
 class FusedSDPA:
     """An autograd function: who asks for its parameters finds them at `forward`."""
 

@@ -1,0 +1,184 @@
+"""Prompts that attend in slices of their queries, on the simulated card: the results are those of
+all queries at once, and a mask never has more queries than a slice."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gaudi_sim.bridge import SimBridge
+from tests.attention.launches import random_cache
+from tests.hpu import needs_simulated_device
+from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
+from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
+from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
+from vllm.attention.backends.prompt_masks import Sight, SlicedMask
+from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa
+from vllm.config.hpu import UNSLICED, HPUConfig, PromptSlicing
+
+pytestmark = needs_simulated_device
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 16, 16
+LENS, QUERY_LEN, SLICE = np.array([150, 97, 3], np.int32), 160, 48
+SLICING = PromptSlicing(max_keys=100, num_queries=SLICE)
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 40},
+    "short window": {"sliding_window": 1},
+    "chunks": {"chunk_size": 37},
+    "window and chunks": {"sliding_window": 60, "chunk_size": 64},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "sinks": {"sinks": torch.tensor([2.0, -1.0, 0.5, 4.0]), "sliding_window": 40},
+}
+
+
+class Layer:
+    """What the launch asks of an attention layer."""
+
+    sliding_window = chunk_size = alibi_slopes = logits_soft_cap = sinks = cache_scales = None
+    prompt_scales = None
+    scale = 0.25
+
+    def __init__(self, cache, **options) -> None:
+        self.key_cache, self.value_cache = (x.to("hpu") for x in cache.flat)
+        for name, value in options.items():
+            setattr(self, name, value.to("hpu") if isinstance(value, Tensor) else value)
+
+
+class Launch:
+    """A prefill with random tokens."""
+
+    def __init__(self, context: int, options: dict[str, Any], *, is_merged: bool = False) -> None:
+        torch.manual_seed(0)
+        contexts = np.array([context, context // 2, context], np.int32)
+        cache = random_cache((contexts + LENS).tolist(), KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
+        self.layer, self.is_merged = Layer(cache, **options), is_merged
+        if is_merged:
+            num_context, num_tokens = int((-(-contexts // BLOCK_SIZE)).sum()), 256
+            build: Any = build_merged_prefill_metadata
+            sizes = (len(LENS), num_tokens, num_context and num_context + 2)
+            self.is_real = np.arange(num_tokens) < LENS.sum()
+        else:
+            build, num_tokens = build_prefill_metadata, len(LENS) * QUERY_LEN
+            sizes = (len(LENS), QUERY_LEN, -(-context // BLOCK_SIZE))
+            self.is_real = (np.arange(QUERY_LEN) < LENS[:, None]).ravel()
+        self.metadata = build(cache.tables, contexts, LENS, *sizes, BLOCK_SIZE).to("hpu")
+        query = torch.randn(num_tokens, HEADS, HEAD_SIZE) * 2
+        self.inputs = [x.to("hpu") for x in (query, *torch.randn(2, num_tokens, 2, HEAD_SIZE))]
+
+    def run(self, bridge: SimBridge, slicing: PromptSlicing) -> tuple[PaddedPrefill, Tensor]:
+        """Return the launch, and what it gives for the real tokens."""
+        kinds = layer_kinds([self.layer])
+        kernel = fit_kernel(bridge_sdpa(bridge.kernels, slicing), kinds)
+        derive = PaddedPrefill.derive_merged if self.is_merged else PaddedPrefill.derive
+        launch = derive(self.metadata, kinds, BLOCK_SIZE, kernel)
+        return launch, launch.attend(self.layer, *self.inputs).cpu()[self.is_real]
+
+
+@pytest.fixture
+def masks(monkeypatch) -> list[torch.Size]:
+    """Shapes of the masks that are made."""
+    shapes = []
+
+    def spy(self, *args, **kwargs):
+        mask = MASK(self, *args, **kwargs)
+        shapes.append(mask.shape)
+        return mask
+
+    monkeypatch.setattr(Sight, "mask", spy)
+    return shapes
+
+
+MASK = Sight.mask
+
+
+@pytest.mark.parametrize("is_merged", [False, True], ids=["rows", "merged"])
+@pytest.mark.parametrize("context", [0, 200])
+@pytest.mark.parametrize("name", LAYERS)
+def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, masks):
+    # A release whose kernel takes no windows, so that they need masks without a context too.
+    release = (1, 24) if name == "sinks" else (1, 21)
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
+    launch = Launch(context, LAYERS[name], is_merged=is_merged)
+    _, want = launch.run(bridge, UNSLICED)
+    masks.clear()
+    prefill, got = launch.run(bridge, SLICING)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    [mask] = prefill.masks.values()
+    is_causal = context == 0 and not is_merged
+    if name == "plain" and is_causal:
+        assert mask is None, "the kernel needs no mask, so that slices would save nothing"
+        return
+    assert isinstance(mask, SlicedMask)
+    num_queries = 256 if is_merged else QUERY_LEN
+    assert [shape[2] for shape in masks] == [
+        min(SLICE, num_queries - start) for start in range(0, num_queries, SLICE)
+    ]
+    widths = [shape[3] for shape in masks]
+    num_context = prefill.masks[next(iter(prefill.masks))].sight.key_positions.shape[1]
+    num_context -= num_queries
+    if name == "window" and (context == 0 or not is_merged):
+        # The last slices see neither the context nor the first tokens.
+        assert max(widths[1:] if not context else widths[2:]) <= SLICE + 40 - 1
+    else:
+        assert widths[0] == num_context + SLICE
+
+
+def test_short_prompts_are_not_sliced(masks):
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
+    for slicing in (PromptSlicing(QUERY_LEN + 208, SLICE), PromptSlicing(1, QUERY_LEN)):
+        prefill, _ = Launch(200, {}).run(bridge, slicing)
+        assert all(isinstance(mask, Tensor) for mask in prefill.masks.values())
+
+
+def replay(slicing: PromptSlicing) -> tuple[Tensor, int]:
+    """Return what a graph of one launch gives for another one, and the workspace it took."""
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
+    first, second = (Launch(context, {}) for context in (200, 193))
+    layer = first.layer
+
+    class Attention(nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            kinds, kernel = layer_kinds([layer]), FusedSDPA(bridge.kernels, slicing=slicing)
+            metadata = HPUPrefillMetadata(*given[3:])
+            launch = PaddedPrefill.derive(metadata, kinds, BLOCK_SIZE, kernel)
+            return launch.attend(layer, *given[:3])
+
+    with torch.inference_mode():
+        graph = bridge.wrap_in_hpu_graph(Attention())
+        inputs = [(*x.inputs, *vars(x.metadata).values()) for x in (first, second)]
+        graph(*inputs[0])
+        with bridge.warmed_section():
+            got = graph(*inputs[1])
+        out = got.cpu()[second.is_real]
+    assert bridge.counters().cpu_fallbacks == {}
+    return out, bridge.card.memory.workspace_bytes
+
+
+def test_one_graph_in_slices_serves_other_lengths_and_takes_less_workspace():
+    (want, most), (got, taken) = replay(UNSLICED), replay(SLICING)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert taken < most
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget", "want"),
+    [
+        ({}, 8192, UNSLICED),
+        ({"bucketing_strategy": "pad"}, 8192, PromptSlicing(8192, 4096)),
+        ({"bucketing_strategy": "pad"}, 3000, PromptSlicing(3000, 2048)),
+        ({"bucketing_strategy": "pad"}, 32768, PromptSlicing(8192, 4096)),
+        ({"bucketing_strategy": "pad", "merged_prefill": True}, 8192, UNSLICED),
+        ({"bucketing_strategy": "pad", "slices_prompts": False}, 8192, UNSLICED),
+        ({"slices_prompts": True, "prompt_attention": "naive"}, 8192, UNSLICED),
+        ({"slices_prompts": True, "max_unsliced_keys": 5000}, 8192, PromptSlicing(5000, 3072)),
+        ({"slices_prompts": True, "queries_of_slice": 100}, 512, PromptSlicing(512, 100)),
+    ],
+    ids=str,
+)
+def test_the_sizes_are_those_of_the_documents(settings, budget, want):
+    assert replace(HPUConfig(), **settings).prompt_slicing(budget) == want

@@ -1,0 +1,91 @@
+"""Scales of an fp8 KV cache on the device, and the conversion of what is written and read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.ops import get_ops
+
+
+def is_one_number(scales: Tensor) -> bool:
+    """Whether all heads have the same scale."""
+    return bool((scales == scales[0]).all())
+
+
+@dataclass(frozen=True)
+class CacheScale:
+    """The scale of one tensor of a layer, or one for each of its heads.
+
+    Tensors and not numbers: graphs that differ in their numbers would be compiled apart.
+    """
+
+    scale: Tensor
+    """[1] float32: what stored numbers are multiplied by."""
+    inverse: Tensor
+    """[1] float32: what new ones are multiplied by."""
+    by_head: tuple[Tensor, Tensor] | None = None
+    """[G, 1] float32 each: what the numbers of each head are multiplied by in addition, stored ones
+    and new ones; the others are 1 then. None: heads have one scale."""
+
+    @classmethod
+    def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":
+        """The scales [G] on a device."""
+        inverses = scales.reciprocal()
+        if is_one_number(scales):
+            return cls(scales[:1].clone().to(device), inverses[:1].to(device))
+        by_head = (scales[:, None].clone().to(device), inverses[:, None].to(device))
+        return cls(torch.ones(1).to(device), torch.ones(1).to(device), by_head)
+
+    def put(self, scales: Tensor) -> None:
+        """Use these scales [G] from now on.
+
+        Raises:
+            WeightLoadError: there was one number for all heads, and now there are several: what is
+                compiled multiplies with one.
+        """
+        new = CacheScale.on(self.scale.device, scales)
+        if self.by_head is None and new.by_head is not None:
+            raise WeightLoadError(
+                "the new checkpoint has scales of the KV cache for each head, and the engine runs "
+                "with one for each layer. Start it again with that checkpoint"
+            )
+        if self.by_head is None:
+            self.scale.copy_(new.scale)
+            self.inverse.copy_(new.inverse)
+            return
+        for ours, theirs in zip(self.by_head, (scales, scales.reciprocal()), strict=True):
+            ours.copy_(theirs[:, None])
+
+    def store(self, new: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [..., G, D] in the dtype of the cache."""
+        if self.by_head is not None:
+            new = new.float() * self.by_head[1]
+        return get_ops().to_fp8(new, self.inverse, dtype)
+
+    def read(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is in the cache [..., G, D], in the dtype of the queries."""
+        if self.by_head is None:
+            return get_ops().from_fp8(stored, self.scale, dtype)
+        numbers = get_ops().from_fp8(stored, self.scale, torch.float32)
+        return (numbers * self.by_head[0]).to(dtype)
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """Those of a layer."""
+
+    key: CacheScale
+    value: CacheScale
+
+
+@dataclass(frozen=True)
+class PromptScales:
+    """The scales of a layer whose prompts may attend in fp8; each is one number for all heads."""
+
+    query: CacheScale
+    cache: CacheScales
+    """Keys and values are rounded as they are for the cache."""
+    weights: CacheScale
+    """Of the softmax."""

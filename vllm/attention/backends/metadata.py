@@ -1,0 +1,62 @@
+"""Facts that attention layers and launches know of each other.
+
+Only the launch knows which tokens belong to which request, whether they are padded, and how a
+device attends to them.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from vllm.attention.backends.cache_scales import CacheScales, PromptScales
+
+
+class AttentionLayer(Protocol):
+    """What a launch has to know of the layer that attends."""
+
+    key_cache: Tensor | None
+    """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
+    value_cache: Tensor | int | None
+    """As key_cache; a number V: there is none, and the first V numbers of a key are its value."""
+    cache_group: int
+    """Index of the group of layers whose block tables this one reads."""
+    scale: float
+    """Multiplies query @ key."""
+    sliding_window: int | None
+    """Most recent keys a query sees, itself included; None for all."""
+    alibi_slopes: Tensor | None
+    """[H] float32: ALiBi slopes, subtracted from the score of each head per token of distance; None
+    without ALiBi."""
+    logits_soft_cap: float | None
+    """C replaces each score s by C * tanh(s / C); None does not."""
+    sinks: Tensor | None
+    """[H] float32: the score of one more key of each head, whose value is zero; None without."""
+    chunk_size: int | None
+    """C: a query at position p sees keys from p // C * C on; None: all."""
+    key_scales: Tensor
+    """[G] float32 on the host: an fp8 key cache holds key / scale of the head."""
+    value_scales: Tensor
+    cache_scales: CacheScales | None
+    """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
+    prompt_scales: PromptScales | None
+    """On the device, of prompts that may attend in fp8; None: they may not."""
+
+
+class AttentionMetadata(Protocol):
+    """How the tokens of one launch attend, on one kind of device."""
+
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
+        """Store the new keys and values, and attend to what their requests have in the cache.
+
+        Args:
+            layer: its caches are bound.
+            query: [T, H, D].
+            key: [T, G, D].
+            value: [T, G, D]; None where values are a part of the keys.
+
+        Returns:
+            [T, H, D], or [T, H, V] where values are the first V numbers of the keys.
+        """
+        ...

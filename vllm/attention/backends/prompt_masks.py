@@ -1,0 +1,112 @@
+"""Which keys the queries of a padded prefill see: a mask for all queries, or for a slice of them.
+
+Letters: B rows, Q new tokens of a row, K keys of a row: the padded slots of its context, then the
+new tokens. H query heads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.sdpa import SDPAKernel
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Positions of queries and keys, of which masks are derived on the device."""
+
+    query_positions: Tensor
+    """[B, Q] int32"""
+    key_positions: Tensor
+    """[B, K] int32; of a key that no query sees, after all queries."""
+    ids: tuple[Tensor, Tensor] | None = None
+    """[B, Q] and [B, K] int32: the prompt that each query and key belongs to; None: a row is one
+    prompt."""
+
+    def mask(
+        self,
+        sliding_window: int | None = None,
+        alibi_slopes: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        chunk_size: int | None = None,
+        queries: slice = _ALL,
+        keys: slice = _ALL,
+    ) -> Tensor:
+        """Return what queries see of keys. A query has the age 0 to itself, so that every query
+        sees something.
+
+        Args:
+            sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
+            alibi_slopes: [H] float32; None without ALiBi.
+            dtype: of an ALiBi mask: that of the queries, as torch wants it.
+            chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
+            queries: which of the Q.
+            keys: which of the K.
+
+        Returns:
+            [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added.
+        """
+        positions = self.query_positions[:, queries, None]
+        age = (positions - self.key_positions[:, None, keys])[:, None]  # [B, 1, Q, K]
+        mask = age >= 0
+        if self.ids is not None:
+            query_ids, key_ids = self.ids
+            mask = mask & (query_ids[:, queries, None] == key_ids[:, None, keys])[:, None]
+        if sliding_window is not None:
+            mask = mask & (age < sliding_window)
+        if chunk_size is not None:
+            mask = mask & (age <= positions.remainder(chunk_size)[:, None])
+        if alibi_slopes is None:
+            return mask
+        bias = -age.float() * alibi_slopes[:, None, None]
+        return bias.masked_fill(~mask, float("-inf")).to(dtype)
+
+
+@dataclass(frozen=True)
+class SlicedMask:
+    """The mask of a long prefill. It is derived for one slice of the queries after the other, in
+    each layer, so that there is never more of it than [B, 1 or H, slice, K]."""
+
+    sight: Sight
+    num_queries: int
+    """Of a slice; the last one may have fewer."""
+    sliding_window: int | None
+    alibi_slopes: Tensor | None
+    chunk_size: int | None
+
+    def attend(
+        self,
+        kernel: SDPAKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        valid_lens: Tensor | None,
+    ) -> Tensor:
+        """Attend as `SDPAKernel`, with a kernel that gets a slice of the queries at a time, and of
+        the keys those that it may see. The mask and lengths that are given are not used."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        parts = []
+        for start in range(0, num_queries, self.num_queries):
+            end = min(start + self.num_queries, num_queries)
+            queries, keys = slice(start, end), self._keys(start, end, num_keys - num_queries)
+            mask = self.sight.mask(
+                *(self.sliding_window, self.alibi_slopes, torch.float32, self.chunk_size),
+                *(queries, keys),
+            )
+            given = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            parts.append(kernel(*given, mask, scale, None))
+        return torch.cat(parts, dim=2)
+
+    def _keys(self, start: int, end: int, num_context: int) -> slice:
+        """Return the keys that the new tokens from `start` to `end` may see: none after them, and
+        where they see a number of recent tokens alone, none before these. Any of several prompts in
+        a row may see its context, which comes before the tokens of all of them."""
+        reach = min((x for x in (self.sliding_window, self.chunk_size) if x), default=end)
+        first = start + 1 - reach
+        sees_all = first <= 0 or (self.sight.ids is not None and num_context > 0)
+        return slice(0 if sees_all else num_context + first, num_context + end)

@@ -1,0 +1,224 @@
+"""Tokenises prompts of any type, and checks them against the vocabulary."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.errors import RequestError, TextTooLongError
+from vllm.inputs import PromptType
+from vllm.messages import TokenEmbeddings
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROMPT_TYPES = (
+    "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+)
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
+_MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """The token ids of a prompt, or the embeddings in place of them."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str | None = None
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """The embeddings, or None. The tokens are placeholders then."""
+
+
+class PromptTokenizer:
+    """The tokenizer of an engine, and what is read with it: prompts and end tokens.
+
+    Args:
+        config: complete and consistent.
+        tokenizer: None: only token ids are accepted. May be replaced at any time.
+        generation_defaults: from the model's generation_config.json; of it, only
+            "eos_token_ids" is used here: end tokens in addition to the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        generation_defaults: Mapping[str, Any],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = config.model.resolved_arch.vocab_size
+        self._max_model_len = config.scheduler.max_model_len
+        self._length_bound: TextLengthBound | None = None
+        self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
+        self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
+
+    @property
+    def end_tokens(self) -> tuple[int | None, frozenset[int]]:
+        """The end token that is not reported as a stop reason, and further end tokens of the model.
+
+        The first is the tokenizer's, or config.json's when there is none. The others come from
+        generation_config.json and are reported as stop reason, like a user's stop tokens.
+        """
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        others = self._default_end_tokens
+        if eos is None and self._config_end_tokens:
+            eos, *rest = self._config_end_tokens
+            others = [*others, *rest]
+        return eos, frozenset(others) - {eos}
+
+    def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
+        """Token ids of a prompt of any type; at least one, and all of them in the vocabulary.
+
+        Args:
+            prompt: of any prompt type.
+            max_tokens: a text that certainly has more tokens is refused before it is tokenised;
+                None: no limit.
+
+        Raises:
+            RequestError: its type is not known, or it has no tokens, or one that is not in the
+                vocabulary.
+            PromptTooLongError: it certainly has more than `max_tokens`.
+        """
+        if isinstance(prompt, str):
+            return TokenizedPrompt(self._encode(prompt, max_tokens=max_tokens), prompt)
+        if isinstance(prompt, Mapping):
+            return self._tokenize_mapping(prompt, max_tokens)
+        return TokenizedPrompt(self._check_prompt_ids(prompt), None)
+
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of a part of a text, without special tokens at its ends."""
+        assert self.tokenizer is not None
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return len(encoded["input_ids"])
+
+    def _tokenize_mapping(
+        self, prompt: Mapping[str, Any], max_tokens: int | None
+    ) -> TokenizedPrompt:
+        if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
+            raise RequestError(
+                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                param="prompt",
+            )
+        if "encoder_prompt" in prompt:
+            raise RequestError(
+                "models with an encoder and a decoder are not supported: send a prompt without "
+                f"'encoder_prompt', as {_PROMPT_TYPES}",
+                param="prompt",
+            )
+        if prompt.get("prompt_embeds") is not None:
+            raise RequestError(
+                "prompt_embeds: a pooling model does not accept embeddings as a prompt. Send text "
+                "or token ids",
+                param="prompt_embeds",
+            )
+        if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
+            raise RequestError(
+                f"the prompt has the unknown key {', '.join(map(repr, unknown))}; accepted: "
+                f"{_PROMPT_TYPES}",
+                param="prompt",
+            )
+        text, salt = prompt.get("prompt"), cache_salt_of(prompt)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(
+                f"'prompt' of a prompt must be a string, got {type(text).__name__}", param="prompt"
+            )
+        if prompt.get("prompt_token_ids") is not None:
+            return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
+        if text is None:
+            raise RequestError(f"the prompt is empty: expected {_PROMPT_TYPES}", param="prompt")
+        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
+        return TokenizedPrompt(token_ids, text, salt)
+
+    def _encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this engine runs without one "
+                "(skip_tokenizer_init): send token ids",
+                param="prompt",
+            )
+        if not text:
+            bos = self.tokenizer.bos_token_id
+            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
+            raise RequestError(f"the prompt is empty{hint}", param="prompt")
+        self.check_length(text, max_tokens)
+        # verbose: the tokenizer would warn about prompts longer than its own limit.
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self._check_prompt_ids(encoded["input_ids"])
+
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Refuse text that is not valid, or certainly has more than `max_tokens` tokens.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+            TextTooLongError: it is too long.
+        """
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid text: {error.reason} at character {error.start}",
+                param="prompt",
+            ) from error
+        if max_tokens is None or num_bytes <= max_tokens * USUAL_TOKEN_BYTES:
+            return
+        if self._length_bound is None or self._length_bound.tokenizer is not self.tokenizer:
+            assert self.tokenizer is not None
+            self._length_bound = TextLengthBound(self.tokenizer)
+        if self._length_bound.min_tokens(text, num_bytes) > max_tokens:
+            raise TextTooLongError(num_bytes, max_tokens, self._max_model_len)
+
+    def _check_prompt_ids(self, token_ids: Any) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+            raise RequestError(
+                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_PROMPT_TYPES}",
+                param="prompt",
+            )
+        if not token_ids:
+            raise RequestError("the prompt has no tokens; at least one is needed", param="prompt")
+        ids = list(token_ids)
+        if set(map(type, ids)) != {int}:
+            ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RequestError(
+                f"token id {ids[position]} at position {position} of the prompt is not in the "
+                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                param="prompt",
+            )
+        return ids
+
+
+def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
+    """Return the cache salt of a prompt; raise RequestError if it is not a text."""
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
+        )
+    return salt
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _as_int(token_id: Any, position: int) -> int:
+    """Convert an integer of any type, such as numpy's, to a Python int."""
+    if not isinstance(token_id, bool):
+        try:
+            return operator.index(token_id)
+        except TypeError:
+            pass  # reported below, with its position
+    raise RequestError(
+        f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
+        f"at position {position} of the prompt",
+        param="prompt",
+    )

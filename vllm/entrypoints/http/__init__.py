@@ -1,1 +1,0 @@
-"""The HTTP server, and responses that end when their client disconnects."""

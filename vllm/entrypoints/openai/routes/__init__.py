@@ -1,0 +1,1 @@
+"""Routes of the OpenAI API that are one file each."""

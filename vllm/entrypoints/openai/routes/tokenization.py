@@ -1,0 +1,96 @@
+"""POST /tokenize and POST /detokenize."""
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.protocol.base import error_responses
+from vllm.entrypoints.openai.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.prompts import tokenize
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.body_route import BodyRoute
+from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.entrypoints.shared.sse import run_until_disconnect
+from vllm.errors import RequestError
+
+router = APIRouter(route_class=BodyRoute)
+
+_MANY_TOKENS = 4096
+"""With this many tokens or more, they are decoded in a thread."""
+_ERRORS = error_responses(400, 404)
+
+
+@router.post("/tokenize", response_model=TokenizeResponse, responses=_ERRORS)
+async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
+    """Tokenise a text or a conversation, as for the model."""
+    return await run_until_disconnect(request, _tokenize(get_context(request), body))
+
+
+async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
+    context.check_model(body.model)
+    if isinstance(body, TokenizeChatRequest):
+        prompt = await chat_prompt(context, body)
+    else:
+        prompt = await tokenize(
+            context.engine, {"prompt": body.prompt, "add_special_tokens": body.add_special_tokens}
+        )
+    token_ids = prompt["prompt_token_ids"]
+    is_large = len(token_ids) >= _MANY_TOKENS
+    token_strs = None
+    if body.return_token_strs:
+        await context.engine.get_tokenizer()  # raises if there is none
+
+        def convert(processor: InputProcessor) -> list[str]:
+            assert processor.tokenizer is not None
+            return list(map(str, processor.tokenizer.convert_ids_to_tokens(token_ids)))
+
+        if is_large:
+            token_strs = await context.engine.in_slow_lane(convert)
+        else:
+            token_strs = convert(context.engine.input_processor)
+    answer = {
+        "count": len(token_ids),
+        "max_model_len": context.config.scheduler.max_model_len,
+        "tokens": token_ids,
+        "token_strs": token_strs,
+    }
+    return await off_loop.run(partial(json_response, answer), is_large=is_large)
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=_ERRORS)
+async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Response:
+    """Decode tokens, including special ones."""
+    return await run_until_disconnect(request, _detokenize(get_context(request), body))
+
+
+async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
+    context.check_model(body.model)
+    engine = context.engine
+    await engine.get_tokenizer()  # raises if there is none
+    vocab_size = context.config.model.resolved_arch.vocab_size
+    if body.tokens and max(body.tokens) >= vocab_size:
+        raise RequestError(
+            f"tokens: {max(body.tokens)} is not in the vocabulary of {vocab_size} tokens",
+            param="tokens",
+        )
+
+    def decode(processor: InputProcessor) -> str:
+        assert processor.tokenizer is not None
+        return str(processor.tokenizer.decode(body.tokens))
+
+    is_large = len(body.tokens) >= _MANY_TOKENS
+    if is_large:
+        text = await engine.in_slow_lane(decode)
+    else:
+        text = decode(engine.input_processor)
+    return await off_loop.run(partial(json_response, {"prompt": text}), is_large=is_large)

@@ -1,0 +1,1 @@
+"""Prompts, chunks and log-probabilities: what several routes of the OpenAI API use."""

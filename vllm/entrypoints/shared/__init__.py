@@ -1,0 +1,1 @@
+"""Shared by all APIs of the server: its context and arguments, bodies, errors, streams."""

@@ -1,0 +1,110 @@
+"""Routes that read their JSON body with limits, and outside the event loop if it is large.
+
+FastAPI would read and validate any body in the event loop.
+"""
+
+import json
+from collections.abc import Callable, Coroutine
+from functools import cached_property, partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from vllm.entrypoints.shared import off_loop
+from vllm.entrypoints.shared.context import get_context
+from vllm.entrypoints.shared.request_limits import check_limits, check_num_values
+from vllm.entrypoints.shared.server_args import ServerArgs
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class BodyRoute(APIRoute):
+    """A route whose handler gets a body that is within the limits of the server.
+
+    The handler is a coroutine function with a body, and maybe the request, as its arguments. It is
+    called as it is: FastAPI would validate the body once more, and solve dependencies that these
+    routes do not have.
+    """
+
+    def get_route_handler(self) -> Handler:
+        """A handler that reads and validates the body; FastAPI's for a request without one."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        dependant, endpoint = self.dependant, self.endpoint
+        (body_name,) = (param.name for param in dependant.body_params)
+        request_name = dependant.request_param_name
+        others = (dependant.path_params, dependant.query_params, dependant.header_params)
+        assert not any((*others, dependant.cookie_params, dependant.dependencies)), self.path
+
+        async def read_and_handle(request: Request) -> Response:
+            data = await request.body()
+            off_loop.mark_request(len(data))
+            if not data:
+                return await handle(request)  # its error names the body
+            args = get_context(request).args
+            given = {body_name: await off_loop.run(partial(self.read_body, data, args))}
+            if request_name is not None:
+                given[request_name] = request
+            response: Response = await endpoint(**given)
+            return response
+
+        return read_and_handle
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a POST to its path that has a body needs nothing but the handler."""
+        return self.body_field is not None and self.methods == {"POST"} and "{" not in self.path
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        assert self.body_field is not None
+        return _body_classes(self.body_field.field_info.annotation)
+
+    def read_body(self, data: bytes, args: ServerArgs) -> Any:
+        """Read the body as the object that the route expects.
+
+        Raises:
+            RequestError: it is above a limit of the server; names the flag.
+            RequestValidationError: it is not JSON, or not what the route expects.
+        """
+        assert self.body_field is not None
+        check_num_values(data, args)
+        try:
+            body = json.loads(data)
+        except json.JSONDecodeError as error:
+            raise _not_json(error.pos, error.msg) from None
+        except UnicodeDecodeError as error:
+            raise _not_json(error.start, f"not {error.encoding}") from None
+        except ValueError:  # Python's own limit
+            raise _not_json(0, "an integer has too many digits") from None
+        except RecursionError:
+            raise _not_json(0, "nested too deeply") from None
+        if isinstance(body, dict):
+            for kind in self._classes:
+                check_limits(kind, body, args)
+        value, errors = self.body_field.validate(body, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return value
+
+
+def _body_classes(annotation: Any) -> list[type]:
+    """The class of a body, or the classes of a union."""
+    if isinstance(annotation, type):
+        return [annotation]
+    return [kind for part in getattr(annotation, "__args__", ()) for kind in _body_classes(part)]
+
+
+def _not_json(position: int, reason: str) -> RequestValidationError:
+    error = {
+        "type": "json_invalid",
+        "loc": ("body", position),
+        "msg": "JSON decode error",
+        "input": {},
+        "ctx": {"error": reason},
+    }
+    return RequestValidationError([error])

@@ -1,0 +1,87 @@
+"""The sensors of the cards of an engine: on the page of metrics, and for the status page."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from vllm.engine.metrics.registry import MetricSet
+from vllm.platforms.card_reading import CardReading
+
+_MAX_AGE_S = 5.0
+_PATIENCE_S = 0.5
+_LOST_AFTER_S = 60.0
+"""Readings that are older are not shown: the driver does not answer."""
+_GAUGES = {
+    "power_watts": "Power that the card draws.",
+    "temperature_celsius": "Temperature of the card's processor.",
+    "memory_used_bytes": "Memory of the card that processes have taken.",
+    "memory_total_bytes": "Memory of the card.",
+    "utilization": "Share of the last second in which the card computed, 0 to 1.",
+}
+"""Fields of a reading, which give the metrics their names."""
+
+
+class CardTelemetry:
+    """The newest readings of cards. They are taken in a thread when somebody asks and the last ones
+    are too old, so a driver that hangs stops neither a route nor the end of the process.
+
+    Args:
+        read: takes readings; may block.
+        max_age_s: how old readings may be.
+        patience_s: how long `latest` waits for new ones.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[CardReading]],
+        max_age_s: float = _MAX_AGE_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._read = read
+        self._max_age_s = max_age_s
+        self._patience_s = patience_s
+        self._readings: Sequence[CardReading] = ()
+        self._end_of_last = -math.inf
+        self._running: Future[None] | None = None
+
+    async def latest(self) -> Sequence[CardReading]:
+        """Return the newest readings, no older than they may be; older ones, or none, while the
+        driver has not answered."""
+        running = self._running
+        if (running is None or running.done()) and self._age_s() >= self._max_age_s:
+            running = self._running = Future()
+            thread = threading.Thread(target=self._refresh, args=(running,), daemon=True)
+            thread.start()
+        if running is not None and not running.done():
+            await asyncio.wait([asyncio.wrap_future(running)], timeout=self._patience_s)
+        return () if self._age_s() > _LOST_AFTER_S else self._readings
+
+    def _age_s(self) -> float:
+        return time.monotonic() - self._end_of_last
+
+    def _refresh(self, running: "Future[None]") -> None:
+        running.set_running_or_notify_cancel()  # nobody can cancel it from here on
+        try:
+            self._readings = self._read()
+        finally:
+            self._end_of_last = time.monotonic()
+            running.set_result(None)
+
+
+def card_metrics(readings: Iterable[CardReading]) -> MetricSet:
+    """Return the metrics of cards; a figure that is not known has no sample."""
+    metrics = MetricSet()
+    gauges = {
+        field: metrics.gauges(f"vllm:hpu_{field}", text, "card", "module")
+        for field, text in _GAUGES.items()
+    }
+    for reading in readings:
+        module = "" if reading.module is None else str(reading.module)
+        for field, gauge in gauges.items():
+            value = getattr(reading, field)
+            if value is not None:
+                gauge.cell(str(reading.index), module).value = value
+    return metrics

@@ -1,0 +1,182 @@
+"""The only place that maps exceptions to status codes and error bodies.
+
+RequestError          its status (400, 404)   BadRequestError, NotFoundError
+CapacityError         400 or 409              BadRequestError, ConflictError
+                      503                     ServiceUnavailableError
+RequestTimeoutError   504                     TimeoutError
+EngineDeadError       500                     EngineDeadError
+WorkerCallError       500                     Internal Server Error
+pydantic              400, naming the fields  Bad Request
+GenerationError       500                     Internal Server Error
+anything else         500, without details    Internal Server Error
+
+The type shows a client whether its request has failed or the whole engine.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.shared.validation_text import describe_validation
+from vllm.errors import (
+    CapacityError,
+    EngineDeadError,
+    NotFoundError,
+    RequestError,
+    RequestTimeoutError,
+    VllmError,
+    WorkerCallError,
+)
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput
+
+logger = init_logger(__name__)
+
+_INTERNAL = "Internal Server Error"
+_ENGINE_DEAD = "EngineDeadError"
+_MAX_MESSAGE_CHARS = 4000
+_RETRY_AFTER_S = "1"
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class GenerationError(VllmError):
+    """A request failed in the server while it ran (500)."""
+
+    status = 500
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """An error as the client gets it.
+
+    Attributes:
+        status: HTTP status.
+        type: word of the API for the kind of error.
+        message: what is wrong, and what to change; valid Unicode text of bounded length.
+        param: the field of the request at fault, or None.
+        headers: of the response.
+    """
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The flat body of the OpenAI routes."""
+        return {
+            "object": "error",
+            "message": self.message,
+            "type": self.type,
+            "param": None if self.param is None else _as_text(self.param),
+            "code": self.status,
+        }
+
+
+ERROR_BODIES: dict[str, Callable[[ErrorInfo], dict[str, Any]]] = {}
+"""Beginning of a path -> what writes the body of an error there. An API with a format of its own
+adds it; for all other paths it is `ErrorInfo.body`."""
+
+
+def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
+    """Write the body of an error in the format of the API that a path belongs to."""
+    for beginning, write in ERROR_BODIES.items():
+        if path.startswith(beginning):
+            return write(info)
+    return info.body()
+
+
+def describe_error(error: BaseException) -> ErrorInfo:
+    """The error for the client. Unexpected exceptions are logged."""
+    if isinstance(error, RequestValidationError):
+        message, param = describe_validation(error.errors())
+        return ErrorInfo(400, "Bad Request", _as_text(message), param)
+    if isinstance(error, HTTPException):
+        return _describe_http(error)
+    message = _as_text(str(error))
+    if isinstance(error, NotFoundError):
+        return ErrorInfo(error.status, "NotFoundError", message, error.param)
+    if isinstance(error, RequestError):
+        return ErrorInfo(error.status, "BadRequestError", message, error.param)
+    if isinstance(error, CapacityError):
+        if error.status < 500:
+            kind = "ConflictError" if error.status == 409 else "BadRequestError"
+            return ErrorInfo(error.status, kind, message)
+        headers = {"Retry-After": _RETRY_AFTER_S}
+        return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
+    if isinstance(error, RequestTimeoutError):
+        return ErrorInfo(error.status, "TimeoutError", message)
+    if isinstance(error, EngineDeadError):
+        return ErrorInfo(500, _ENGINE_DEAD, message)
+    if isinstance(error, (GenerationError, WorkerCallError)):
+        return ErrorInfo(500, _INTERNAL, message)
+    logger.error("a request failed with an unexpected error", exc_info=error)
+    return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The response for an exception, with the flat body."""
+    info = describe_error(error)
+    return JSONResponse(info.body(), status_code=info.status, headers=dict(info.headers))
+
+
+def error_events(error: BaseException) -> bytes:
+    """The events that end an OpenAI stream that fails midway: the error, then [DONE].
+
+    OpenAI's clients raise when an event has the key `error`.
+    """
+    return event({"error": describe_error(error).body()}) + DONE
+
+
+def refuse_failed(sample: CompletionOutput) -> None:
+    """Raise the error of a sample that has failed.
+
+    Raises:
+        RequestError: it could not run, as it asks for what cannot be used.
+        GenerationError: its request has failed in the engine; says why.
+    """
+    if sample.is_refused:
+        raise RequestError(str(sample.stop_reason))
+    if sample.finish_reason == "error":
+        raise GenerationError(str(sample.stop_reason))
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer all exceptions of all routes with the bodies of this module."""
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_disconnect(_: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the access log
+
+    for kind in (RequestValidationError, HTTPException, VllmError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(ClientDisconnected, on_disconnect)
+
+
+def _describe_http(error: HTTPException) -> ErrorInfo:
+    status = error.status_code
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "Error"
+    kind = "NotFoundError" if status == 404 else phrase
+    return ErrorInfo(
+        status, kind, _as_text(str(error.detail) or phrase), headers=error.headers or {}
+    )
+
+
+def _as_text(message: str) -> str:
+    """The text, shortened and without surrogates, which a response cannot encode."""
+    if len(message) > _MAX_MESSAGE_CHARS:
+        message = message[:_MAX_MESSAGE_CHARS] + "..."
+    return message.encode("utf-8", "replace").decode()

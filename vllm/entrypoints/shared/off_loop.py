@@ -1,0 +1,47 @@
+"""Runs the work of large requests in threads, so that they do not block the event loop.
+
+Whether a request is large is decided by the size of its body. The same work runs at once for a
+small request and in a thread for a large one.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TypeVar
+
+from vllm.utils.background_work import in_short_turns
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 32 * 1024
+"""A body with at least this many bytes is large."""
+_NUM_THREADS = 2
+"""The event loop waits for a turn of each thread whenever it asks for the interpreter."""
+
+_is_large: ContextVar[bool] = ContextVar("is_large_request", default=False)
+
+
+def mark_request(num_bytes: int) -> None:
+    """Note the size of the body of this task's request."""
+    _is_large.set(num_bytes >= LARGE_BODY_BYTES)
+
+
+async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
+    """The result of `work`, in a thread when the request is large.
+
+    If cancelled before its thread starts, it does not run; in a thread it runs to its end.
+
+    Args:
+        work: must not use anything that belongs to the event loop.
+        is_large: None uses the size that `mark_request` got.
+    """
+    if not (_is_large.get() if is_large is None else is_large):
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads(), in_short_turns, work)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="large-requests")

@@ -1,0 +1,130 @@
+"""Responses that end when the client disconnects: server-sent events, and awaited results.
+
+Closing the source of a stream aborts its request, so a source is always closed here and at once,
+never by the garbage collector. Independent of engine and API.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vllm.entrypoints.shared.own_cancellation import OwnCancellation
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream of the OpenAI API."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ClientDisconnected(Exception):
+    """The client has disconnected before its response was ready."""
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event.
+
+    Args:
+        data: what msgspec can encode as JSON.
+        name: type of the event; None sends none, as the OpenAI chat API does.
+    """
+    if name is None:
+        return b"data: " + _encode(data) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it if the client disconnects.
+
+    The body of the request must have been read.
+
+    Raises:
+        ClientDisconnected: the client has left. The handlers of `errors` take it.
+        Exception: what `work` raises.
+    """
+    return await _until_disconnect(request.receive, work)
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    The headers are sent with the first event, so that an error before it still makes a response
+    of its own: whatever `events` raises first is raised here, for the exception handlers.
+
+    Args:
+        events: complete events as bytes, several in one item or one in several. Closed in any
+            case, also when the client leaves before the first one. It should not raise after the
+            first item: the connection would be cut.
+        headers: further ones.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.events = events
+        self.status_code = 200
+        self.background = None
+        # Proxies such as nginx would otherwise buffer events.
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        self.init_headers(own)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _until_disconnect(receive, self._send_all(send))
+        except ClientDisconnected:
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self.events):
+            is_started = False
+            async for data in self.events:
+                if not is_started:
+                    is_started = True
+                    await self._send_headers(send)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if not is_started:
+                await self._send_headers(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_headers(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    cancellation = OwnCancellation()
+    watcher = asyncio.ensure_future(_cancel_at_disconnect(receive, cancellation))
+    try:
+        return await work
+    except (asyncio.CancelledError, Exception):
+        if cancellation.is_the_only_one():
+            raise ClientDisconnected from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _cancel_at_disconnect(receive: Receive, cancellation: OwnCancellation) -> None:
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception:  # no more can be known of the client
+        logger.debug("the connection of a request failed", exc_info=True)
+    cancellation.request()

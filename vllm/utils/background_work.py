@@ -1,0 +1,95 @@
+"""Work in the background that leaves the processor and the interpreter to steps.
+
+Python code in another thread gives the interpreter back often (`in_short_turns`). A thread
+that works for long rests in between while steps run (`Pace`).
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+TURN_S = 0.0005
+"""Longest time for which code in Python keeps the interpreter while another thread wants it."""
+
+
+class _ShortTurns:
+    """While at least one thread has entered it, turns of the interpreter are short.
+
+    A thread that releases the interpreter, as each call of a kernel does, waits for a turn of
+    another thread before it goes on. With the turns of 5 ms that Python has, a step of a hundred
+    calls takes half a second beside a thread that imports modules.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._usual_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_s, TURN_S))
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                sys.setswitchinterval(self._usual_s)
+
+
+_short_turns = _ShortTurns()
+
+
+def in_short_turns(work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread for which no other thread should wait."""
+    with _short_turns:
+        return work()
+
+
+def start_in_short_turns(work: Callable[[], None], name: str) -> None:
+    """Run `work` in a thread of this name, in short turns."""
+    threading.Thread(target=in_short_turns, args=(work,), name=name, daemon=True).start()
+
+
+Rest = Callable[[], None]
+"""Called by the work between two pieces of it, each of a fraction of a millisecond."""
+
+_WORK_S = 0.0005
+"""Processor time without a rest."""
+_SHARE = 12
+"""While steps run, a rest takes so many times as long as the work before it."""
+_LONGEST_REST_S = 0.02
+
+
+class Pace:
+    """How fast one thread works in the background: as fast as it can, or in short turns while
+    others must not wait.
+
+    Made and used in that thread.
+
+    Args:
+        is_busy: whether others must not wait. Called in that thread.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._start = time.thread_time()
+
+    def rest(self) -> None:
+        """See `Rest`."""
+        worked = time.thread_time() - self._start
+        if worked < _WORK_S:
+            return
+        if self._is_busy():
+            time.sleep(min(_SHARE * worked, _LONGEST_REST_S))
+        self._start = time.thread_time()
+
+
+def no_rest() -> None:
+    """The `Rest` of work that nobody has to wait for."""

@@ -1,0 +1,1 @@
+"""Texts: cut for the log, read as a stream, matched with patterns."""
