@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from vllm.attention import CachedLayer
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.distributed import Stage
 from vllm.kv_cache_spec import KVCacheLayout
@@ -24,7 +25,7 @@ from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
-from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.parts.row_parts import RowParts
 
 InputT = TypeVar("InputT")

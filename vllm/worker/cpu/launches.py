@@ -16,6 +16,7 @@ from vllm.attention import (
     StateLayer,
     share_context,
 )
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.lora.launches import RaggedAdapters
 from vllm.messages import RunnerStats, SchedulerOutput
@@ -31,7 +32,6 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput, build_ragged_input
 from vllm.worker.drafts.stage_drafts import InnerLayers
-from vllm.worker.kv_cache import layers_with_cache
 from vllm.worker.parts.row_parts import RowParts
 
 

@@ -50,7 +50,7 @@ from vllm.worker.kv_cache import (
     log_cache,
     states_bytes,
 )
-from vllm.worker.memory_use import MemoryUse, draft_use, weights_use
+from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.runner import StepHandle
 from vllm.worker.worker_base import WorkerBase

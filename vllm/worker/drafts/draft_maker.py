@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 import torch
 
 from vllm.attention import CachedLayer
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
-from vllm.worker.kv_cache import layers_with_cache
 
 
 class DraftMaker(ABC):

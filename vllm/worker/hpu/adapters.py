@@ -10,8 +10,8 @@ from vllm.lora.launches import DeviceSlots
 from vllm.lora.reader import AdapterReader
 from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.worker.memory_use import MemoryUse, adapters_use
 from vllm.worker.parts.adapters import Adapters, adapter_dtype
+from vllm.worker.parts.memory_use import MemoryUse, adapters_use
 
 logger = init_logger(__name__)
 

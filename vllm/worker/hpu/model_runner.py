@@ -8,6 +8,7 @@ import torch
 
 from vllm.attention import StateLayer
 from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, SchedulerOutput
@@ -19,15 +20,14 @@ from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.batch.input_batch import ExpectedTokens
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.adapters import DeviceRows
+from vllm.worker.hpu.launches.block_moves import BlockMover
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedLaunches, PaddedRunner, Sampling
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentTokens
-from vllm.worker.hpu.memory.block_moves import BlockMover
 from vllm.worker.hpu.sampling import PaddedSampling, PaddedTokens
-from vllm.worker.kv_cache import layers_with_cache
 from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs

@@ -15,6 +15,7 @@ from vllm.attention.backends.sdpa import (
     naive_sdpa,
     require_flex,
 )
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
@@ -57,8 +58,8 @@ from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, layers_with_cache, log_states
-from vllm.worker.memory_use import (
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
+from vllm.worker.parts.memory_use import (
     MemoryUse,
     division,
     draft_use,

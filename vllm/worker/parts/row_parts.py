@@ -21,7 +21,7 @@ from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_all
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingRows
-from vllm.worker.memory_use import MemoryUse
+from vllm.worker.parts.memory_use import MemoryUse
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -12,8 +12,8 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
-from vllm.worker.memory_use import MemoryUse, embeddings_use
 from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.memory_use import MemoryUse, embeddings_use
 
 logger = init_logger(__name__)
 

@@ -17,6 +17,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
+from vllm.worker.hpu.launches.block_moves import BlockMover
 from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.hpu.launches.input import HPUInputBuilder
@@ -31,7 +32,6 @@ from vllm.worker.hpu.launches.planner import (
 )
 from vllm.worker.hpu.launches.step_report import StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
-from vllm.worker.hpu.memory.block_moves import BlockMover
 from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
