@@ -1,5 +1,5 @@
-"""Runs scheduler steps of a model that generates tokens: makes drafts, samples behind the tokens of
-each launch, verifies drafts, and notes the tokens in the batch.
+"""Runs scheduler steps of a model that generates tokens: makes drafts, samples from each launch,
+and notes the tokens in the batch.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ class Drafter(Protocol):
 
 
 class Sampled(NamedTuple):
-    """What was sampled behind the tokens of a launch: the fields of `LaunchResult`."""
+    """The tokens sampled from a launch: the fields of `LaunchResult`."""
 
     rows: IntArray
     indices: IntArray
@@ -57,7 +57,7 @@ class SamplesTokens(Protocol):
     def sample(
         self, given: Any, output: Any, num_output: IntArray, drafts: RowDrafts | None
     ) -> Sampled:
-        """Sample a token for each row that samples, and one behind each of its drafts.
+        """Sample a token for each row that samples, and one after each of its drafts.
 
         Args:
             given: the launch, of n rows.

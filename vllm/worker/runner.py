@@ -3,8 +3,7 @@
     step      update the batch, plan launches, run each of them, collect their results
     launch    build inputs, begin results (masks), run the model, send on or finish results
 
-A device brings `Launches`, and what is made of hidden states (tokens, drafts, pooled vectors) comes
-as a function. Knows neither.
+`Launches` belong to a device. A function makes tokens, drafts or pooled vectors of hidden states.
 """
 
 from abc import ABC, abstractmethod
@@ -105,8 +104,8 @@ def run_launch(
     Args:
         launch: planned by `launches`.
         launches: of the device.
-        begin: starts what the host computes beside the forward pass, and returns what makes the
-            result of the output.
+        begin: starts what the host computes during the forward pass. Returns a function that makes
+            the result of the output.
     """
     with launches.running(launch):
         given = launches.build(launch)
@@ -125,9 +124,9 @@ def plan_batch(
     Args:
         config: of the engine.
         model: loaded.
-        keeps_all: one block table serves all layers, so it has blocks that windows have passed,
-            too. The stages of a pipeline, and a draft model beside its target, have one set of
-            block tables and need not have the same windows, so they keep all tokens in any case.
+        keeps_all: one block table serves all layers, so it also has blocks that windows have
+            passed. Stages of a pipeline, and a model and its draft model, always keep all tokens:
+            they share block tables, and may have different windows.
     """
     keeps_all |= config.speculative.draft_model is not None or model.stage.count > 1
     layers, dtype = layers_with_cache(model), cache_dtype(config)

@@ -25,13 +25,13 @@ class Launch:
 
     @property
     def starts(self) -> IntArray:
-        """[n] where the tokens of each row begin among those of the launch."""
+        """[n] where the tokens of each row begin among the tokens of the launch."""
         count = self.num_scheduled_tokens
         return np.cumsum(count, dtype=np.int32) - count
 
     @property
     def num_known(self) -> IntArray:
-        """[n] tokens of each row up to those of the launch, without drafts."""
+        """[n] tokens of each row at the end of the launch, without drafts."""
         end = self.num_computed_tokens + self.num_scheduled_tokens
         return end if self.num_drafts is None else end - self.num_drafts
 
@@ -42,7 +42,7 @@ class LaunchInput:
 
     launch: Launch
     sampled: IntArray
-    """[m] indices into the launch's rows of those that sample."""
+    """[m] which of the launch's rows sample, as indices."""
 
     @property
     def rows(self) -> IntArray:

@@ -127,7 +127,7 @@ class RaggedLaunches:
         )
 
     def run(self, given: ModelInput) -> RaggedOutput:
-        """Run a launch; hidden states go to the reader, too."""
+        """Run a launch, and give its hidden states to the reader."""
         metadata, adapters = given.context.attention, given.context.adapters
         if self.program is None or type(metadata) is not RaggedMetadata or need_modules(adapters):
             output = self.run_modules(given)
@@ -175,7 +175,7 @@ class RaggedLaunches:
         return RaggedOutput(result, inner + program.tapped)
 
     def send(self, output: RaggedOutput) -> None:
-        """Send hidden states, and inputs of inner layers behind them, to the next stage."""
+        """Send hidden states and inputs of inner layers to the next stage."""
         hidden_states = output.hidden_states
         if output.inner:
             hidden_states = torch.cat((hidden_states, *output.inner), dim=1)
@@ -183,7 +183,7 @@ class RaggedLaunches:
 
     def _inputs(self, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return what this stage takes: token ids [T], or the hidden states [T, hidden] of the
-        stage before; and the inputs of inner layers that come with them."""
+        stage before; and the inputs of inner layers that it was sent."""
         if self.stage.is_first:
             return input_ids, []
         return self._inner_layers.split(self.receive(len(input_ids)))

@@ -46,7 +46,7 @@ class RaggedSampling:
         num_output: IntArray,
         drafts: RowDrafts | None,
     ) -> Sampled:
-        """See `SamplesTokens.sample`; logits are computed for the tokens that are sampled."""
+        """Compute the logits of the tokens that sample, and sample from them."""
         rows, num_output, num_drafts = given.rows, num_output[given.sampled], given.num_drafts
         if num_drafts is not None:
             sizes = num_drafts + 1

@@ -63,7 +63,7 @@ class DraftInputBuilder(HPUInputBuilder):
 
 
 class HPUDraftRunner(DraftMaker):
-    """What makes drafts, in padded launches; see `DraftMaker`.
+    """A draft model or a speculator in padded launches; see `DraftMaker`.
 
     Args:
         config: of the draft model or speculator.
@@ -71,7 +71,7 @@ class HPUDraftRunner(DraftMaker):
         target: the runner of the model, whose rows, blocks, buckets and random numbers this one
             uses.
         max_drafts: k, drafts of a row in one step.
-        launches: that make the draft at each place; the last ones serve the places behind, too.
+        launches: make the first draft, the second one, and so on; the last ones make all others.
         states: of a speculator; None: it is a draft model.
     """
 

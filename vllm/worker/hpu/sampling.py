@@ -69,8 +69,8 @@ class PaddedSampling:
         first: IntArray,
         metadata_of: Callable[[Draws | None], SamplingMetadata],
     ) -> tuple[SamplerOutput, Tensor | None]:
-        """Sample from the logits of a launch. The tokens stay on the card, for the next step of
-        their rows.
+        """Sample from the logits of a launch. The next step of the rows reads the tokens on the
+        card.
 
         Args:
             launches: have run it.
@@ -135,7 +135,7 @@ class PaddedSampling:
         output: PaddedOutput,
         shape: PaddedShape,
     ) -> SamplingMetadata:
-        """With the random numbers of the places where the rows are."""
+        """Take the random numbers of the positions where the rows begin."""
         if metadata.exponentials is None:
             return metadata
         self._bridge.mark_step()

@@ -52,7 +52,7 @@ class PaddedInput(LaunchInput):
 
 
 class PaddedOutput(NamedTuple):
-    """What a padded launch has given."""
+    """The output of a padded launch, and its input on the card."""
 
     packed: Tensor
     """Its input, on the card."""
@@ -213,7 +213,7 @@ class PaddedLaunches:
             trace_launch(trace, launch, self.block_size)
 
     def build(self, launch: Launch) -> PaddedInput:
-        """Pack a launch, and bring to the card what a prefill reads there besides."""
+        """Pack a launch, and bring to the card what else a prefill reads."""
         assert isinstance(launch, PaddedLaunch)
         if launch.bucket.phase is Phase.PREFILL:
             self._parts.send(launch)
