@@ -1,6 +1,7 @@
 """The layers of pyproject.toml, read from the sources with `ast`: nothing is imported."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,9 @@ def test_an_upward_import_is_recognised():
         "vllm/entrypoints/shared/x.py may not import vllm/entrypoints/openai/chat/turn.py",
         "vllm/entrypoints/pages/x.py may not import vllm/entrypoints/batch/y.py",
     ]
+
+
+def test_one_module_of_the_tests_knows_the_way_into_an_engine():
+    way = re.compile(r"(?<!self)\._(?:worker|running_worker|fused|decode_step|connector)\b")
+    knowing = {p.name for p in (ROOT / "tests").rglob("*.py") if way.search(p.read_text())}
+    assert knowing == {"reach.py"}

@@ -288,7 +288,7 @@ class Envs:
         False,
         "Fused attention of prompts in FP8, with --quantization inc, --kv-cache-dtype fp8_inc and "
         "files of `vllm calibrate` with ranges of queries. Layers with windows or sinks, and cards "
-        "whose kernel does not pass its trial, stay with bfloat16.",
+        "whose kernel does not pass its trial, use bfloat16.",
     )
     VLLM_HPU_FSDPA_SLICE_ENABLED: bool | None = _execution(
         None,

@@ -10,6 +10,18 @@ from vllm.errors import RequestError
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields that are a constraint; the others are options of it."""
 
+REQUEST_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "structural_tag": "structural_tag",
+    "guided_decoding_backend": "backend",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""Name of a request's own field -> field of `GuidedDecodingParams`."""
+
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     """Structured output. At most one of json, regex, choice, grammar, json_object and

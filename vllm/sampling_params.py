@@ -7,9 +7,10 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from enum import Flag, IntEnum, auto
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
@@ -31,18 +32,6 @@ _MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
 """Attribute for the end tokens of the model. It is not a field, so that they are not shown as the
 user's."""
-_INTEGER_FIELDS = (
-    *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
-    "truncate_prompt_tokens",
-)
-_BOOL_FIELDS = (
-    *("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
-    "include_stop_str_in_output",
-)
-_FLOAT_FIELDS = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("temperature", "top_p", "min_p"),
-)
 
 
 class RequestOutputKind(IntEnum):
@@ -54,6 +43,59 @@ class RequestOutputKind(IntEnum):
     """What is new since the last output."""
     FINAL_ONLY = 2
     """Nothing until the request has finished."""
+
+
+class Door(Flag):
+    """Doors through which users set a number of `SamplingParams`."""
+
+    NONE = 0
+    API = auto()
+    """The bodies of completions, chat, responses and transcriptions, all under its own name."""
+    MODEL = auto()
+    """generation_config.json of a model: its value is the default there."""
+    PAGE = auto()
+    """The settings of the chat page."""
+    ALL = API | MODEL | PAGE
+
+
+_OF_REQUESTS = Door.API | Door.PAGE
+
+
+@dataclass(frozen=True)
+class Number:
+    """The range of a sampling parameter and where users set it, as annotation of its field.
+
+    `NUMBERS` has them by name, with the last three attributes, which follow from the field.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    doors: Door = Door.NONE
+    kind: type[int] | type[float] = float
+    is_optional: bool = False
+    """None is accepted."""
+    default: float | None = None
+
+    def read(self, name: str, value: Any) -> float | None:
+        """Return a value that the user gave as a number of Python.
+
+        Numbers of numpy pass the checks, but only Python's own can be sent to another process.
+
+        Raises:
+            RequestError: it is out of range or of the wrong type.
+        """
+        if value is None and self.is_optional:
+            return None
+        if self.kind is float:
+            _check_range(
+                name, value, above=self.above, at_least=self.at_least, at_most=self.at_most
+            )
+            return float(value)
+        _check_integer(name, value, at_least=self.at_least, at_most=self.at_most)
+        if int(value) > _MAX_INTEGER:
+            raise RequestError(f"{name} must be at most {_MAX_INTEGER}", param=name)
+        return int(value)
 
 
 class SamplingType(IntEnum):
@@ -141,31 +183,31 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         TypeError: `top_k` is not an integer.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    n: Annotated[int, Number(at_least=1)] = 1
+    best_of: Annotated[int | None, Number(at_least=1)] = None
+    presence_penalty: Annotated[float, Number(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
+    frequency_penalty: Annotated[float, Number(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
+    repetition_penalty: Annotated[float, Number(above=0, doors=Door.ALL)] = 1.0
+    temperature: Annotated[float, Number(at_least=0, doors=Door.ALL)] = 1.0
+    top_p: Annotated[float, Number(above=0, at_most=1, doors=Door.ALL)] = 1.0
+    top_k: Annotated[int, Number(at_least=-1, doors=Door.ALL)] = 0
+    min_p: Annotated[float, Number(at_least=0, at_most=1, doors=Door.ALL)] = 0.0
+    seed: Annotated[int | None, Number(-(2**63), at_most=_MAX_INTEGER, doors=_OF_REQUESTS)] = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[int | None, Number(at_least=1, doors=Door.MODEL | Door.PAGE)] = 16
+    min_tokens: Annotated[int, Number(at_least=0)] = 0
+    logprobs: Annotated[int | None, Number(at_least=0)] = None
+    prompt_logprobs: Annotated[int | None, Number(at_least=0)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     # Any: callables stay in their process; names are strings or `LogitsProcessorConstructor`.
     logits_processors: list[Any] | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int | None, Number(at_least=1)] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: GuidedDecodingParams | None = None
     logit_bias: dict[int, float] | None = None
@@ -303,40 +345,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def _check_numbers(self) -> None:
         if not isinstance(self.top_k, Integral) or isinstance(self.top_k, bool):
             raise TypeError(f"top_k must be an integer, got {self.top_k!r}")
-        _check_integer("n", self.n, at_least=1)
-        _check_range("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
-        _check_range("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
-        _check_range("repetition_penalty", self.repetition_penalty, above=0)
-        _check_range("temperature", self.temperature, at_least=0)
-        _check_range("top_p", self.top_p, above=0, at_most=1)
-        _check_range("top_k", self.top_k, at_least=-1)
-        _check_range("min_p", self.min_p, at_least=0, at_most=1)
-        for name in ("max_tokens", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), at_least=1)
-        _check_integer("min_tokens", self.min_tokens, at_least=0)
+        for name, kind, low, high, is_optional in _USUAL_NUMBERS:
+            value = getattr(self, name)
+            if type(value) is kind:
+                if low <= value <= high:
+                    continue
+            elif value is None and is_optional:
+                continue
+            setattr(self, name, NUMBERS[name].read(name, value))
+        for name in _BOOLS:
+            if type(value := getattr(self, name)) is not bool:
+                setattr(self, name, _as_bool(name, value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), at_least=0)
-        if self.best_of is not None:
-            _check_integer("best_of", self.best_of, at_least=1)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
-        # Numbers of numpy pass the checks, but only Python's own can be sent to another process.
-        for name in _INTEGER_FIELDS:
-            if (value := getattr(self, name)) is not None:
-                if int(value) > _MAX_INTEGER:
-                    raise RequestError(f"{name} must be at most {_MAX_INTEGER}", param=name)
-                setattr(self, name, int(value))
-        for name in _FLOAT_FIELDS:
-            setattr(self, name, float(getattr(self, name)))
-        for name in _BOOL_FIELDS:
-            setattr(self, name, _as_bool(name, getattr(self, name)))
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
                 f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of"
@@ -363,6 +387,44 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             _check_token_ids("logit_bias", list(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
                 _check_range(f"logit_bias[{token_id}]", bias, at_least=-math.inf, at_most=math.inf)
+
+
+def _declared_numbers() -> dict[str, Number]:
+    """Return the numbers among the fields of `SamplingParams`, in their order."""
+    numbers = {}
+    for field in msgspec.structs.fields(SamplingParams):
+        if get_origin(field.type) is Annotated:
+            declared, number = get_args(field.type)
+            kinds = get_args(declared) or (declared,)
+            numbers[field.name] = replace(
+                number, kind=kinds[0], is_optional=type(None) in kinds, default=field.default
+            )
+    return numbers
+
+
+NUMBERS = _declared_numbers()
+"""The sampling parameters that are numbers, by name."""
+
+
+def numbers_at(door: Door) -> dict[str, Number]:
+    """Return the sampling parameters that are set there, by name."""
+    return {name: number for name, number in NUMBERS.items() if door in number.doors}
+
+
+_USUAL_NUMBERS = tuple(
+    (
+        name,
+        number.kind,
+        number.at_least if number.above is None else math.nextafter(number.above, math.inf),
+        (_LARGEST_FLOAT if number.kind is float else _MAX_INTEGER)
+        if number.at_most is None
+        else number.at_most,
+        number.is_optional,
+    )
+    for name, number in NUMBERS.items()
+)
+"""Name, type, least and largest value, whether None is accepted: of what needs no further look."""
+_BOOLS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if field.type is bool)
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -417,10 +479,13 @@ def _check_range(
         )
 
 
-def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
+def _check_integer(
+    name: str, value: Any, *, at_least: float | None, at_most: float | None = None
+) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if int(value) < at_least or (at_most is not None and int(value) > at_most):
+    is_low = at_least is not None and int(value) < at_least
+    if is_low or (at_most is not None and int(value) > at_most):
         upper = f" and at most {at_most}" if at_most is not None else ""
         raise RequestError(f"{name} must be at least {at_least}{upper}, got {value}", param=name)
 

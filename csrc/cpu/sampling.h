@@ -17,6 +17,7 @@
 
 namespace VLLM_ISA {
 
+using vllm_cpu::Param;
 using vllm_cpu::SampleArgs;
 
 constexpr float kLog2e = 1.44269504f;
@@ -87,11 +88,18 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
 
 // ---- rows and launches --------------------------------------------------------------------
 
+// A parameter of row `index` of a launch.
+template <typename T>
+float param_of(const SampleArgs<T>& args, Param which, int64_t index) {
+  return args.params[static_cast<int64_t>(which) * args.n + index];
+}
+
 template <typename T>
 void penalise(const SampleArgs<T>& args, int64_t index, float* row) {
-  const auto param = [&](int which) { return args.params[which * args.n + index]; };
-  const float repetition = param(vllm_cpu::kRepetition), frequency = param(vllm_cpu::kFrequency);
-  const float presence[2] = {0, param(vllm_cpu::kPresence)};
+  const auto param = [&](Param which) { return param_of(args, which, index); };
+  const float repetition = param(Param::kRepetitionPenalty);
+  const float frequency = param(Param::kFrequencyPenalty);
+  const float presence[2] = {0, param(Param::kPresencePenalty)};
   const int32_t* const ids = args.penalty_ids + index * args.num_penalties;
   const float* const counts = args.penalty_counts + index * args.num_penalties;
   for (int64_t p = 0; p < args.num_penalties; ++p) {
@@ -135,17 +143,17 @@ int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index
   const Row<Logit> row(logits, args.vocab_size);
   const float top = block_maxima(row, scratch.maxima);
   if (top - top != 0) return -1;  // not finite
-  const auto param = [&](int which) { return args.params[which * args.n + index]; };
-  if (args.params == nullptr || param(vllm_cpu::kIsGreedy) > 0) {
+  const auto param = [&](Param which) { return param_of(args, which, index); };
+  if (args.params == nullptr || param(Param::kIsGreedy) > 0) {
     return first_largest(row, scratch.maxima, top);
   }
-  const float temperature = param(vllm_cpu::kTemperature), top_p = param(vllm_cpu::kTopP);
+  const float temperature = param(Param::kTemperature), top_p = param(Param::kTopP);
   Weighing weigh = {top, kLog2e / temperature, -kInfinity, 0};
   if (!(weigh.scale < kInfinity)) return first_largest(row, scratch.maxima, top);
-  if (param(vllm_cpu::kMinP) > 0) {
-    weigh.floor = top + temperature * __builtin_logf(param(vllm_cpu::kMinP));
+  if (param(Param::kMinP) > 0) {
+    weigh.floor = top + temperature * __builtin_logf(param(Param::kMinP));
   }
-  const auto top_k = static_cast<int64_t>(param(vllm_cpu::kTopK));
+  const auto top_k = static_cast<int64_t>(param(Param::kTopK));
   if (top_k > 0) {
     const float floor = top_k_floor(row, top_k, top_p, weigh, scratch);
     weigh.floor = floor > weigh.floor ? floor : weigh.floor;
@@ -177,7 +185,7 @@ int64_t sample(const SampleArgs<T>& args, int num_threads) {
   int64_t failed = 0;
   const bool has_numbers = args.exponentials != nullptr || args.keys != nullptr;
   for (int64_t i = 0; args.params != nullptr && !has_numbers && i < args.n; ++i) {
-    if (!(args.params[vllm_cpu::kIsGreedy * args.n + i] > 0)) return 2;
+    if (!(param_of(args, Param::kIsGreedy, i) > 0)) return 2;
   }
   parallel_for(args.num_rows, chunk, num_threads, [&](int64_t begin, int64_t end, int) {
     SamplingScratch scratch;

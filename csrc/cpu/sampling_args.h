@@ -12,7 +12,7 @@ template <typename T>
 VLLM_STRUCT(SampleArgs,
   const T* logits;            // [n, vocab_size], rows row_stride apart
   const int64_t* rows;        // [num_rows] the rows to sample, or null: all n
-  const float* params;        // [8, n] in the order of Param; null: all rows are greedy
+  const float* params;        // [kNumParams, n] in the order of Param; null: all rows are greedy
   const uint64_t* keys;       // [n] of the random numbers
   const int64_t* positions;   // [n] of the random numbers in the stream of their key
   const float* exponentials;  // [n, num_draws] to use instead of those of keys and positions
@@ -29,9 +29,10 @@ VLLM_STRUCT(SampleArgs,
   int64_t num_draws, num_edits, num_words, num_penalties;
 );
 
-// Indices into the first dimension of params.
-enum Param { kTemperature, kMinP, kTopK, kTopP, kPresence, kFrequency, kRepetition, kIsGreedy };
-constexpr int64_t kNumParams = kIsGreedy + 1;
+// Indices into the first dimension of params: `Param` of vllm/sample/features.py.
+VLLM_ENUM(Param, kTemperature, kMinP, kTopK, kTopP, kPresencePenalty, kFrequencyPenalty,
+          kRepetitionPenalty, kIsGreedy);
+constexpr int64_t kNumParams = static_cast<int64_t>(Param::kIsGreedy) + 1;
 
 // A row of logits is looked at in blocks of this many tokens.
 constexpr int64_t kVocabBlock = 128;

@@ -36,7 +36,7 @@ class Signature:
     ) -> None:
         """
         Args:
-            host_need: what `sim_cost.needs_host` says of it.
+            host_need: what `operators.needs_host` says of it.
             is_launched: False of an allocation and of what has no tensor for a result.
         """
         self.text = text

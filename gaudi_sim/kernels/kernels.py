@@ -292,7 +292,7 @@ def _fp8_sdpa_recomp_fwd(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scales multiply: d_* what was rounded, q_* what is to be rounded."""
+    """Attend in FP8. Scales multiply: d_* rounded values, q_* values before they are rounded."""
     if q_scale_o is not None or is_amax_s or is_amax_o:
         raise NotImplementedError("the simulated kernel gives bfloat16, and no largest values")
 

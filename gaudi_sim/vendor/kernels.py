@@ -93,7 +93,7 @@ def fp8_fused_sdpa(
     seq_padding_type: str = "left",
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over [B, H, S, D] of fp8, and the softmax in it.
+    """Attend over [B, H, S, D] of fp8, with the softmax in fp8.
 
     Raises:
         RuntimeError: the kernel does not take these arguments together.

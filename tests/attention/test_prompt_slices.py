@@ -1,5 +1,5 @@
-"""Prompts that attend in slices of their queries, on the simulated card: the results are those of
-all queries at once, and a mask never has more queries than a slice."""
+"""Prompts that attend in slices of their queries, on the simulated card: the results equal
+those of all queries at once, and a mask never has more queries than a slice."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 class Layer:
-    """What the launch asks of an attention layer."""
+    """The options that a launch reads from an attention layer."""
 
     sliding_window = chunk_size = alibi_slopes = logits_soft_cap = sinks = cache_scales = None
     prompt_scales = None

@@ -1,8 +1,20 @@
+import re
+from dataclasses import fields
+
 import pytest
 
 from tests.bucketing.helpers import make_limits, make_settings
-from vllm.bucketing.settings import BucketRange, BucketSettings, merge_prompts, usual_steps
+from vllm.bucketing.settings import (
+    LINEAR_VARIABLES,
+    BucketRange,
+    BucketSettings,
+    merge_prompts,
+    usual_steps,
+)
+from vllm.envs import Envs
 from vllm.errors import ConfigError
+
+DEFAULT = re.compile(r"Not set: ([^;]+)\.$")
 
 
 def ranges(settings: BucketSettings) -> list[str]:
@@ -22,6 +34,26 @@ def ranges(settings: BucketSettings) -> list[str]:
 def test_defaults_are_the_documented_formulas(max_num_seqs, block_size, expected):
     limits = make_limits(max_num_seqs=max_num_seqs, block_size=block_size)
     assert ranges(BucketSettings.resolve(limits)) == expected
+
+
+@pytest.mark.parametrize(("max_num_seqs", "block_size"), [(4, 128), (48, 128), (256, 16)])
+def test_what_the_variables_say_of_their_defaults_is_true(max_num_seqs, block_size):
+    settings = BucketSettings.resolve(make_limits(max_num_seqs=max_num_seqs, block_size=block_size))
+    texts = {
+        variable.name: DEFAULT.search(variable.metadata["help"])[1].replace("/", "//")
+        for variable in fields(Envs)
+        if variable.name in LINEAR_VARIABLES
+    }
+    assert len(texts) == 12
+    of_usual_steps = [
+        name for name in texts if "block_size of" in texts[name] or "but" in texts[name]
+    ]
+    assert len(of_usual_steps) == 4
+    names = {"max_num_seqs": max_num_seqs, "block_size": block_size, "min": min, "max": max}
+    for name in texts.keys() - of_usual_steps:
+        dimension, part = name.removeprefix("VLLM_").lower().split("_bucket_")
+        found = getattr(getattr(settings, dimension), part)
+        assert (name, found) == (name, eval(texts[name], names))
 
 
 @pytest.mark.parametrize(

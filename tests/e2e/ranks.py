@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.reach import pids_of
 from vllm import LLM, RequestOutput, SamplingParams
 
 ENGINE: dict[str, Any] = {
@@ -77,7 +78,7 @@ def random_load(
 
 
 def ranks_of(llm: LLM) -> list[int]:
-    return llm.llm_engine.engine_core.executor._ranks.pids
+    return pids_of(llm)
 
 
 def assert_nothing_left(pids: list[int], files: set[str]) -> None:

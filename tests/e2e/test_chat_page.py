@@ -153,7 +153,7 @@ def test_settings_reach_the_engine(chat, engine):
 
 def test_a_setting_that_cannot_be_used_says_why(chat):
     chat.click("#open-settings")
-    for name, text in (("tools", "[{}]"), ("schema", "{"), ("temperature", "9")):
+    for name, text in (("tools", "[{}]"), ("schema", "{"), ("temperature", "-9")):
         chat.fill(f"[data-setting={name}]", text)
     assert "needs a name" in chat.text("#tools-problem")
     assert "JSON schema: this is not JSON" in chat.text("#schema-problem")

@@ -9,6 +9,7 @@ import torch
 
 from tests.e2e.test_drafts import seen_by_user
 from tests.e2e.test_speculation import PARAMS, PROMPTS
+from tests.reach import stats_of, worker_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
@@ -29,7 +30,7 @@ def run(llm: LLM, params=PARAMS) -> list:
 
 
 def drafts_of(llm: LLM) -> tuple[int, int]:
-    stats = llm.llm_engine.engine_core.stats().drafts
+    stats = stats_of(llm).drafts
     return stats.num_draft_tokens, sum(stats.accepted)
 
 
@@ -46,7 +47,7 @@ def test_drafts_of_the_model_itself_are_right(more, expected):
     num_drafts, num_right = drafts_of(llm)
     assert num_drafts > num_right > 0.8 * num_drafts > 100, "a penalty is not part of drafts"
     if more:
-        assert llm.llm_engine.engine_core.stats().num_preemptions
+        assert stats_of(llm).num_preemptions
 
 
 def keep(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def test_requests_with_and_without_drafts_share_prefixes_and_leave_at_any_time()
         engine.step()
     num_drafts, num_right = drafts_of(llm)
     assert num_right == num_drafts > 100
-    stats = engine.engine_core.stats()
+    stats = stats_of(engine)
     assert stats.num_preemptions and stats.num_prefix_hits
 
 
@@ -108,7 +109,7 @@ def test_vocabularies_may_be_padded_differently(vocab_size, models, tmp_path, ex
 
 def test_a_draft_model_sleeps_and_wakes_up_with_the_model(expected):
     llm = with_draft(BUNDLED_MODEL, enable_sleep_mode=True)
-    worker = llm.llm_engine.engine_core.executor._running_worker
+    worker = worker_of(llm)
     (weight, *_) = model_storages(worker._draft_model)
     for level in (1, 2):
         before = drafts_of(llm)

@@ -11,6 +11,7 @@ import torch
 from gaudi_sim.bridge import SimBridge
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu, steps_in_flight
+from tests.reach import runner_of, stats_of, steps_in_flight_of, worker_of
 from tests.speculators import cut_last_layer
 from tests.worker import test_hpu_drafts
 from vllm import SamplingParams
@@ -38,7 +39,7 @@ def run(engine: LLMEngine) -> list:
 
 
 def drafts_of(engine: LLMEngine) -> tuple[int, int]:
-    stats = engine.engine_core.stats().drafts
+    stats = stats_of(engine).drafts
     return stats.num_draft_tokens, sum(stats.accepted)
 
 
@@ -64,7 +65,7 @@ def run_and_leave(engine: LLMEngine) -> None:
 
 def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
     """The host waits for the card once for each launch of the model, and never for drafts."""
-    runner, launches = engine.engine_core.executor._worker.runner, []
+    runner, launches = runner_of(engine), []
     before = bridge.counters().host_syncs
     with pytest.MonkeyPatch.context() as patch:
         launch_once = runner._run
@@ -72,14 +73,14 @@ def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
         for seed in range(3):
             params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
             engine.add_request(str(seed), {"prompt_token_ids": [300 + seed] * 9}, params)
-        while engine.has_unfinished_requests() or engine.engine_core._in_flight:
+        while engine.has_unfinished_requests() or steps_in_flight_of(engine):
             engine.step()
     assert any(launch.num_drafts is not None for launch in launches)
     assert bridge.counters().host_syncs - before == len(launches)
 
 
 def check_ledger(engine: LLMEngine) -> None:
-    worker = engine.engine_core.executor._worker
+    worker = worker_of(engine)
     runners = worker.runner, worker.runner.drafter
     weight_bytes = sum(w.nbytes for runner in runners for w in runner.model.parameters())
     assert worker.ledger.booked(MemoryClass.WEIGHTS) >= weight_bytes
@@ -114,7 +115,7 @@ def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, t
         check_reads(engine, bridge)
         run_and_leave(engine)
         assert bridge.counters().compilations == before
-        stats = engine.engine_core.stats()
+        stats = stats_of(engine)
         assert stats.num_preemptions and stats.num_prefix_hits
         more_drafts, more_right = drafts_of(engine)
     if draft == RIGHT:

@@ -5,6 +5,7 @@ import pytest
 from tests.e2e.test_pipeline_drafts import ON_CARDS, run_few
 from tests.e2e.test_speculators import COMMON, PARAMS, prompts
 from tests.hpu import FEW_BUCKETS, simulated_hpu, steps_in_flight
+from tests.reach import core_of, stats_of, steps_in_flight_of
 from tests.speculators import make_speculator, make_target
 from vllm import LLM
 from vllm.errors import CapacityError
@@ -19,15 +20,15 @@ def used_bytes(bridge: HabanaBridge) -> int:
 def leave_in_the_middle(llm: LLM) -> None:
     """Begin requests, and abort them while a step with drafts is in flight."""
     engine = llm.llm_engine
-    core, drafted = engine.engine_core, engine.engine_core.stats().drafts.num_drafts
+    core, drafted = engine.engine_core, stats_of(engine).drafts.num_drafts
     for index, prompt in enumerate(prompts()[1:3]):
         engine.add_request(str(index), prompt, PARAMS[0])
-    while core.stats().drafts.num_drafts == drafted or not core._in_flight:
+    while core.stats().drafts.num_drafts == drafted or not steps_in_flight_of(core):
         engine.step()
     with pytest.raises(CapacityError, match="cannot sleep while requests run"):
         llm.sleep()
     engine.abort_request(["0", "1"])
-    assert core._in_flight
+    assert steps_in_flight_of(core)
 
 
 @pytest.mark.exhaustive
@@ -47,7 +48,7 @@ def test_what_makes_drafts_sleeps_with_the_model(method, tmp_path):
             **{**COMMON, **ON_CARDS},
         )
         want, used = run_few(llm), used_bytes(bridge)
-        stats = llm.llm_engine.engine_core.stats
+        stats = core_of(llm).stats
         num_right = sum(stats().drafts.accepted)
         assert num_right
         for level in (1, 2):

@@ -18,6 +18,7 @@ from tests.e2e.test_every_draft import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, simulated_hpu, steps_in_flight
+from tests.reach import core_of
 from vllm import LLM
 from vllm.engine import engine_core
 from vllm.executor import uniproc
@@ -52,7 +53,7 @@ def run_and_abort(llm: LLM, seed: int, count: int) -> dict[str, list[list]]:
 
 
 def check(llm: LLM, want: dict[str, list], counts: tuple[int, ...]) -> None:
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     for seed, count in enumerate(counts):
         for kind, found in run_and_abort(llm, seed, count).items():
             for each in found:
@@ -87,7 +88,7 @@ def test_requests_are_aborted_between_steps(method, layout, cases, expected, mon
     with steps_in_flight():
         llm = make_llm(cases[method], **LAYOUTS[layout])
         check(llm, expected[cases[method].target], (2, 2))
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
 
 
 CARD_SHORT = {("mlp_speculator", True)}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_every_draft import COMMON, METHODS
 from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.reach import stats_of
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.core.drafting.lookup_drafts import NgramDrafts
@@ -67,7 +68,7 @@ def run(made: Made, *, adaptive: bool, num_tokens: int, **more: Any) -> LLM:
 
 
 def drafts_of(llm: LLM) -> tuple[int, int]:
-    stats = llm.llm_engine.engine_core.stats().drafts
+    stats = stats_of(llm).drafts
     return stats.num_draft_tokens, sum(stats.accepted)
 
 
@@ -83,7 +84,7 @@ def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, mon
         llm = run(made, adaptive=True, num_tokens=40)
         num_adaptive, _ = drafts_of(llm)
         assert 0 < num_adaptive < 0.7 * num_drafts
-        stats = llm.llm_engine.engine_core.stats().drafts
+        stats = stats_of(llm).drafts
         num_drafted = stats.num_drafts // len(PROMPTS)
         assert 35 < stats.num_declined_steps + num_drafted < 40, "each step is of one kind"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.hpu import FEW_BUCKETS, simulated_hpu, steps_in_flight
+from tests.reach import stats_of
 from tests.speculators import (
     VOCAB_SIZE,
     cut_last_layer,
@@ -216,7 +217,7 @@ def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chan
     found = sampled(llm)
     assert found == want_sampled
     assert_sampled_from(weights, found)
-    stats = llm.llm_engine.engine_core.stats()
+    stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 50 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
 
@@ -239,6 +240,6 @@ def test_the_simulated_card_gives_what_the_cpu_gives(method, order, cases, expec
         before = bridge.counters().compilations
         assert run(llm) == expected[cases[method].target]
         assert bridge.counters().compilations == before
-        stats = llm.llm_engine.engine_core.stats()
+        stats = stats_of(llm)
     assert stats.num_preemptions
     assert 15 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens

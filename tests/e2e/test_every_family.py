@@ -17,6 +17,7 @@ from tests.e2e.logprob_checks import logprobs_of, wanted_logprobs
 from tests.e2e.reference import Reference, generate, random_prompts
 from tests.e2e.test_hpu_parity import BUCKETS, FEWER_TO_COMPILE
 from tests.hpu import MODES, simulated_hpu
+from tests.reach import scheduler_of
 from tests.tiny_models import FAMILIES, MORE_FAMILIES
 from vllm import LLM, SamplingParams
 
@@ -66,7 +67,7 @@ def references(models):
 @cache
 def has_windows(folder: Path) -> bool:
     llm = LLM(model=str(folder), **SETTINGS | FOR_WINDOWS)
-    return llm.llm_engine.engine_core.scheduler.cache.has_windows
+    return scheduler_of(llm).cache.has_windows
 
 
 def check(
@@ -91,7 +92,7 @@ def check(
     for output, got, reference in zip(outputs, logprobs_of(outputs), want, strict=True):
         assert list(output.outputs[0].token_ids) == reference.token_ids
         torch.testing.assert_close(got, wanted_logprobs(reference), atol=limit, rtol=0)
-    scheduler = llm.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     assert scheduler.num_preemptions > 0 or scheduler.cache.has_windows  # test_windows.py
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     longest = max(want, key=lambda reference: len(reference.prompt))

@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.reference import random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import scheduler_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 
@@ -32,7 +33,7 @@ def logprobs_of(prompts: list[list[int]], **settings) -> list[float]:
     assert (sorted(set(scales)) == [1.0]) is not is_calculated
     params = SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts * 2], params, use_tqdm=False)
-    scheduler = llm.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     assert (scheduler.num_preemptions > 0) == (settings["num_gpu_blocks_override"] == 24)
     return [
         entry[token].logprob

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.reach import core_of, pool_of
 from tests.tiny_models import LOAD_FLOAT32
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -28,7 +29,7 @@ def tokens_of(outputs) -> list[list[int]]:
 def assert_still_serves(llm: LLM) -> None:
     output = llm.generate("import", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output[0].outputs[0].token_ids) == 3
-    pool = llm.llm_engine.engine_core.scheduler.cache.pool
+    pool = pool_of(llm)
     assert pool.num_free == pool.num_usable_blocks
 
 
@@ -211,7 +212,7 @@ def test_parameters_must_match_the_prompts(llm):
 
 
 def test_ctrl_c_in_the_middle_of_a_step_leaves_a_usable_engine(llm, monkeypatch):
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     execute, calls = core.executor.execute_model, []
 
     def interrupted(step):

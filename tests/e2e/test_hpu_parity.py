@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import scheduler_of
 from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
 
@@ -126,7 +127,7 @@ def check(folder: Path, want: list[Reference], mode: str, setting: str, **overri
     assert after.compilations == before.compilations
     assert after.cpu_fallbacks == before.cpu_fallbacks
     assert (mode == "HPU graphs") == (after.graph_replays > before.graph_replays)
-    scheduler = llm.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     assert (scheduler.num_preemptions > 0) == ("preemption" in setting)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.e2e.reference import random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.reach import worker_of
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_pooling_models import class_logits, hidden_states, make_pooling_model
 from vllm import LLM
@@ -29,7 +30,7 @@ def run(
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **buckets):
         llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=is_eager, **settings)
         outputs = llm.encode(prompts, use_tqdm=False)
-        stats = llm.llm_engine.engine_core.executor._running_worker.stats()
+        stats = worker_of(llm).stats()
         llm.llm_engine.shutdown()
     assert (stats.num_bucket_misses, stats.num_late_compilations) == (0, 0)
     return [output.outputs.data.numpy() for output in outputs]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.reach import core_of, steps_in_flight_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
@@ -48,11 +49,11 @@ def engines() -> Iterator[dict[str, LLM]]:
 
 def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, int]:
     """Output tokens, the most steps that were in flight at once, and the most decodes of one."""
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     depths, wait = [], core._wait
     decodes = count_decodes(llm.llm_engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "_wait", lambda: depths.append(len(core._in_flight)) or wait())
+        patch.setattr(core, "_wait", lambda: depths.append(len(steps_in_flight_of(core))) or wait())
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         while core.has_unfinished_requests():  # a step that an end came too late for
             core.step()

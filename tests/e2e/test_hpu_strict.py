@@ -14,6 +14,7 @@ import torch
 
 from tests.e2e.test_random_load import count_decodes
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
+from tests.reach import core_of, runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.worker.batch.launch_result import LaunchResult
@@ -126,8 +127,8 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, 
         most = NUM_DECODES.get(mode, 1)
         llm = LLM(**engine, enforce_eager=enforce_eager, num_scheduler_steps=most)
         num_decodes = count_decodes(llm.llm_engine)
-        core = llm.llm_engine.engine_core
-        runner = core.executor._worker.runner
+        core = core_of(llm)
+        runner = runner_of(core)
         launches: list[LaunchResult] = []
         run = runner._run
         monkeypatch.setattr(runner, "_run", lambda x: launches.append(run(x)) or launches[-1])
@@ -152,14 +153,14 @@ def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(en
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=3, ignore_eos=True)
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
         llm = LLM(**engine | {"sampling_warmup": "basic"})
-        misses = llm.llm_engine.engine_core.stats().runner.num_bucket_misses
+        misses = stats_of(llm).runner.num_bucket_misses
         for asked in (SamplingParams(seed=1, max_tokens=3, ignore_eos=True), params, params):
             before = bridge.counters().compilations
             with captured_log() as log:
                 llm.generate(["import os\n"], asked, use_tqdm=False)
             compiled.append(bridge.counters().compilations - before)
             lines.append([line for line in log if "warmed-up" in line])
-        runner = llm.llm_engine.engine_core.stats().runner
+        runner = stats_of(llm).runner
     assert compiled[0] == compiled[2] == 0 < compiled[1]
     assert lines[0] == lines[2] == []
     assert len(lines[1]) == compiled[1]  # one batch of prompts, one of decodes

@@ -190,8 +190,8 @@ def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
 @pytest.mark.parametrize("card", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.exhaustive)])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
     """Measured and served on the card alone, with FP8 weights and cache, and with attention of
-    prompts in FP8 besides; strict, so a compilation
-    in a warmed step fails. 1,500 tokens of another module than the measured one."""
+    prompts in FP8; strict, so a compilation in a warmed step fails. 1,500 tokens of another module
+    than the measured one."""
     source = Path(shutil.__file__).read_text()
     pieces = [source[start : start + 1500] for start in range(0, 30000, 1500)]
     texts = tmp_path / "texts.json"

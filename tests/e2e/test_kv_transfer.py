@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from tests.e2e.server import ROOT
 from tests.executor.thread_ranks import ThreadRanks
+from tests.reach import connector_of, pool_of, scheduler_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.engine import engine_core
@@ -63,7 +64,7 @@ def test_an_evicted_prefix_comes_back_from_host_memory(expected):
     assert generate(llm) == (expected, [0] * len(PROMPTS))
     tokens, cached = generate(llm)
     assert tokens == expected and all(cached)
-    stats = llm.llm_engine.engine_core.stats().transfer
+    stats = stats_of(llm).transfer
     assert stats.num_hits == sum(cached) and stats.num_queries == 2 * stats.num_hits
     assert 0 < stats.num_loaded_bytes < stats.num_saved_bytes
     assert llm.reset_prefix_cache()
@@ -114,7 +115,7 @@ def test_new_weights_have_blocks_of_their_own(tmp_path, capsys):
     config = transfer("OffloadingConnector", tmp_path)
     llm = LLM(**SMALL, kv_transfer_config=config)
     generate(llm)
-    written = llm.llm_engine.engine_core._transfer._connector._thread.submit
+    written = connector_of(llm)._thread.submit
     written(lambda: None).result()
     files = set(tmp_path.rglob("*.kv"))
 
@@ -166,7 +167,7 @@ def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_pat
             if output.finished:
                 final[output.request_id] = output.outputs[0].token_ids
 
-    while engine.engine_core.scheduler.num_unfinished_requests:
+    while scheduler_of(engine).num_unfinished_requests:
         step()
     assert told == {"short": 1, "gone": 1, "long": 11} and not final
     assert engine.has_unfinished_requests() and not list(tmp_path.rglob("*.kv"))
@@ -183,14 +184,14 @@ def test_others_go_on_while_the_files_of_a_request_are_written(expected, tmp_pat
 def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expected):
     producer = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
     one = LLM(**SMALL, kv_transfer_config=producer)
-    port = one.llm_engine.engine_core._transfer._connector._server.port
+    port = connector_of(one)._server.port
     consumer = {**producer, "kv_role": "kv_consumer", "kv_port": port}
     other = LLM(**SMALL, kv_transfer_config=consumer)
     one.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     tokens, cached = generate(other)
     assert tokens == expected and all(cached)
     one.llm_engine.shutdown()
-    other.llm_engine.engine_core._transfer._connector._host.clear()
+    connector_of(other)._host.clear()
     assert other.reset_prefix_cache()
     tokens, cached = generate(other)
     assert tokens == expected and not all(cached)
@@ -243,9 +244,9 @@ def test_tokens_are_the_same_under_random_load(tmp_path, seed):
     both = expected.keys() & found.keys()
     assert len(both) > 30
     assert {name: found[name] for name in both} == {name: expected[name] for name in both}
-    pool = kept.engine_core.scheduler.cache.pool
+    pool = pool_of(kept)
     assert pool.num_free == pool.num_usable_blocks
-    assert kept.engine_core.stats().num_prefix_hits > plain.engine_core.stats().num_prefix_hits
+    assert stats_of(kept).num_prefix_hits > stats_of(plain).num_prefix_hits
     plain.shutdown()
     kept.shutdown()
 

@@ -12,6 +12,7 @@ import torch
 from tests.e2e.logprob_checks import logprobs_of, wanted_logprobs
 from tests.e2e.reference import Reference, generate, random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import decode_step_of, runner_of, scheduler_of
 from vllm import LLM, SamplingParams
 
 MAX_TOKENS = 32
@@ -70,7 +71,7 @@ def check(folder: Path, references: list[Reference], **settings) -> LLM:
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
 def test_logprobs_are_those_of_transformers(family, models, references):
     llm = check(models(family), references(family))
-    assert llm.llm_engine.engine_core.scheduler.num_preemptions > 0
+    assert scheduler_of(llm).num_preemptions > 0
 
 
 def test_a_model_type_by_another_published_name_is_the_same(models, references, tmp_path):
@@ -107,8 +108,8 @@ def test_steps_run_in_one_call_with_the_tokens_of_the_modules(models, references
     def generate_all(is_fused: bool) -> list[list[int]]:
         llm = LLM(model=str(models("deepseek_v3")), **SETTINGS | {"dtype": "bfloat16"})
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        runner = llm.llm_engine.engine_core.executor._worker.runner
-        assert (runner.launches.decode_step is not None) == is_fused
+        runner = runner_of(llm)
+        assert (decode_step_of(runner) is not None) == is_fused
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)

@@ -6,6 +6,7 @@ from huggingface_hub import constants
 from tests.e2e.ranks import ENGINE, assert_same, generate
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import write_adapter
+from tests.reach import core_of, stats_of, worker_of
 from tests.speculators import make_speculator, make_target
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
@@ -41,10 +42,6 @@ def head_formats(model) -> list[WeightFormat]:
     return [method.packed.weight_format for method in methods]
 
 
-def worker_of(llm: LLM):
-    return llm.llm_engine.engine_core.executor._worker
-
-
 @pytest.mark.parametrize(
     ("family", "split", "dtype", "tolerance"),
     [
@@ -65,7 +62,7 @@ def test_ranks_and_stages_have_the_tokens_of_one_process(
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     llm = LLM(folder, **engine, **split)
     assert_same(generate(llm), want, tolerance)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 def test_adapters_change_a_head_of_int8(tmp_path):
@@ -98,7 +95,7 @@ def test_heads_of_drafts_are_int8_too_and_change_no_token(method, tmp_path):
     formats = head_formats(worker_of(llm)._draft_model)
     assert formats and set(formats) == {WeightFormat.INT8}
     assert greedy(llm)[0] == want[0]
-    assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens
+    assert stats_of(llm).drafts.num_draft_tokens
 
 
 def test_a_gguf_file_with_a_dense_head_has_one_of_int8(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
+from tests.reach import runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.core.kv.cache_events import CacheEventLog
@@ -338,9 +339,9 @@ def test_no_step_reads_an_adapter(adapters, monkeypatch):
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     outputs = llm.generate([PROMPT] * len(mixed), params, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(mixed)
-    assert llm.llm_engine.engine_core.stats().num_preemptions
+    assert stats_of(llm).num_preemptions
     assert readers == {"adapter"}
-    runner = llm.llm_engine.engine_core.executor._worker.runner
+    runner = runner_of(llm)
     for number in llm.llm_engine.list_loras():
         assert llm.llm_engine.remove_lora(number)
     assert runner.parts.find(RaggedRows)._host.adapters == [None, None], "an adapter is kept"

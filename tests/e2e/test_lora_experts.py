@@ -14,6 +14,7 @@ from tests.lora_files import (
     write_expert_adapter,
     write_stacked_expert_adapter,
 )
+from tests.reach import core_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
 from vllm.engine import engine_core
@@ -52,7 +53,7 @@ def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path,
     found = generate(llm, [down, None, stacked])
     assert found[0][0] == found[2][0] != base[0]
     assert found[0][1] == pytest.approx(found[2][1], abs=1e-4)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -70,7 +71,7 @@ def test_ranks_share_parameters_of_all_experts(family, is_whole, tmp_path, monke
     for got, wanted in zip(generate(llm, [None, adapter]), want, strict=True):
         assert got[0] == wanted[0]
         assert got[1] == pytest.approx(wanted[1], abs=1e-4)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 def write_down_projections(folder: Path, source: Path) -> list[Path]:

@@ -9,6 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import ALL, greedy, merged_model, write_adapter
+from tests.reach import (
+    core_of,
+    decode_step_of,
+    leave_modules_alone,
+    program_of,
+    runner_of,
+    stats_of,
+)
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -85,7 +93,7 @@ def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
     found = generate(llm, [adapters[0], None, adapters[1]])
     for got, folder in zip((found[0], found[2]), folders, strict=True):
         assert_merged(got, model, folder)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -113,7 +121,7 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert "has the shape [3, 4]" in outputs[0].outputs[0].stop_reason
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +147,8 @@ def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
     found = llm.generate([PROMPT, PROMPT, TEXT, TEXT], params, use_tqdm=False, lora_request=mixed)
     assert [seen(found[0]), seen(found[2])] == [seen(output) for output in plain]
     assert seen(found[1]) != seen(found[0]) and seen(found[3]) != seen(found[2])
-    runner = llm.llm_engine.engine_core.executor._worker.runner
-    assert runner.launches.program is not None and runner.launches.decode_step is not None
+    runner = runner_of(llm)
+    assert program_of(runner) is not None and decode_step_of(runner) is not None
     # A row with an adapter has its own bits in every batch, too.
     alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
     assert seen(alone) == seen(found[3])
@@ -167,8 +175,7 @@ def test_the_fused_program_computes_what_modules_compute(coder, monkeypatch):
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
     llm = LLM(max_model_len=128, enable_lora=True, enable_prefix_caching=False)
     want = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
-    runner = llm.llm_engine.engine_core.executor._worker.runner
-    runner.launches.program = runner.launches.decode_step = None
+    leave_modules_alone(runner_of(llm))
     got = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
     assert got == want
 
@@ -182,7 +189,7 @@ def test_drafts_and_grammars_know_the_adapter(coder):
     drafted = LLM(**engine, speculative_config={"method": "ngram"})
     got = drafted.generate(prompts, params, use_tqdm=False, lora_request=mixed)
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
-    assert drafted.llm_engine.engine_core.stats().drafts.num_draft_tokens
+    assert stats_of(drafted).drafts.num_draft_tokens
     guided = GuidedDecodingParams(json={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
     params = SamplingParams(max_tokens=40, temperature=0, guided_decoding=guided)
     for output in plain.generate(prompts, params, use_tqdm=False, lora_request=mixed):
@@ -198,5 +205,5 @@ def test_adapters_of_an_absorbed_projection_keep_the_bits_of_other_rows(tmp_path
     (alone,) = generate(llm, [None])
     first, adapted, last = generate(llm, [None, LoRARequest("a", 1, str(folder)), None])
     assert first == last == alone != adapted
-    runner = llm.llm_engine.engine_core.executor._worker.runner
-    assert runner.launches.program is not None and runner.launches.decode_step is not None
+    runner = runner_of(llm)
+    assert program_of(runner) is not None and decode_step_of(runner) is not None

@@ -14,6 +14,7 @@ from tests.lora_files import (
     write_expert_adapter,
     write_stacked_expert_adapter,
 )
+from tests.reach import stats_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.env import ranks as env_ranks
@@ -249,6 +250,6 @@ def test_adapters_with_drafts_and_on_two_cards(settings, folder, mixes, monkeypa
         llm = LLM(folder, device="hpu", sampling_warmup="all", **ENGINE | settings)
         for mix, expected in zip(mixes, want, strict=True):
             assert tokens_of(llm, mix) == expected
-        drafts = llm.llm_engine.engine_core.stats().drafts
+        drafts = stats_of(llm).drafts
         assert is_alone == bool(drafts.num_draft_tokens)
         llm.llm_engine.shutdown()

@@ -9,6 +9,7 @@ import pytest
 from tests.gguf_files import Type, write_gguf
 from tests.lora_files import ALL, base_model, greedy, merge, write_adapter
 from tests.quantized_checkpoints import write
+from tests.reach import core_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -90,7 +91,7 @@ def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
         for adapter in choices
     }
     assert len(set(map(tuple, want.values()))) > len(prompts), "the adapters change nothing"
-    core, engine = llm.llm_engine.engine_core, llm.llm_engine
+    core, engine = core_of(llm), llm.llm_engine
     asked, ended, num_added, num_aborted = {}, 0, 0, 0
     # How many steps there are depends on how long adapters load; how many requests does not.
     while num_added < 40 or engine.has_unfinished_requests():

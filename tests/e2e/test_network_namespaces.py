@@ -15,6 +15,7 @@ from tests.e2e.namespaces import Machine, two_machines
 from tests.e2e.server import ROOT, free_port, start_server, wait_until
 from tests.e2e.test_far_replicas import FLAGS, complete, machine
 from tests.e2e.test_kv_transfer import SMALL, generate
+from tests.reach import connector_of, core_of
 from vllm import LLM
 from vllm.distributed.kv_transfer import block_peers
 from vllm.errors import EngineDeadError
@@ -167,8 +168,8 @@ def test_blocks_of_another_machine_are_computed_here_while_its_link_is_cut(monke
                 llm = LLM(**SMALL, kv_transfer_config=config)
 
                 def cached_again() -> list[int]:
-                    core = llm.llm_engine.engine_core
-                    core._transfer._connector._host.clear()
+                    core = core_of(llm)
+                    connector_of(core)._host.clear()
                     assert llm.reset_prefix_cache()
                     tokens, cached = generate(llm)
                     assert tokens == want

@@ -7,6 +7,7 @@ from tests.e2e.test_transformers_model import make, needs_backend
 from tests.gpt_oss_checkpoint import write_gpt_oss
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.quantized_checkpoints import write
+from tests.reach import core_of, executor_of
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LONG_PROMPTS
 from vllm import LLM, SamplingParams
@@ -44,7 +45,7 @@ def assert_cards_are_the_cpu(name, settings, mode, tmp_path, monkeypatch) -> Non
             worker_extension_cls="tests.executor.late_compilations.LateCompilations",
             **engine | settings,
         )
-        executor = llm.llm_engine.engine_core.executor
+        executor = executor_of(llm)
         compilations = bridge.counters().compilations
         assert_same(generate(llm), want)
         assert bridge.counters().compilations == compilations
@@ -90,7 +91,7 @@ def test_blocks_of_fp8_may_be_on_two_cards(family, tmp_path, monkeypatch):
         ids = list(range(20, 60))
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
         places = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
         return [each[token].logprob for token, each in places]
 
@@ -188,7 +189,7 @@ def test_a_card_with_less_memory_decides_which_launches_all_cards_run(pool_mib, 
     ):
         llm = LLM(tensor_parallel_size=2, distributed_timeout_s=30.0, **LONG_PROMPTS)
         got = llm.generate(prompts, params, use_tqdm=False)
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
     assert_same(got, want)
 
 

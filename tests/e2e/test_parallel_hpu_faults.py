@@ -30,6 +30,7 @@ from tests.hpu import (
     simulated_hpu,
     steps_in_flight,
 )
+from tests.reach import core_of, scheduler_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
 from vllm.env import ranks as env_ranks
@@ -65,7 +66,7 @@ def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
         with simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS):
             yield start
             for llm in started:
-                llm.llm_engine.engine_core.shutdown()
+                core_of(llm).shutdown()
     left = set(psutil.Process().children()) - before
     assert_nothing_left([process.pid for process in left], files)
 
@@ -106,7 +107,7 @@ def test_a_random_load_on_several_cards_compiles_nothing_and_has_the_tokens_of_o
     with several_cards(folder, **values) as start:
         llm = start()
         got = random_load(llm, random.Random(3))
-        scheduler = llm.llm_engine.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         assert len(got) > 12 and scheduler.num_preemptions
         for index, token_ids in got.items():
             assert token_ids == want[index % len(PROMPTS)]
@@ -129,7 +130,7 @@ def test_a_random_load_gives_what_each_request_gets_alone_until_a_card_is_killed
     values = {"speculative_config": drafts} if num_drafts else {}
     with several_cards(folder, **values) as start, steps_in_flight():
         llm = start()
-        scheduler = llm.llm_engine.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         got = random_load(llm, random.Random(3))
         assert len(got) > 12 and scheduler.num_preemptions
         for index, token_ids in got.items():

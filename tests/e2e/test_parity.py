@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
+from tests.reach import scheduler_of
 from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
 
@@ -95,7 +96,7 @@ def test_greedy_tokens_equal_transformers_however_they_are_batched(family, model
         outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
         for output, reference in zip(outputs, want, strict=True):
             assert_same_tokens(output.outputs[0].token_ids, reference)
-        scheduler = llm.llm_engine.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         if not scheduler.cache.has_windows:  # with windows: see test_windows.py
             assert (scheduler.num_preemptions > 0) == ("preemption" in name), name
         pool = scheduler.cache.pool

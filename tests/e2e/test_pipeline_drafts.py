@@ -22,6 +22,7 @@ from tests.e2e.test_speculators import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import executor_of, program_of, stats_of
 from tools.save_sharded_state import save
 from vllm import LLM
 from vllm.assets import BUNDLED_MODEL
@@ -59,14 +60,14 @@ def sizes(tensor: int, stages: int) -> dict[str, int]:
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (1, 3)])
 def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_threads):
     llm = with_draft(BUNDLED_MODEL, **CROWDED, **sizes(tensor, stages))
-    executor = llm.llm_engine.engine_core.executor
+    executor = executor_of(llm)
     has_drafter = [worker.runner.drafter is not None for worker in executor.workers]
     assert has_drafter == [True] * tensor + [False] * tensor * (stages - 1)
     assert run_texts(llm) == expected_texts
     assert run_texts(llm) == expected_texts, "with a prefix cache"
     num_drafts, num_right = drafts_of(llm)
     assert num_drafts > num_right > 0.8 * num_drafts > 100
-    stats = llm.llm_engine.engine_core.stats()
+    stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert executor.most_in_flight == stages
     executor.shutdown()
@@ -76,12 +77,12 @@ def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_
 def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     tensor = 2 if method == "mlp_speculator_tied" else 1
     llm = with_speculator(made[method], **FEW_BLOCKS, **sizes(tensor, 2))
-    executor = llm.llm_engine.engine_core.executor
+    executor = executor_of(llm)
     has_drafter = [worker.runner.drafter is not None for worker in executor.workers]
     assert has_drafter == [False] * tensor + [True] * tensor
     assert run(llm) == expected[method]
     assert run(llm) == expected[method], "with a prefix cache"
-    stats = llm.llm_engine.engine_core.stats()
+    stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
     executor.shutdown()
@@ -96,7 +97,7 @@ def test_a_speculator_reads_the_files_of_the_stages(sizes_, made, expected, in_t
     values = FEW_BLOCKS | {"load_format": "sharded_state"}
     llm = with_speculator(split, **values, **sizes(tensor, stages))
     assert run(llm) == expected["eagle"]
-    llm.llm_engine.engine_core.executor.shutdown()
+    executor_of(llm).shutdown()
 
 
 def test_a_speculator_of_the_checkpoint_is_not_in_files_of_ranks(made, in_threads, tmp_path):
@@ -118,10 +119,10 @@ def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
         Eagle3, "keep", lambda self, x, inner: kept.append(len(inner)) or keep(self, x, inner)
     )
     llm = with_speculator(made["eagle3"], **values, **sizes(1, 3))
-    executor = llm.llm_engine.engine_core.executor
+    executor = executor_of(llm)
     assert run(llm) == want
     assert set(kept) == {len(executor.workers[-1].runner.launches.reader._speculator.inner_layers)}
-    assert all(worker.runner.launches.program is not None for worker in executor.workers)
+    assert all(program_of(worker.runner) is not None for worker in executor.workers)
     executor.shutdown()
 
 
@@ -155,8 +156,8 @@ def test_drafts_on_cards_change_no_token(method, mode, made, monkeypatch):
             worker_extension_cls="tests.executor.late_compilations.LateCompilations",
             **{**COMMON, **ON_CARDS, **sizes(1, 2)},
         )
-        executor = llm.llm_engine.engine_core.executor
+        executor = executor_of(llm)
         assert run_few(llm) == want
-        assert sum(llm.llm_engine.engine_core.stats().drafts.accepted)
+        assert sum(stats_of(llm).drafts.accepted)
         assert set(executor.collective_rpc("late_compilations")) == {0}
         executor.shutdown()

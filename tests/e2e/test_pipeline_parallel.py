@@ -21,6 +21,7 @@ from tests.e2e.ranks import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.quantized_checkpoints import FORMATS, write
+from tests.reach import core_of, executor_of, scheduler_of
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tools.save_sharded_state import save
 from vllm import LLM, RequestOutput, envs
@@ -42,12 +43,6 @@ def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) ->
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "make_executor", ThreadRanks)
         return LLM(folder, **values)
-
-
-def executor_of(llm: LLM) -> ThreadRanks:
-    executor = llm.llm_engine.engine_core.executor
-    assert isinstance(executor, ThreadRanks)
-    return executor
 
 
 def assert_stages_are_one(
@@ -192,7 +187,7 @@ def test_stages_on_the_cpu_run_as_programs_and_give_the_bits_of_one(folder, monk
     monkeypatch.setattr(FusedDecodeStep, "run", note_step)
     llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **values)
     assert_same(generate(llm), want, tolerance=0)
-    assert llm.llm_engine.engine_core.scheduler.num_preemptions == 0
+    assert scheduler_of(llm).num_preemptions == 0
     # A step that asks for more is refused when its hidden states are there: they serve its launch.
     assert given and not any(in_one_call) and not any(each is None for each in given)
     assert widths.count(0) * 2 == widths.count(64) > 0
@@ -288,7 +283,7 @@ def two(folder: str) -> Iterator[LLM]:
     llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     assert_nothing_left(pids, files)
 
 
@@ -297,7 +292,7 @@ def test_processes_give_the_tokens_of_one_under_a_random_load(two, folder):
     alone = generate(one)
     assert_same(generate(two), alone)
     want = [list(output.outputs[0].token_ids) for output in alone]
-    scheduler = two.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(two)
     before = scheduler.num_preemptions
     got = random_load(two, random.Random(3))
     assert len(got) > 12 and scheduler.num_preemptions > before
@@ -341,7 +336,7 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
         llm.collective_rpc("sleeping_tags", timeout=0.1)
     with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) is stopped"):
         llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0], use_tqdm=False)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     assert_nothing_left([pid], files)
 
 
@@ -377,5 +372,5 @@ def test_a_rank_of_four_that_fails_is_the_one_that_is_named(folder, rank, signum
     os.kill(pid, signum)
     with pytest.raises(EngineDeadError, match=rf"rank {rank} \(process {pid}\) {message}"):
         generate(llm)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     assert_nothing_left(pids, files)

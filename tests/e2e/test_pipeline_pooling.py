@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.e2e.test_hpu_pooling import SHORT
-from tests.e2e.test_pipeline_parallel import executor_of, in_stages
+from tests.e2e.test_pipeline_parallel import in_stages
 from tests.e2e.test_pooling import CHUNKS, ENGINE
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.reach import executor_of
 from tests.tiny_pooling_models import make_pooling_model
 from vllm import LLM
 from vllm.env import ranks as env_ranks
@@ -107,7 +108,7 @@ def test_stages_on_cards_pool_as_the_cpu(architecture, mode, settings, tmp_path,
             worker_extension_cls="tests.executor.late_compilations.LateCompilations",
             **values,
         )
-        executor = llm.llm_engine.engine_core.executor
+        executor = executor_of(llm)
         assert_same(encode(llm, prompts), want, 1e-4)
         assert set(executor.collective_rpc("late_compilations")) == {0}
         executor.shutdown()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.reference import random_prompts
+from tests.reach import pool_of
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_pooling_models import (
     add_sentence_transformers_files,
@@ -197,7 +198,7 @@ def test_a_prompt_may_be_as_long_as_the_model_takes(architecture, made):
     longest = list(range(100, 228))
     (output,) = llm.embed(longest, use_tqdm=False)
     assert output.prompt_token_ids == longest
-    pool = llm.llm_engine.engine_core.scheduler.cache.pool
+    pool = pool_of(llm)
     assert pool.num_free == pool.num_usable_blocks
     with pytest.raises(ValueError, match=r"maximum context length is 128 tokens.*has 129 tokens"):
         llm.embed([*longest, 1], use_tqdm=False)

@@ -6,6 +6,7 @@ import torch
 
 from tests.e2e.reference import assert_same_tokens, generate
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.reach import executor_of, scheduler_of
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES
 from vllm import LLM, SamplingParams
@@ -82,7 +83,7 @@ def test_tokens_and_logprobs_equal_transformers(family, models):
             ):
                 got = torch.tensor([entry.logprob for entry in entries.values()])
                 torch.testing.assert_close(got, row[list(entries)], atol=1e-4, rtol=0)
-        scheduler = llm.llm_engine.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         if not scheduler.cache.has_windows:  # with windows: see test_windows.py
             assert (scheduler.num_preemptions > 0) == (settings is tiny_cache)
 
@@ -189,7 +190,7 @@ def test_stages_on_cards_plan_alike(models, monkeypatch):
     with simulated_hpu(**env):
         llm = make_llm(models("llama"), device="hpu", pipeline_parallel_size=2, **settings)
         assert run(llm) == want
-        llm.llm_engine.engine_core.executor.shutdown()
+        executor_of(llm).shutdown()
 
 
 def test_equal_embeddings_share_cached_blocks_and_others_never_do(models):

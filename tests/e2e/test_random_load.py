@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.reach import executor_of, scheduler_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
@@ -80,14 +81,14 @@ def requests_alone():
 
 def count_decodes(engine) -> list[int]:
     """How many decodes each step was scheduled with; grows."""
-    found, schedule = [], engine.engine_core.scheduler.schedule
+    found, schedule = [], scheduler_of(engine).schedule
 
     def scheduled():
         step = schedule()
         found.append(step.num_decodes)
         return step
 
-    engine.engine_core.scheduler.schedule = scheduled
+    scheduler_of(engine).schedule = scheduled
     return found
 
 
@@ -133,8 +134,8 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahea
     assert set(got) >= set(range(len(prompts))) - victims
     for index, found in got.items():
         assert found == want[index], (prompts[index], params[index])
-    scheduler = engine.engine_core.scheduler
+    scheduler = scheduler_of(engine)
     assert (scheduler.num_preemptions > 0) == preempts
-    assert engine.engine_core.executor.is_asynchronous == is_ahead
+    assert executor_of(engine).is_asynchronous == is_ahead
     assert (max(num_decodes) > 1) == ("num_scheduler_steps" in settings)
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks

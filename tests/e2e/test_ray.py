@@ -16,6 +16,7 @@ from tests.e2e.ranks import ENGINE, PARAMS, PROMPTS, assert_same, generate
 from tests.e2e.server import start_server, wait_until
 from tests.e2e.test_server_faults import LONG, SHORT, answers_around
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, needs_simulated_device, simulated_hpu
+from tests.reach import core_of, executor_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, envs
 from vllm.config import ParallelConfig
@@ -66,7 +67,7 @@ def want(folder: str) -> list[Any]:
 
 def nodes_of(llm: LLM) -> list[str]:
     """The node of each rank."""
-    return llm.llm_engine.engine_core.executor._placement.nodes
+    return executor_of(llm)._placement.nodes
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,8 @@ def test_tensor_ranks_share_memory_if_they_are_on_one_node(
     assert_same(generate(llm), want)
     assert_same(generate(llm), want)  # from the prefix cache
     assert llm.collective_rpc("collectives") == [collectives] * size
-    assert llm.llm_engine.engine_core.executor.stats().num_steps > 0
-    llm.llm_engine.engine_core.shutdown()
+    assert executor_of(llm).stats().num_steps > 0
+    core_of(llm).shutdown()
     assert ray.is_initialized(), "the engine has not joined the cluster, so it does not leave it"
 
 
@@ -154,7 +155,7 @@ def test_two_cards_of_the_cluster_give_the_tokens_of_the_cpu(cluster, folder):
             **engine,
         )
         assert_same(generate(llm), want)
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
 
 
 def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_named(
@@ -163,7 +164,7 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     envs.get.cache_clear()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=2.0, **RAY)
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     # Ray sets OMP_NUM_THREADS=1, and each is the only worker of its node.
     assert min(llm.collective_rpc("num_threads")) > 1 or count_cores() == 1
     first, _ = llm.collective_rpc("process_id")

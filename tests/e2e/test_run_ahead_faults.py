@@ -14,6 +14,7 @@ import weakref
 import pytest
 import torch
 
+from tests.reach import core_of, runner_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.engine.run_ahead import RunAhead
@@ -86,7 +87,7 @@ def test_the_prefix_cache_may_be_reset_and_its_blocks_reused_while_a_step_is_in_
     runs_ahead, waits
 ):
     llm = make_llm(num_gpu_blocks_override=20)
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     prompt = "import os\nimport sys\n" * 8
     for _ in range(3):
         llm.generate([prompt] * 2, greedy(stop=["\n"]), use_tqdm=False)
@@ -100,7 +101,7 @@ def test_a_row_without_a_token_fails_alone_and_what_it_leaves_in_the_cache_spoil
     runs_ahead, waits, monkeypatch
 ):
     llm = make_llm(max_model_len=128, num_gpu_blocks_override=10, max_num_seqs=3)
-    runner = llm.llm_engine.engine_core.executor._worker.runner
+    runner = runner_of(llm)
     compute_logits, batch, steps = runner.model.compute_logits, runner.batch, 0
 
     def spoil_row_1(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -125,7 +126,7 @@ def test_a_row_without_a_token_fails_alone_and_what_it_leaves_in_the_cache_spoil
 
 def test_a_step_that_fails_ends_this_engine_and_no_other(runs_ahead, waits, monkeypatch):
     llm = make_llm()
-    runner = llm.llm_engine.engine_core.executor._worker.runner
+    runner = runner_of(llm)
     steps: list[int] = []
 
     def fail(step, execute=runner.execute):

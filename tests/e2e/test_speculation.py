@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.test_drafts import seen_by_user
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.reach import stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.sampling_params import GuidedDecodingParams
@@ -73,7 +74,7 @@ def test_requests_that_follow_their_output_get_drafts():
         llm = LLM(speculative_config=speculative, **common)
         assert run(llm, FOLLOWING) == want
         assert run(llm, FOLLOWING) == want, "with what the suffix cache remembers"
-        stats = llm.llm_engine.engine_core.stats()
+        stats = stats_of(llm)
         num_tokens = 2 * sum(len(sample[0]) for output in want for sample in output)
         assert sum(stats.drafts.accepted) > num_tokens / 5
 
@@ -86,5 +87,5 @@ def test_every_kind_of_sampling_has_the_same_outputs_on_the_simulated_card(metho
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         llm = LLM(speculative_config=speculative, **SMALL_ENGINE)
         assert run(llm) + run(llm, FOLLOWING) == want
-    drafts = llm.llm_engine.engine_core.stats().drafts
+    drafts = stats_of(llm).drafts
     assert 50 < sum(drafts.accepted) < drafts.num_draft_tokens

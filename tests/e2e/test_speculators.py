@@ -10,6 +10,7 @@ import torch
 
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import ALL, write_adapter
+from tests.reach import core_of, decode_step_of, runner_of, stats_of, worker_of
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -108,11 +109,11 @@ def test_outputs_are_the_same_and_guesses_those_of_the_paper(method, made, expec
     assert run(llm) == expected[method]
     num_cold = len(seen)
     assert run(llm) == expected[method], "with a prefix cache"
-    stats = llm.llm_engine.engine_core.stats()
+    stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
 
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     rng = random.Random(1)
     chosen = [*rng.sample(seen[:num_cold], 12), *rng.sample(seen[num_cold:], 12)]
     for tokens, drafts, found in chosen:
@@ -149,7 +150,7 @@ def test_a_speculator_that_is_always_right(method, tmp_path):
             engine.abort_request(str(rng.choice(range(24))))
         for output in engine.step():
             assert set(output.outputs[0].token_ids) <= {last[output.request_id]}
-    stats = engine.engine_core.stats()
+    stats = stats_of(engine)
     assert sum(stats.drafts.accepted) == stats.drafts.num_draft_tokens > 100
     assert stats.num_preemptions and stats.num_prefix_hits
 
@@ -166,7 +167,7 @@ def test_a_speculator_beside_adapters(made, tmp_path):
         outputs = llm.generate(prompts()[:3], PARAMS[0], use_tqdm=False, lora_request=adapters)
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert found[0] == found[1]
-    assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
+    assert stats_of(llm).drafts.num_draft_tokens > 20
 
 
 @needs_kernels
@@ -178,13 +179,13 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         config = {"disable_by_batch_size": 3}
         # Steps that run ahead leave states of dropped tokens: how many is a matter of time.
         llm = with_speculator(made[method], dtype="bfloat16", config=config, async_scheduling=False)
-        runner = llm.llm_engine.engine_core.executor._worker.runner
+        runner = runner_of(llm)
         runner.launches.is_fused = not is_fused
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
-        assert (runner.launches.decode_step is not None) == is_fused
+        assert (decode_step_of(runner) is not None) == is_fused
         states.append(runner.launches.reader._states.memory)
-        assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
+        assert stats_of(llm).drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200
 
@@ -230,12 +231,12 @@ def test_what_a_speculator_cannot_be_combined_with(made):
 @pytest.mark.parametrize("method", ["eagle", "mtp", "medusa"])
 def test_a_speculator_sleeps_and_wakes_up_with_the_model(method, made, expected):
     llm = with_speculator(made[method], enable_sleep_mode=True)
-    worker = llm.llm_engine.engine_core.executor._running_worker
+    worker = worker_of(llm)
     weight = max(model_storages(worker._draft_model), key=len)
     num_right = []
     for level in (1, 2, None):
         assert run(llm) == expected[method]
-        num_right.append(sum(llm.llm_engine.engine_core.stats().drafts.accepted))
+        num_right.append(sum(stats_of(llm).drafts.accepted))
         (states,) = worker._drafter.kept_states
         sizes = int(weight.count_nonzero()), int(states.count_nonzero())
         if level is not None:

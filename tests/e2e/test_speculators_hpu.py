@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.test_speculators import METHODS, PARAMS, PROMPTS, prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu, steps_in_flight
+from tests.reach import stats_of, worker_of
 from tests.speculators import Made, make_mtp, make_right, make_speculator, make_target
 from vllm import LLM, SamplingParams
 from vllm.bucketing.ledger import MemoryClass
@@ -41,7 +42,7 @@ def run(llm: LLM) -> list[list[int]]:
 
 
 def check_ledger(llm: LLM) -> None:
-    worker = llm.llm_engine.engine_core.executor._worker
+    worker = worker_of(llm)
     runners = worker.runner, worker.runner.drafter
     block_bytes = sum(runner.cache_layout.block_bytes for runner in runners)
     num_blocks = FEW_BLOCKS["num_gpu_blocks_override"]
@@ -71,7 +72,7 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
         copies = bridge.counters().cache_copies
         assert run(llm) == expected
         assert run(llm) == expected, "with a prefix cache"
-        stats = llm.llm_engine.engine_core.stats()
+        stats = stats_of(llm)
         assert stats.num_preemptions and stats.num_prefix_hits
         assert 0 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
         assert bridge.counters().compilations == before
@@ -81,7 +82,7 @@ def test_outputs_are_the_same_and_right_guesses_are_taken(mode, method, tmp_path
         llm = with_speculator(made, mode, max_model_len=64)
         before = bridge.counters().compilations
         come_and_leave(llm)
-        stats = llm.llm_engine.engine_core.stats()
+        stats = stats_of(llm)
         assert sum(stats.drafts.accepted) == stats.drafts.num_draft_tokens > 60
         assert stats.num_prefix_hits
         assert bridge.counters().compilations == before

@@ -13,6 +13,7 @@ import torch
 
 from tests.e2e.reference import random_prompts
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import executor_of, scheduler_of, stats_of
 from tests.reference_model import load_reference
 from tests.tiny_models import STATE_FAMILIES
 from vllm import LLM, SamplingParams
@@ -92,8 +93,8 @@ def test_a_state_is_that_of_its_request(family, models, monkeypatch):
         for output in engine.step():
             if output.finished:
                 outputs[output.request_id] = output
-    scheduler = engine.engine_core.scheduler
-    assert engine.engine_core.executor.is_asynchronous
+    scheduler = scheduler_of(engine)
+    assert executor_of(engine).is_asynchronous
     assert (scheduler.num_preemptions > 0) == (family not in WITHOUT_BLOCKS)
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
     assert len([name for name in outputs if "gone" not in name]) == len(PROMPTS)
@@ -124,7 +125,7 @@ def test_states_on_a_simulated_card_are_the_same(family, mode, models):
     assert after.compilations == before.compilations
     assert after.cpu_fallbacks == before.cpu_fallbacks
     assert (mode == "HPU graphs") == (after.graph_replays > before.graph_replays)
-    scheduler = llm.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     assert (scheduler.num_preemptions > 0) == (family not in WITHOUT_BLOCKS)
     reference = load_reference(models(family))
     for output in outputs:
@@ -149,4 +150,4 @@ def test_what_states_do_not_allow_is_off_and_said(models, caplog):
     )
     assert second.num_cached_tokens == 0
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert llm.llm_engine.engine_core.stats().drafts.num_drafts == 0
+    assert stats_of(llm).drafts.num_drafts == 0

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import core_of, scheduler_of
 from tests.structured_output.schemas import random_pattern, random_schema
 from vllm import LLM, SamplingParams
 from vllm.engine.process.wire import AddRequests, decode_to_core, encode
@@ -117,7 +118,7 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(llm):
     ]
     crowd = LLM(**TINY_ENGINE)
     assert seen_by_user(crowd.generate(prompts, params, use_tqdm=False)) == seen_by_user(alone)
-    scheduler = crowd.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(crowd)
     assert scheduler.num_preemptions > 0
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
 
@@ -241,7 +242,7 @@ def test_a_schema_may_hold_numbers_that_no_message_to_the_core_can(llm, limit):
 
 
 def test_a_request_whose_grammar_was_not_attached_ends(llm):
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     params = SamplingParams(max_tokens=5, guided_decoding=GuidedDecodingParams(regex="a"))
     _, request = llm.llm_engine.input_processor.process("bare", "x = ", params)
     while core.has_unfinished_requests():  # what an earlier test left in flight

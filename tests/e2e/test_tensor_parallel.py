@@ -21,6 +21,7 @@ from tests.e2e.ranks import (
     ranks_of,
 )
 from tests.executor.thread_ranks import ThreadRanks
+from tests.reach import core_of, scheduler_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -44,7 +45,7 @@ def test_ranks_give_the_tokens_of_one(family, size, values, tmp_path, monkeypatc
     monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
     llm = LLM(folder, tensor_parallel_size=size, **more_blocks)
     assert_same(generate(llm), want)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def two(folder: str) -> Iterator[LLM]:
         socket.setdefaulttimeout(None)
     pids = ranks_of(llm)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     assert_nothing_left(pids, files)
 
 
@@ -77,7 +78,7 @@ def test_processes_give_the_tokens_of_one(two, folder):
 def test_a_random_load_with_cancellation_gives_what_each_request_gets_alone(two, folder):
     rng, one = random.Random(3), LLM(folder, **ENGINE)
     want = [output.outputs[0].token_ids for output in generate(one)]
-    scheduler = two.llm_engine.engine_core.scheduler
+    scheduler = scheduler_of(two)
     before = scheduler.num_preemptions
     got = random_load(two, rng)
     assert len(got) > 12 and scheduler.num_preemptions > before
@@ -133,7 +134,7 @@ def test_a_rank_that_is_stopped_is_named_when_time_is_up(folder):
     stopped = rf"rank 1 \(process {pid}\) is stopped.*all_reduce on rank 0.* within 1.0 s"
     with pytest.raises(EngineDeadError, match=stopped):
         llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0], use_tqdm=False)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     assert_nothing_left([pid], files)
 
 
@@ -144,10 +145,11 @@ def test_ranks_end_with_their_engine(folder, tmp_path):
 
     program = f"""
 from pathlib import Path
+from tests.reach import pids_of
 from vllm import LLM
 if __name__ == "__main__":
     llm = LLM({folder!r}, tensor_parallel_size=2, **{ENGINE!r})
-    print(llm.llm_engine.engine_core.executor._ranks.pids[0], flush=True)
+    print(pids_of(llm)[0], flush=True)
     input()
 """
     path = Path(tmp_path, "program.py")

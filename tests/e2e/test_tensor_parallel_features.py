@@ -10,6 +10,7 @@ from tests.e2e.test_tensor_parallel import ENGINE, PROMPTS, assert_same, generat
 from tests.executor.thread_ranks import ThreadRanks
 from tests.model_executor.helpers import prompt_of
 from tests.quantized_checkpoints import write
+from tests.reach import core_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -89,7 +90,7 @@ def test_drafts_grammars_prefixes_and_preemption_together():
         assert values["vllm:spec_decode_num_accepted_tokens"] > 10
         assert values["vllm:num_preemptions"] > 0
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
 
 
 PLAIN = [
@@ -105,7 +106,7 @@ def generate_on(folder: Any, **settings: Any) -> list[Any]:
         plain = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PLAIN, use_tqdm=False)
         return [*plain, *generate(llm)]
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        core_of(llm).shutdown()
 
 
 @needs_kernels
@@ -161,7 +162,7 @@ def prompt_logprobs_on(folder: Path, **settings: Any) -> list[float]:
     prompt = {"prompt_token_ids": prompt_of(30).tolist()}
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
     positions = [p for p in output.prompt_logprobs if p is not None]
     return [next(iter(entries.values())).logprob for entries in positions]
 

@@ -9,6 +9,7 @@ import transformers
 from tests.e2e.ranks import ENGINE, assert_same, generate
 from tests.e2e.test_transformers_model import make, needs_backend
 from tests.executor.thread_ranks import ThreadRanks
+from tests.reach import core_of, executor_of
 from vllm import LLM
 from vllm.engine import engine_core
 from vllm.errors import ConfigError
@@ -43,19 +44,19 @@ def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp
     want = generate(LLM(str(folder), **MORE_BLOCKS))
     llm = on_ranks(folder, monkeypatch, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
     assert_same(generate(llm), want)
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 def test_a_rank_has_its_part_of_a_planned_layer_only(tmp_path, monkeypatch):
     llm = on_ranks(make("smollm3", tmp_path), monkeypatch, tensor_parallel_size=2)
-    for worker in llm.llm_engine.engine_core.executor.workers:
+    for worker in executor_of(llm).workers:
         layers = dict(worker.runner.model.named_modules())
         attention, mlp = (layers[f"model.layers.0.{name}"] for name in ("self_attn", "mlp"))
         assert attention.q_proj.weight.shape == (32, 64)
         assert attention.k_proj.weight.shape == (16, 64)
         assert attention.o_proj.weight.shape == (64, 32)
         assert mlp.up_proj.weight.shape[0] * 2 == mlp.down_proj.weight.shape[1] * 2 == 176
-    llm.llm_engine.engine_core.shutdown()
+    core_of(llm).shutdown()
 
 
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}

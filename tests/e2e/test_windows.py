@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e.reference import assert_same_tokens, generate
+from tests.reach import core_of, decode_step_of, runner_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.messages import NULL_BLOCK_ID
@@ -47,7 +48,7 @@ def test_tokens_equal_transformers_and_windows_that_have_passed_hold_no_blocks(
     few_blocks = CHUNKS | {"num_gpu_blocks_override": 11 * len(windows)}
     for settings in ({}, CHUNKS, few_blocks):
         llm = make_llm(tmp_path, **settings)
-        core = llm.llm_engine.engine_core
+        core = core_of(llm)
         assert core.executor.cache_windows == windows
         for _ in range(2):  # the second finds the prefixes of the first
             for index, prompt in enumerate(PROMPTS):
@@ -77,9 +78,9 @@ def test_groups_of_layers_run_in_one_call_with_the_tokens_of_the_modules(tmp_pat
         llm = make_llm(tmp_path, dtype="bfloat16", **CHUNKS)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, greedy(), use_tqdm=False)
-        core = llm.llm_engine.engine_core
+        core = core_of(llm)
         assert core.executor.cache_windows == (None, WINDOW)
-        assert (core.executor._worker.runner.launches.decode_step is not None) == is_fused
+        assert (decode_step_of(runner_of(core)) is not None) == is_fused
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)

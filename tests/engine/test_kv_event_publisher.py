@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.core.cache_follower import CacheFollower
+from tests.reach import core_of, pool_of
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, ObservabilityConfig
 from vllm.config.fields import config_fields
@@ -145,9 +146,9 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
     llm = LLM(
         max_model_len=128, num_gpu_blocks_override=20, max_num_seqs=4, kv_events_config=config
     )
-    assert llm.llm_engine.engine_core._publisher._next_number == 1
+    assert core_of(llm)._publisher._next_number == 1
     subscriber = subscribe(open_socket, addresses, llm.reset_prefix_cache)
-    pool = llm.llm_engine.engine_core.scheduler.cache.pool
+    pool = pool_of(llm)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for start in range(0, 40, 10):
         prompts = [[start + i] * (16 * i + 5) for i in range(1, 5)]
@@ -156,7 +157,7 @@ def test_an_engine_tells_all_that_its_cache_holds(open_socket, addresses):
 
     # Those who have followed an engine at this address before forget its blocks.
     assert decode(ask_again(open_socket, addresses, 0)[0][1]).events == [AllBlocksCleared()]
-    core = llm.llm_engine.engine_core
+    core = core_of(llm)
     core.shutdown()
     last = core._publisher._next_number - 1
     known, number, numbers = CacheFollower(), -1, []

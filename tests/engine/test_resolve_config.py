@@ -1,9 +1,10 @@
 """What engine arguments amount to, for a model and this machine."""
 
 import json
-from dataclasses import FrozenInstanceError, asdict, replace
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -13,7 +14,9 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.resolve.config import RESOLVERS
 from vllm.errors import ConfigError
+from vllm.platforms import Platform
 from vllm.transformers_utils.generation_config import load_generation_defaults
 
 BUNDLED_CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
@@ -408,3 +411,16 @@ def test_a_card_looks_up_fewer_drafts_the_more_requests_may_run(given, num_seqs,
         config = resolve(device="hpu", speculative_config=given, max_num_seqs=num_seqs)
     assert config.scheduler.max_draft_tokens == num_drafts
     assert config.speculative.drafts.num_speculative_tokens == num_drafts
+
+
+def test_resolvers_run_after_those_whose_results_they_read():
+    """A resolver is a function of its parameters, so it can touch nothing else."""
+    known = {"given": Mapping[str, Any], "platform": Platform}
+    for name, resolver in RESOLVERS.items():
+        types = get_type_hints(resolver)
+        written = types.pop("return")
+        assert types.items() <= known.items(), f"{name} reads {types}, known are {known}"
+        assert name not in known, f"{name} is written twice"
+        known[name] = written
+    assert {field.name for field in fields(VllmConfig)} <= known.keys()
+    assert {name: known[name] for name in get_type_hints(VllmConfig)} == get_type_hints(VllmConfig)

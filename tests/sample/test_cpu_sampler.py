@@ -1,5 +1,6 @@
 """The sampler on C++ kernels against the one of torch, for each instruction set that runs here."""
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -263,3 +264,14 @@ def test_torch_samples_where_no_kernels_were_built(monkeypatch, is_built, kind):
     metadata = state.metadata(rows(0), rows(0))
     assert (metadata.exponentials is None) is is_built
     assert 0 <= sampler(random_logits(1, 50), metadata).token_ids[0] < 50
+
+
+def test_kernels_with_another_order_of_parameters_are_refused():
+    kernels = load_sampling_kernels()
+    if kernels is None:
+        pytest.skip("the C++ kernels are not built")
+    CPUSampler(kernels)
+    other = copy.copy(kernels)
+    other.params = kernels.params[::-1]
+    with pytest.raises(AssertionError, match="kMinP"):
+        CPUSampler(other)

@@ -8,6 +8,7 @@ import torch
 
 from tests.sample.helpers import CPU, make_request, make_state, rows
 from tests.sample.test_sampler import MIXED, mixed_requests, random_logits
+from vllm.sample.features import Param
 from vllm.sample.metadata import ALL_GREEDY
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
@@ -48,11 +49,11 @@ def test_greedy_rows_that_ask_for_nothing_need_nothing():
 def test_a_launch_gets_only_what_its_rows_use(params, needed):
     state = make_state([make_request(**params), make_request()], VOCAB_SIZE)
     metadata = state.metadata(rows(0, 1), rows(0, 0))
-    optional = {
-        *("temperature", "top_k", "max_top_k", "top_p", "min_p"),
-        *("penalties", "edits", "masks", "logprobs"),
-    }
-    assert {name for name in optional if getattr(metadata, name) is not None} == needed
+    optional = ("max_top_k", "penalties", "edits", "masks", "logprobs")
+    given = {name for name in optional if getattr(metadata, name) is not None}
+    filters = (Param.TEMPERATURE, Param.TOP_K, Param.TOP_P, Param.MIN_P)
+    given |= {param.name.lower() for param in filters if metadata.param(param) is not None}
+    assert given == needed
     assert metadata.all_random and not metadata.all_greedy and metadata.greedy_mask is None
     assert state.metadata(rows(1), rows(0)).changes_logits is False
 
@@ -64,10 +65,10 @@ def test_metadata_is_of_the_rows_in_their_order():
         make_request(temperature=2.0, top_p=0.25, min_p=0.125),
     ]
     metadata = make_state(requests, VOCAB_SIZE).metadata(rows(2, 0, 1), rows(0, 0, 0))
-    assert metadata.temperature.tolist() == [2.0, 0.5, 1.0]
+    assert metadata.param(Param.TEMPERATURE).tolist() == [2.0, 0.5, 1.0]
     assert metadata.top_k.tolist() == [0, 7, 0] and metadata.max_top_k == 7
-    assert metadata.top_p.tolist() == [0.25, 1.0, 1.0] and metadata.unbounded_top_p
-    assert metadata.min_p.tolist() == [0.125, 0.0, 0.0]
+    assert metadata.param(Param.TOP_P).tolist() == [0.25, 1.0, 1.0] and metadata.unbounded_top_p
+    assert metadata.param(Param.MIN_P).tolist() == [0.125, 0.0, 0.0]
     assert metadata.greedy_mask.tolist() == [False, False, True]
     assert not metadata.all_greedy and not metadata.all_random
 

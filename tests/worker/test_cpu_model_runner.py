@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.reach import program_of, runner_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.sample import cpu_sampler, logprobs
 from vllm.worker.cpu import launches as cpu_launches
-from vllm.worker.cpu.model_runner import CPUModelRunner
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
 # One prefix for all; lengths around those of blocks and chunks.
@@ -38,10 +38,6 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
     )
 
 
-def runner_of(llm: LLM) -> CPUModelRunner:
-    return llm.llm_engine.engine_core.executor._worker.runner
-
-
 def outputs(llm: LLM) -> list[Any]:
     generated = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in generated]
@@ -56,7 +52,7 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
     for settings in ({}, few_blocks, CHUNKS, CHUNKS | few_blocks | {"enable_prefix_caching": True}):
         llm = make_llm(tmp_path, **settings)
         got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
-        assert runner_of(llm).launches.program is not None
+        assert program_of(runner_of(llm)) is not None
         with monkeypatch.context() as patch:
             patch.setattr(cpu_launches, "fuse", lambda *args: None)
             llm = make_llm(tmp_path, **settings)
@@ -133,4 +129,4 @@ def test_a_model_that_cannot_be_fused_runs_by_its_modules(tmp_path):
     make_tiny_model("llama", tmp_path)
     llm = make_llm(tmp_path, dtype="float32")
     assert len(outputs(llm)) == len(PROMPTS)
-    assert runner_of(llm).launches.program is None
+    assert program_of(runner_of(llm)) is None

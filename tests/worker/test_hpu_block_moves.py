@@ -5,6 +5,7 @@ import random
 import numpy as np
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import core_of, runner_of
 from vllm import LLM, SamplingParams
 
 
@@ -33,9 +34,9 @@ def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatc
     for has_prefixes in (True, False):
         with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
             llm = LLM(**SMALL_ENGINE, enable_prefix_caching=has_prefixes, enforce_eager=True)
-            core = llm.llm_engine.engine_core
+            core = core_of(llm)
             moved = []
-            mover = core.executor._worker.runner._mover
+            mover = runner_of(core)._mover
             move = mover.move
             monkeypatch.setattr(mover, "move", lambda m, do=move, to=moved: to.append(m) or do(m))
             before = bridge.counters().compilations

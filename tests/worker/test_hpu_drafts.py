@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.test_drafts import OracleSource, seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.reach import runner_of
 from vllm import SamplingParams
 from vllm.bucketing import Phase
 from vllm.config.speculative import DraftOptions
@@ -62,14 +63,14 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
     variables = FEW_BUCKETS | {"VLLM_CONTIGUOUS_PA": is_contiguous, "PT_HPU_LAZY_MODE": is_lazy}
     with simulated_hpu(has_profiling_run=False, **variables) as bridge:
         engine = make_engine(0, is_eager, 33)
-        runner = engine.engine_core.executor._worker.runner
+        runner = runner_of(engine)
         assert all(b.query_len == 1 for b in runner.launches.planner.catalog.decode)
         outputs = run(engine)
         known = {tuple(o.prompt_token_ids): [list(o.outputs[0].token_ids)] for o in outputs}
 
         engine = make_engine(5, is_eager, 17)  # room for 16 blocks: somebody is preempted
         core = engine.engine_core
-        runner = core.executor._worker.runner
+        runner = runner_of(core)
         assert {b.query_len for b in runner.launches.planner.catalog.decode} == {1, 6}
         source = OracleSource(random.Random(3), known)
         core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)

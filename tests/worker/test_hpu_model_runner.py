@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import runner_of
 from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -15,10 +16,6 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 def generate(llm: LLM, *lengths: int) -> None:
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in lengths]
     llm.generate(prompts, GREEDY, use_tqdm=False)
-
-
-def runner_of(llm: LLM):
-    return llm.llm_engine.engine_core.executor._worker.runner
 
 
 @pytest.mark.parametrize("mode", MODES)

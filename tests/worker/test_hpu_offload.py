@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import worker_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.bucketing.ledger import MemoryClass
@@ -172,7 +173,7 @@ def whole(folder):
     """What the model gives with all of its weights on the card, and their bytes."""
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         llm = LLM(str(folder), **ENGINE)
-        ledger = llm.llm_engine.engine_core.executor._worker.ledger
+        ledger = worker_of(llm).ledger
         return generate(llm), ledger.booked(MemoryClass.WEIGHTS)
 
 
@@ -190,7 +191,7 @@ def test_a_model_too_large_for_the_card_runs_and_computes_the_same(folder, whole
         before = bridge.counters()
         assert generate(llm) == want
         after = bridge.counters()
-        ledger = llm.llm_engine.engine_core.executor._worker.ledger
+        ledger = worker_of(llm).ledger
     assert any("of 12 layers stay on the host with" in line for line in log)
     assert ledger.booked(MemoryClass.WEIGHTS) <= weights - SPARED_BYTES
     assert after.compilations == before.compilations

@@ -9,6 +9,7 @@ import pytest
 
 from gaudi_sim.bridge import SimBridge
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import worker_of
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass, Phase, prove
@@ -83,7 +84,7 @@ def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_ea
             assert pool_mib < 48 and "\n" not in str(error)
             return
         assert pool_mib > 30
-        worker = llm.llm_engine.engine_core.executor._worker
+        worker = worker_of(llm)
         check_memory(worker)
         before = bridge.counters()
         bridge.reset_peak()
@@ -170,7 +171,7 @@ def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served():
         captured_log() as log,
     ):
         llm = LLM(**SMALL_ENGINE | {"num_gpu_blocks_override": None})
-        worker = llm.llm_engine.engine_core.executor._worker
+        worker = worker_of(llm)
         check_memory(worker)
         captures = bridge.counters().graph_captures
         before = bridge.counters()
@@ -192,7 +193,7 @@ def test_a_graph_that_does_not_fit_the_card_is_left_out(monkeypatch):
         captured_log() as log,
     ):
         llm = LLM(**SMALL_ENGINE)
-        check_memory(llm.llm_engine.engine_core.executor._worker)
+        check_memory(worker_of(llm))
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         llm.generate({"prompt_token_ids": [20] * 20}, params, use_tqdm=False)
         assert bridge.counters().graph_replays == 0
@@ -229,7 +230,7 @@ def test_the_share_of_prompts_reaches_the_graphs():
     variables = FEW_BUCKETS | LAZY | {"VLLM_GRAPH_PROMPT_RATIO": 0.75}
     with simulated_hpu(pool_bytes=200 * MIB, **variables), captured_log() as log:
         llm = LLM(**SMALL_ENGINE)
-        worker = llm.llm_engine.engine_core.executor._worker
+        worker = worker_of(llm)
         prompt, decode = (worker.ledger.budget(cls) for cls in GRAPHS)
     assert prompt == pytest.approx(3 * decode, rel=1e-6)
     assert any(line.endswith("(VLLM_GRAPH_PROMPT_RATIO=0.75)") for line in log)

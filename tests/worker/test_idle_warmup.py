@@ -3,6 +3,7 @@
 from collections import deque
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import core_of, runner_of, worker_of
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass
 from vllm.engine.process.core_process import CoreLoop
@@ -35,10 +36,10 @@ class Server:
     """
 
     def __init__(self, llm: LLM, monkeypatch) -> None:
-        self.core = llm.llm_engine.engine_core
+        self.core = core_of(llm)
         self.inbox, self.sent, self.waits = deque(), [], []
         self.loop = CoreLoop(self.core, self._receive, self.sent.append)
-        self.runner = self.core.executor._worker.runner
+        self.runner = runner_of(self.core)
         self.warmed: list[int] = []
         run = self.runner.warm_up_sampling
 
@@ -129,7 +130,7 @@ def test_without_memory_it_gives_up_with_one_line(monkeypatch):
         llm = LLM(**SMALL_ENGINE)
         server = Server(llm, monkeypatch)
 
-        ledger = server.core.executor._worker.ledger
+        ledger = worker_of(server.core).ledger
         ledger.release(MemoryClass.WORKSPACE, ledger.booked(MemoryClass.WORKSPACE))
         ledger.assign(
             MemoryClass.MARGIN, ledger.budget(MemoryClass.MARGIN) + ledger.unassigned_bytes

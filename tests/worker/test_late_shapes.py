@@ -7,6 +7,7 @@ import pytest
 
 from tests.bucketing.helpers import make_limits
 from tests.hpu import SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import runner_of
 from tests.worker.test_hpu_planner import make_step
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Catalog, Phase
@@ -165,7 +166,7 @@ def test_a_bucket_is_not_warm_before_all_of_its_shapes_are_compiled():
         llm = LLM(**SMALL_ENGINE)
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         llm.generate({"prompt_token_ids": [20] * 30}, params, use_tqdm=False)
-        launches = llm.llm_engine.engine_core.executor._worker.runner.launches
+        launches = runner_of(llm).launches
         catalog = launches.planner.catalog
         assert {bucket.phase for bucket in catalog.warmed} == {Phase.PREFILL}
         (used,) = {s.bucket for s in launches._late if s.bucket.phase is Phase.DECODE}

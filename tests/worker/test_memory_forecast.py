@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 
 from gaudi_sim.card.memory import MemoryPool
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
+from tests.reach import worker_of
 from tests.worker.hpu_helpers import run_warm_up
 from tests.worker.test_hpu_warmup import (
     LARGE_BUCKETS,
@@ -137,7 +138,7 @@ def start(pool_mib: int, *, is_predicted: bool):
         failures_counted(is_predicted=is_predicted) as failed,
     ):
         llm = LLM(**LONG_PROMPTS)
-        worker = llm.llm_engine.engine_core.executor._worker
+        worker = worker_of(llm)
         check_memory(worker)
         catalog = worker.runner.launches.planner.catalog
     return failed, (catalog.prefill, catalog.decode), log

@@ -1,6 +1,7 @@
 """What workers say of their own work: on the CPU, and on the simulated card."""
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.reach import executor_of
 from vllm import LLM, SamplingParams
 from vllm.messages import RunnerStats
 
@@ -10,7 +11,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 def stats_after_one_request(device: str) -> RunnerStats:
     """Of a prompt of 20 tokens and three more: the last one is sampled, but not run."""
     llm = LLM(**SMALL_ENGINE, device=device)
-    executor = llm.llm_engine.engine_core.executor
+    executor = executor_of(llm)
     assert executor.stats() == RunnerStats()
     llm.generate({"prompt_token_ids": [20] * 20}, GREEDY, use_tqdm=False)
     return executor.stats()

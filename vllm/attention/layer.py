@@ -51,7 +51,7 @@ class Attention(CachedLayer, ReadsContext):
     checkpoint or measurements say otherwise; see `set_cache_scales`."""
     value_scales: Tensor
     measured_scales: tuple[float, float] | None = None
-    """What queries and the weights of the softmax are multiples of in fp8; None: not measured."""
+    """Scales of queries and of the weights of the softmax in fp8; None: not measured."""
     has_calculated_scales: bool = False
     """They were measured when the engine started, and stay when other weights are read."""
 

@@ -1,21 +1,17 @@
 """The twelve variables VLLM_{PROMPT|DECODE}_{BS|SEQ|BLOCK}_BUCKET_{MIN|STEP|MAX}.
 
-Their values are arguments: nothing here reads the environment.
-
-    VLLM_PROMPT_BS_BUCKET_*      prompts of a batch           1, min(seqs, 32), min(seqs, 64)
-    VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest        block_size, block_size, 1024
-    VLLM_DECODE_BS_BUCKET_*      sequences of a batch         1, min(seqs, 32), seqs
-    VLLM_DECODE_BLOCK_BUCKET_*   their blocks together        block_size, block_size,
-                                                              max(128, seqs * 2048 / block_size)
+Their values are arguments: nothing here reads the environment. Their defaults are written down in
+`vllm.envs`, whose texts are tested against `_default_ranges`.
 
 Beyond these defaults, the largest prompt size is no larger than max_model_len, and a default
 gives way to a value that was set: a lower maximum lowers the minimum, and the other way round.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
+from vllm.envs import Envs
 from vllm.errors import ConfigError
 
 LINEAR_VARIABLES = tuple(
@@ -24,16 +20,10 @@ LINEAR_VARIABLES = tuple(
     for part in ("MIN", "STEP", "MAX")
 )
 
-BUCKET_VARIABLES = {
-    **dict.fromkeys(LINEAR_VARIABLES, 1),
-    "VLLM_PROMPT_CTX_BUCKET_MIN": 0,
-    "VLLM_PROMPT_CTX_BUCKET_STEP": 1,
-    "VLLM_PROMPT_CTX_BUCKET_MAX": 0,
-    **{
-        f"VLLM_{dimension}_BUCKET_PAD_{part}": 0
-        for dimension in ("PROMPT_BS", "PROMPT_SEQ", "PROMPT_CTX", "DECODE_BS", "DECODE_BLOCK")
-        for part in ("MAX", "PERCENT")
-    },
+BUCKET_VARIABLES: dict[str, int] = {
+    variable.name: variable.metadata["at_least"]
+    for variable in fields(Envs)
+    if "_BUCKET_" in variable.name
 }
 """Variables of bucket ranges and their smallest values. Padding-aware bucketing reads all of them,
 linear bucketing the first twelve."""

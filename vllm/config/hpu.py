@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
-from vllm.errors import ConfigError
+from vllm.envs import Envs
 
 BucketingStrategy = Literal["linear", "exponential", "sparse", "pad"]
 GraphOrder = Literal["min_tokens", "max_bs"]
@@ -23,16 +23,22 @@ _NO_FLAG = {"cli": False}
 _MAX_SLICE_THRESHOLD = 8192
 _SLICE_STEP = 1024
 """The default threshold is the budget of a step, at most the first of these; the default slice is
-half of it, in steps of the second. Both are those that the vendor documents."""
+half of it, in steps of the second. The vendor documents both."""
 
 
 VARIABLE = "variable"
 """Key in the metadata of a field whose value is that of one environment variable."""
 
 
-def _variable(name: str) -> dict[str, Any]:
-    """Metadata of a field with the value of an environment variable, which `envs.Envs` declares."""
-    return {"cli": False, VARIABLE: name}
+def _variable(name: str) -> Any:
+    """Declare a field with the default and the value of a variable of `envs.Envs`."""
+    return field(default=getattr(Envs, name), metadata={"cli": False, VARIABLE: name})
+
+
+_GC_THRESHOLDS = tuple(
+    threshold * Envs.VLLM_GC_THR_MULTIPLIER
+    for threshold in (Envs.VLLM_GC_THR_GEN0, Envs.VLLM_GC_THR_GEN1, Envs.VLLM_GC_THR_GEN2)
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,14 @@ class HPUConfig:
     """Longest sequence that has prompt buckets at every step of the linear strategy. Beyond it
     there are fewer, and the end of a prompt is launched with more padding."""
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
-    bucketing_file: str | None = field(default=None, metadata=_variable("VLLM_BUCKETING_FROM_FILE"))
+    bucketing_file: str | None = _variable("VLLM_BUCKETING_FROM_FILE")
     """Path of a file with the buckets, in place of a strategy."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
     """The variables of linear bucketing that are set: name and value."""
-    merged_prefill: bool = field(default=False, metadata=_variable("VLLM_MERGED_PREFILL"))
+    merged_prefill: bool = _variable("VLLM_MERGED_PREFILL")
     """Prompts of a launch are laid end to end in one row."""
-    skip_warmup: bool = field(default=False, metadata=_variable("VLLM_SKIP_WARMUP"))
-    full_warmup: bool = field(default=False, metadata=_variable("VLLM_FULL_WARMUP"))
+    skip_warmup: bool = _variable("VLLM_SKIP_WARMUP")
+    full_warmup: bool = _variable("VLLM_FULL_WARMUP")
     """A compilation after the warm-up is an error."""
     sampling_warmup: SamplingWarmUp = "basic"
     """Kinds of sampling that the start compiles: basic is greedy and random, all is everything that
@@ -78,60 +84,44 @@ class HPUConfig:
     launch at a time. What is not compiled yet (offline, all of the others) compiles at its first
     use, once for each padded batch size, with a line in the log; the batch waits for it.
     VLLM_FULL_WARMUP compiles all."""
-    graph_reserved_mem: float = field(default=0.1, metadata=_variable("VLLM_GRAPH_RESERVED_MEM"))
+    graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
     """Share of the usable memory for HPU graphs."""
-    graph_prompt_ratio: float = field(default=0.3, metadata=_variable("VLLM_GRAPH_PROMPT_RATIO"))
+    graph_prompt_ratio: float = _variable("VLLM_GRAPH_PROMPT_RATIO")
     """Share of the graph memory for prompt graphs."""
-    graph_prompt_strategy: GraphOrder = field(
-        default="min_tokens", metadata=_variable("VLLM_GRAPH_PROMPT_STRATEGY")
-    )
-    graph_decode_strategy: GraphOrder = field(
-        default="max_bs", metadata=_variable("VLLM_GRAPH_DECODE_STRATEGY")
-    )
+    graph_prompt_strategy: GraphOrder = _variable("VLLM_GRAPH_PROMPT_STRATEGY")
+    graph_decode_strategy: GraphOrder = _variable("VLLM_GRAPH_DECODE_STRATEGY")
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
     """Decode reads the KV cache as one slice; with prefix caching, where that costs less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
-    fp8_prompts: bool = field(default=False, metadata=_variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA"))
+    fp8_prompts: bool = _variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA")
     """Fused attention of prompts in fp8, in layers that have measured scales and an fp8 cache."""
-    slices_prompts: bool | None = field(
-        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_ENABLED")
-    )
+    slices_prompts: bool | None = _variable("VLLM_HPU_FSDPA_SLICE_ENABLED")
     """Fused attention of long prompts runs over slices of their queries; None: with padding-aware
     buckets, unless prompts are merged."""
-    max_unsliced_keys: int | None = field(
-        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD")
-    )
+    max_unsliced_keys: int | None = _variable("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD")
     """Tokens of a prompt, with its context, above which it does; None: the budget of a step."""
-    queries_of_slice: int | None = field(
-        default=None, metadata=_variable("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
-    )
+    queries_of_slice: int | None = _variable("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
     """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
-    pa_softmax_impl: str | None = field(default=None, metadata=_variable("VLLM_PA_SOFTMAX_IMPL"))
+    pa_softmax_impl: str | None = _variable("VLLM_PA_SOFTMAX_IMPL")
     """Names of what decode subtracts from scores; None: the largest score of each block."""
-    fused_block_softmax: bool = field(default=False, metadata=_variable("VLLM_FUSED_BLOCK_SOFTMAX"))
+    fused_block_softmax: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX")
     """Decode computes the softmax of a block with a kernel of the card, where it has one."""
-    fused_block_softmax_adjustment: bool = field(
-        default=True, metadata=_variable("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT")
-    )
+    fused_block_softmax_adjustment: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT")
     """Decode brings blocks to the maximum of their request with a kernel of the card, where it has
     one."""
-    hidden_layers_per_graph: int = field(default=1, metadata=_variable("VLLM_CONFIG_HIDDEN_LAYERS"))
+    hidden_layers_per_graph: int = _variable("VLLM_CONFIG_HIDDEN_LAYERS")
     """Decoder layers after which lazy mode ends a recorded graph."""
-    regional_compilation: bool = field(
-        default=True, metadata=_variable("VLLM_REGIONAL_COMPILATION")
-    )
-    compile_fullgraph: bool = field(default=False, metadata=_variable("VLLM_T_COMPILE_FULLGRAPH"))
-    compile_dynamic_shapes: bool = field(
-        default=False, metadata=_variable("VLLM_T_COMPILE_DYNAMIC_SHAPES")
-    )
-    gc_thresholds: tuple[int, int, int] = field(default=(11200, 160, 160), metadata=_NO_FLAG)
+    regional_compilation: bool = _variable("VLLM_REGIONAL_COMPILATION")
+    compile_fullgraph: bool = _variable("VLLM_T_COMPILE_FULLGRAPH")
+    compile_dynamic_shapes: bool = _variable("VLLM_T_COMPILE_DYNAMIC_SHAPES")
+    gc_thresholds: tuple[int, ...] = field(default=_GC_THRESHOLDS, metadata=_NO_FLAG)
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""
     profiled_launch: str | None = field(default=None, metadata=_NO_FLAG)
     """The launch that is profiled in place of a start; see `vllm.bucketing.strategies.profiled`."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
-    log_recipes: bool = field(default=False, metadata=_variable("PT_HPU_METRICS_GC_DETAILS"))
+    log_recipes: bool = _variable("PT_HPU_METRICS_GC_DETAILS")
     """A report of compilations lists the recipes, with their times."""
     log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
 
@@ -139,10 +129,7 @@ class HPUConfig:
         check_one_of(self, "bucketing_strategy", get_args(BucketingStrategy))
         check_one_of(self, "sampling_warmup", ("basic", "all"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
-        check_at_least(self, 1, "hidden_layers_per_graph", "max_seq_len_to_capture")
-        for name in ("graph_reserved_mem", "graph_prompt_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be 0 to 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "max_seq_len_to_capture")
 
     def prompt_slicing(self, max_num_batched_tokens: int) -> PromptSlicing:
         """Return when prompts attend in slices, with this budget of a step."""

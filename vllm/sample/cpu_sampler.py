@@ -48,6 +48,11 @@ class CPUSampler(Sampler):
     def __init__(self, kernels: SamplingKernels) -> None:
         super().__init__()
         self._kernels = kernels
+        names = tuple("k" + param.name.title().replace("_", "") for param in Param)
+        if kernels.params != names:
+            raise AssertionError(
+                f"parameters of the C++ kernels must be {names}, got {kernels.params}"
+            )
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""

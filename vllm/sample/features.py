@@ -1,5 +1,9 @@
 """The features of the sampler that a row can use, as bits, and their parameters, as an array."""
 
+from enum import IntEnum
+from functools import reduce
+from operator import or_
+
 
 class Feature:
     """Bits that say what a row uses. A greedy row that asks for nothing has none."""
@@ -20,26 +24,48 @@ class Feature:
     """A top_k above `SMALL_TOP_K`."""
 
 
-DISTRIBUTION = (
-    Feature.RANDOM
-    | Feature.TEMPERATURE
-    | Feature.MIN_P
-    | Feature.TOP_K
-    | Feature.LARGE_TOP_K
-    | Feature.TOP_P
-)
-"""What makes a distribution of logits, and changes none of them."""
-
 SMALL_TOP_K = 128
 """Up to this, top_k is cheap; rows with a larger top_k are grouped so that they do not slow others
 down."""
 
 
-class Param:
-    """Indices into the first dimension of `SamplingMetadata.params`."""
+class Param(IntEnum):
+    """The parameters of a row, in the order of the first dimension of `SamplingMetadata.params`.
 
-    TEMPERATURE, MIN_P, TOP_K, TOP_P, PRESENCE, FREQUENCY, REPETITION, IS_GREEDY = range(8)
+    Each has the name of its field of `SamplingParams`, the value that changes nothing, and the bit
+    of rows with another value. A greedy row that asks for nothing has the first values only. The
+    C++ kernels have the same order (`Param` of csrc/cpu/sampling_args.h), which is checked when
+    they are loaded.
+    """
+
+    neutral: float
+    bit: int
+
+    def __new__(cls, neutral: float, bit: int) -> "Param":
+        """Number the members from 0."""
+        member = int.__new__(cls, len(cls.__members__))
+        member._value_ = int(member)
+        member.neutral, member.bit = neutral, bit
+        return member
+
+    TEMPERATURE = 1.0, Feature.TEMPERATURE
+    MIN_P = 0.0, Feature.MIN_P
+    TOP_K = 0.0, Feature.TOP_K
+    TOP_P = 1.0, Feature.TOP_P
+    PRESENCE_PENALTY = 0.0, Feature.PENALTIES
+    FREQUENCY_PENALTY = 0.0, Feature.PENALTIES
+    REPETITION_PENALTY = 1.0, Feature.PENALTIES
+    IS_GREEDY = 1.0, Feature.RANDOM
+    """Follows from the temperature and top_k: no field."""
 
 
-NEUTRAL = (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
-"""The parameters of a greedy row that asks for nothing, in the order of `Param`."""
+NEUTRAL = tuple(param.neutral for param in Param)
+DISTRIBUTION = reduce(or_, (param.bit for param in Param), Feature.LARGE_TOP_K) & ~Feature.PENALTIES
+"""What makes a distribution of logits, and changes none of them."""
+PLAIN_PARAMS = tuple(
+    (param, param.name.lower())
+    for param in Param
+    if param.bit & DISTRIBUTION and param not in (Param.TOP_K, Param.IS_GREEDY)
+)
+"""Parameters of a distribution that are copied as they are, with their fields of
+`SamplingParams`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.sample.blocks import split_blocks, top_values
 from vllm.sample.buffers import Buffers
+from vllm.sample.features import Param
 from vllm.sample.metadata import SamplingMetadata
 
 _NUM_BISECTIONS = 18
@@ -36,9 +37,9 @@ def logit_floor(
         [n, 1], -inf for rows that keep all; None when no row drops a token here.
     """
     floor = None
-    if (min_p := metadata.min_p) is not None:
+    if (min_p := metadata.param(Param.MIN_P)) is not None:
         # p(t) >= min_p * p(top), as logits before temperature; log(0) = -inf keeps all.
-        floor = top + _column(metadata.temperature, 1.0) * min_p[:, None].log()
+        floor = top + _column(metadata.param(Param.TEMPERATURE), 1.0) * min_p[:, None].log()
     if (top_k := metadata.top_k) is not None:
         limited = _top_k_floor(logits, maxima, top, floor, top_k[:, None], metadata)
         floor = limited if floor is None else torch.maximum(floor, limited)
@@ -58,12 +59,14 @@ def _top_k_floor(
     width = min(metadata.max_top_k, logits.shape[-1])
     values = top_values(logits, maxima, width)
     last = (top_k - 1).clamp(0, width - 1)
-    if (top_p := metadata.top_p) is not None:
+    if (top_p := metadata.param(Param.TOP_P)) is not None:
         position = torch.arange(width, dtype=torch.int32, device=logits.device)
         kept = position < top_k
         if floor is not None:
             kept &= values >= floor
-        weights = likelihoods(values, top, metadata.temperature).masked_fill(~kept, 0.0)
+        weights = likelihoods(values, top, metadata.param(Param.TEMPERATURE)).masked_fill(
+            ~kept, 0.0
+        )
         sums = weights.cumsum(-1)
         # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
         is_short = sums < top_p[:, None] * sums[:, -1:]

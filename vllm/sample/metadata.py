@@ -90,7 +90,7 @@ class SamplingMetadata:
     """Host: every row is random. Always False with static shapes, where every launch has a mask of
     the random rows."""
     params: Tensor | None = None
-    """[8, n] float32 in the order of `Param`; None when all are greedy and have no penalty."""
+    """[params, n] float32 in the order of `Param`; None when all are greedy and have no penalty."""
     exponentials: Tensor | None = None
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
     all are greedy, or for a sampler that makes them of `draw_keys`."""
@@ -126,32 +126,18 @@ class SamplingMetadata:
         """[n] bool; None when all rows are of one kind."""
         if self.all_random:
             return None
-        is_greedy = self._param(Param.IS_GREEDY, Feature.RANDOM)
+        is_greedy = self.param(Param.IS_GREEDY)
         return None if is_greedy is None else is_greedy > 0
-
-    @property
-    def temperature(self) -> Tensor | None:
-        """[n] float32, 1 for greedy rows; None when all are 1."""
-        return self._param(Param.TEMPERATURE, Feature.TEMPERATURE)
-
-    @property
-    def min_p(self) -> Tensor | None:
-        """[n] float32; 0 is off."""
-        return self._param(Param.MIN_P, Feature.MIN_P)
 
     @property
     def top_k(self) -> Tensor | None:
         """[n] int32; 0 is off."""
-        top_k = self._param(Param.TOP_K, Feature.TOP_K)
+        top_k = self.param(Param.TOP_K)
         return None if top_k is None else top_k.int()
 
-    @property
-    def top_p(self) -> Tensor | None:
-        """[n] float32; 1 is off."""
-        return self._param(Param.TOP_P, Feature.TOP_P)
-
-    def _param(self, index: int, needed: int) -> Tensor | None:
-        return self.params[index] if self.params is not None and self.active & needed else None
+    def param(self, param: Param) -> Tensor | None:
+        """Return a parameter of the rows: [n] float32; None when it changes nothing in any."""
+        return self.params[param] if self.params is not None and self.active & param.bit else None
 
     def select(self, indices: IndexArray, rows: Tensor) -> "SamplingMetadata":
         """The metadata of some rows, without `logprobs` and fields that none of them needs.

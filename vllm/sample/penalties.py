@@ -50,14 +50,14 @@ class Penalties:
         Args:
             logits: [n, P] float32. P is above the vocabulary size and that column is -inf, so
                 that padding changes nothing.
-            params: [8, n] of the launch, in the order of `Param`.
+            params: [params, n] of the launch, in the order of `Param`.
         """
         token_ids = self.token_ids.long()
         values = logits.gather(-1, token_ids)
-        repetition = params[Param.REPETITION][:, None]
+        repetition = params[Param.REPETITION_PENALTY][:, None]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= self.counts * params[Param.FREQUENCY][:, None]
-        values -= (self.counts > 0).float() * params[Param.PRESENCE][:, None]
+        values -= self.counts * params[Param.FREQUENCY_PENALTY][:, None]
+        values -= (self.counts > 0).float() * params[Param.PRESENCE_PENALTY][:, None]
         logits.scatter_(-1, token_ids, values)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vllm.sample.blocks import argmax, as_whole_blocks, block_max, draw, padded_copy, split_blocks
 from vllm.sample.buffers import Buffers
-from vllm.sample.features import Feature
+from vllm.sample.features import Feature, Param
 from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor
 from vllm.sample.logprobs import LogprobTensors, gather_logprobs
 from vllm.sample.metadata import FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
@@ -255,12 +255,12 @@ def _sample_random(
     assert metadata.exponentials is not None
     top = maxima.amax(-1, keepdim=True)
     out = None if buffers is None else buffers.get_like("weights", x)
-    weights = likelihoods(x, top, metadata.temperature, out=out)
+    weights = likelihoods(x, top, metadata.param(Param.TEMPERATURE), out=out)
     floor = logit_floor(x, maxima, top, metadata)
     if floor is not None:
         weights.mul_(keep_from(x, floor, buffers))
-    if metadata.unbounded_top_p and metadata.top_p is not None:
-        top_p = metadata.top_p
+    top_p = metadata.param(Param.TOP_P)
+    if metadata.unbounded_top_p and top_p is not None:
         if metadata.top_k is not None:  # top_p of these rows was applied with top_k
             top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
         least = nucleus_floor(weights, top_p, vocab_size, buffers)

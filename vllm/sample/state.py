@@ -17,7 +17,14 @@ from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
-from vllm.sample.features import DISTRIBUTION, NEUTRAL, SMALL_TOP_K, Feature, Param
+from vllm.sample.features import (
+    DISTRIBUTION,
+    NEUTRAL,
+    PLAIN_PARAMS,
+    SMALL_TOP_K,
+    Feature,
+    Param,
+)
 from vllm.sample.logprobs import split_rows
 from vllm.sample.masks import (
     MaskFiller,
@@ -120,8 +127,8 @@ class SamplingState:
 
     @property
     def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
-        """[rows + 1] `Feature` bits, [8, rows + 1] numbers in the order of `Param`, and [rows + 1]
-        keys of random numbers: read-only views of this object's arrays, which are never
+        """[rows + 1] `Feature` bits, [params, rows + 1] numbers in the order of `Param`, and
+        [rows + 1] keys of random numbers: read-only views of this object's arrays, which are never
         replaced."""
         return self._features, self._params, self._keys
 
@@ -200,27 +207,24 @@ class SamplingState:
         """Write the parameters that become tensors. Returns the features of a random row, 0 for a
         greedy one."""
         values = _DEFAULTS.copy()
-        values[Param.PRESENCE] = params.presence_penalty
-        values[Param.FREQUENCY] = params.frequency_penalty
-        values[Param.REPETITION] = min(max(params.repetition_penalty, 1 / _EXTREME), _EXTREME)
+        values[Param.PRESENCE_PENALTY] = params.presence_penalty
+        values[Param.FREQUENCY_PENALTY] = params.frequency_penalty
+        values[Param.REPETITION_PENALTY] = min(
+            max(params.repetition_penalty, 1 / _EXTREME), _EXTREME
+        )
         features = 0
         # With a single candidate, no random draw is needed.
         if params.temperature > 0 and params.top_k != 1:
             features |= Feature.RANDOM
             values[Param.IS_GREEDY] = 0
-            if params.temperature != 1:
-                features |= Feature.TEMPERATURE
-                values[Param.TEMPERATURE] = min(params.temperature, _EXTREME)
-            if params.min_p > 0:
-                features |= Feature.MIN_P
-                values[Param.MIN_P] = params.min_p
+            for param, field in PLAIN_PARAMS:
+                if (value := getattr(params, field)) != param.neutral:
+                    features |= param.bit
+                    values[param] = min(value, _EXTREME)
             if 0 < params.top_k < self._vocab_size:
                 large = params.top_k > SMALL_TOP_K
                 features |= Feature.TOP_K | (Feature.LARGE_TOP_K if large else 0)
                 values[Param.TOP_K] = params.top_k
-            if params.top_p < 1:
-                features |= Feature.TOP_P
-                values[Param.TOP_P] = params.top_p
         self._params[:, row] = values
         return features
 

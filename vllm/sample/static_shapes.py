@@ -23,14 +23,14 @@ steps take to run.
 
 from dataclasses import dataclass
 
-from vllm.sample.features import SMALL_TOP_K, Feature
+from vllm.sample.features import DISTRIBUTION, SMALL_TOP_K, Feature
 
 _FACTOR = 8
 
 GREEDY = 0
 RANDOM = Feature.RANDOM | Feature.TEMPERATURE
-FILTERED = RANDOM | Feature.MIN_P | Feature.TOP_K | Feature.TOP_P
-FILTERED_LARGE = FILTERED | Feature.LARGE_TOP_K
+FILTERED = DISTRIBUTION & ~Feature.LARGE_TOP_K
+FILTERED_LARGE = DISTRIBUTION
 """Kinds of distribution: bits of `Feature`. Each one includes those before it."""
 
 _KINDS = (GREEDY, RANDOM, FILTERED, FILTERED_LARGE)

@@ -8,22 +8,17 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import Door, SamplingParams, numbers_at
 from vllm.transformers_utils.json_file import read_json_object
 
 logger = init_logger(__name__)
 
 _FILE_NAME = "generation_config.json"
 
-# Name in the file -> name in SamplingParams.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_OTHER_NAMES = {"max_tokens": "max_new_tokens"}
+"""Sampling parameter -> its name in the file, where that differs."""
+_SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_at(Door.MODEL)}
+"""Name in the file -> field of `SamplingParams`."""
 # `do_sample` is not honoured: a request that wants greedy decoding says temperature 0.
 _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
 
@@ -32,10 +27,9 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     """Load the defaults for sampling parameters that a request does not set.
 
     Returns:
-        Some of the SamplingParams fields temperature, top_p, top_k, min_p, repetition_penalty
-        and max_tokens, and always `eos_token_ids`: list of int, the tokens that end an output.
-        The end tokens are a property of the model: they are read even when
-        `generation_config` is "vllm" and its sampling defaults are not.
+        Some of the fields of SamplingParams that have `Door.MODEL`, and always `eos_token_ids`:
+        list of int, the tokens that end an output. The end tokens are a property of the model: they
+        are read even when `generation_config` is "vllm" and its sampling defaults are not.
 
     Raises:
         ConfigError: a file or an override is damaged, or a value is out of range.

@@ -20,6 +20,7 @@ from pydantic import BaseModel, JsonValue
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.pooling_engine import make_pooling_client
+from tests.reach import core_of
 from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
 from vllm import LLM
 from vllm.engine.process.wire import AddRequests, decode_to_core, encode
@@ -195,7 +196,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TestClient]:
         "reward": LLM(tiny("Qwen2ForRewardModel"), **limits),
     }
     for llm in llms.values():
-        llm.llm_engine.engine_core = RemoteCore(llm.llm_engine.engine_core)
+        llm.llm_engine.engine_core = RemoteCore(core_of(llm))
     return {kind: make_pooling_client(llm, max_batch_prompts=8)[0] for kind, llm in llms.items()}
 
 

@@ -8,6 +8,8 @@ from tests.entrypoints.openai.sse_reader import chunks_of
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.openai.completion.serving import router as completion_router
+from vllm.entrypoints.pages.web_page import load_page
+from vllm.sampling_params import Door, numbers_at
 
 TOKENIZER = byte_level()
 SCRIPT = TOKENIZER("hello, é!", add_special_tokens=False)["input_ids"]
@@ -58,3 +60,27 @@ def test_calls_of_tools_are_those_of_the_classes():
     assert describes(protocol.ChatCompletionResponse, whole)
     assert any(choice["delta"].get("tool_calls") for c in chunks for choice in c["choices"])
     assert all(describes(protocol.ChatCompletionStreamResponse, chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize("name", numbers_at(Door.API))
+def test_a_sampling_parameter_is_a_field_of_every_body(name):
+    bodies = (
+        *(protocol.CompletionRequest, protocol.ChatCompletionRequest),
+        *(protocol.ResponsesRequest, protocol.TranscriptionRequest),
+    )
+    assert [body.__name__ for body in bodies if name not in body.model_fields] == []
+
+
+@pytest.mark.parametrize("name", numbers_at(Door.PAGE))
+def test_a_sampling_parameter_has_a_field_on_the_chat_page(name):
+    page = load_page("chat").body.decode()
+    assert page.count(f'<input id="{name}" data-setting="{name}" type="number" ') == 1
+
+
+def test_the_chat_page_bounds_a_field_as_the_server_does():
+    page = load_page("chat").body.decode()
+    assert (
+        '<label for="min_p">Min p</label>\n<input id="min_p" data-setting="min_p" type="number" '
+        'min="0" max="1" step="any" inputmode="decimal">' in page
+    )
+    assert '<input id="seed" data-setting="seed" type="number" step="1">' in page

@@ -1,4 +1,4 @@
-"""Which keys the queries of a padded prefill see: a mask for all queries, or for a slice of them.
+"""Masks of a padded prefill, for all queries or for a slice of them.
 
 Letters: B rows, Q new tokens of a row, K keys of a row: the padded slots of its context, then the
 new tokens. H query heads.
@@ -41,7 +41,7 @@ class Sight:
         Args:
             sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
             alibi_slopes: [H] float32; None without ALiBi.
-            dtype: of an ALiBi mask: that of the queries, as torch wants it.
+            dtype: of an ALiBi mask: the dtype of the queries, as torch wants it.
             chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
             queries: which of the Q.
             keys: which of the K.
@@ -87,8 +87,8 @@ class SlicedMask:
         scale: float,
         valid_lens: Tensor | None,
     ) -> Tensor:
-        """Attend as `SDPAKernel`, with a kernel that gets a slice of the queries at a time, and of
-        the keys those that it may see. The mask and lengths that are given are not used."""
+        """Attend as `SDPAKernel`, with a kernel that gets a slice of the queries at a time, and
+        only the keys that they may see. The mask and lengths that are given are not used."""
         num_queries, num_keys = query.shape[2], key.shape[2]
         parts = []
         for start in range(0, num_queries, self.num_queries):
@@ -104,7 +104,7 @@ class SlicedMask:
 
     def _keys(self, start: int, end: int, num_context: int) -> slice:
         """Return the keys that the new tokens from `start` to `end` may see: none after them, and
-        where they see a number of recent tokens alone, none before these. Any of several prompts in
+        where they see only a number of recent tokens, none before these. Any of several prompts in
         a row may see its context, which comes before the tokens of all of them."""
         reach = min((x for x in (self.sliding_window, self.chunk_size) if x), default=end)
         first = start + 1 - reach

@@ -4,8 +4,9 @@ Every value that the user did not set is decided here, once, before any process 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import (
     CacheConfig,
     ConnectorConfig,
+    DeviceConfig,
     HPUConfig,
     LoadConfig,
     LoRAConfig,
@@ -80,7 +82,7 @@ _RUNNABLE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
-    """The config of an engine.
+    """Return the config of an engine.
 
     Args:
         settings: a value for every field of the config classes that users can set; None if the
@@ -91,35 +93,92 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     """
     load_general_plugins()
     check_settings(settings)
-    platform = resolve_platform(settings["device"])
-    load = _section(LoadConfig, settings)
-    model = _resolve_model(_section(ModelConfig, settings), load)
-    model = resolve_quantization(model, platform)
+    values: dict[str, Any] = {"given": settings, "platform": resolve_platform(settings["device"])}
+    for name, resolver in RESOLVERS.items():
+        values[name] = resolver(**{read: values[read] for read in signature(resolver).parameters})
+    config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
+    if values["platform"].name == "hpu":
+        check_simulation(config.hpu)
+        config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
+    check_speculator(config)
+    return _with_weights(config, values["asked_load"])
+
+
+def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
+    """Return what the user set, with the token for downloads."""
+    return _section(LoadConfig, given)
+
+
+def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
+    asked = _resolve_model(_section(ModelConfig, given), asked_load)
+    model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
-    load = resolve_offload(load, model, platform)
-    if model.pooler is not None:
-        settings = for_pooling(settings, model.pooler)
-    if model.resolved_arch.has_states:
-        settings = for_states(settings, platform)
+    return model
+
+
+def _load(asked_load: LoadConfig, model: ModelConfig, platform: Platform) -> LoadConfig:
+    # Everything is downloaded here: no process needs the secret.
+    return replace(resolve_offload(asked_load, model, platform), hf_token=None)
+
+
+def _settings(
+    given: Mapping[str, Any], model: ModelConfig, platform: Platform
+) -> Mapping[str, Any]:
+    """Return the user's settings, changed where the kind of the model demands it."""
+    pooled = given if model.pooler is None else for_pooling(given, model.pooler)
+    return for_states(pooled, platform) if model.resolved_arch.has_states else pooled
+
+
+def _lora(settings: Mapping[str, Any], model: ModelConfig) -> LoRAConfig:
+    lora = _section(LoRAConfig, settings)
+    if lora.enable_lora and model.pooler is not None:
+        raise ConfigError(
+            f"enable_lora=True needs a model that generates; '{model.model}' runs with pooling. "
+            "Leave it out"
+        )
+    return lora
+
+
+def _limits(settings: Mapping[str, Any], platform: Platform, model: ModelConfig) -> SchedulerConfig:
+    """Return the limits of a step before drafts and adapters."""
     assert model.max_model_len is not None
-    speculative = find_method(_section(SpeculativeConfig, settings), platform, load)
-    speculative = resolve_speculator(speculative, model, platform, load)
-    parallel = _section(ParallelConfig, settings)
-    num_stages = parallel.pipeline_parallel_size
+    return _resolve_scheduler(settings, platform, model.max_model_len)
+
+
+def _speculative(
+    settings: Mapping[str, Any],
+    platform: Platform,
+    asked_load: LoadConfig,
+    model: ModelConfig,
+    limits: SchedulerConfig,
+) -> SpeculativeConfig:
+    asked = find_method(_section(SpeculativeConfig, settings), platform, asked_load)
+    speculative = resolve_speculator(asked, model, platform, asked_load)
     asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
-        draft = check_draft_model(_resolve_model(asked_draft, load), model, platform)
+        draft = check_draft_model(_resolve_model(asked_draft, asked_load), model, platform)
         speculative = replace(speculative, draft_model=draft)
-    lora = _resolve_lora(settings, model)
-    scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
-    speculative = resolve_lookup(speculative, scheduler, platform)
+    return resolve_lookup(speculative, limits, platform)
+
+
+def _scheduler(
+    settings: Mapping[str, Any],
+    limits: SchedulerConfig,
+    speculative: SpeculativeConfig,
+    model: ModelConfig,
+    platform: Platform,
+    lora: LoRAConfig,
+) -> SchedulerConfig:
+    num_stages = settings["pipeline_parallel_size"]
     scheduler = replace(
-        scheduler,
+        limits,
         max_draft_tokens=max_draft_tokens(speculative, model, platform),
         max_loras=lora.max_loras,
     )
-    scheduler = resolve_decodes(scheduler, num_stages)
-    cache = _resolve_cache(settings, platform)
+    return resolve_decodes(scheduler, num_stages)
+
+
+def _observability(settings: Mapping[str, Any], cache: CacheConfig) -> ObservabilityConfig:
     observability = _section(
         ObservabilityConfig,
         settings,
@@ -133,33 +192,45 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
             "(enable_prefix_caching=False, a pooling model, or a model with states). Leave "
             "kv_events_config out, or turn the prefix cache on"
         )
-    connector = check_connector(_section(ConnectorConfig, settings), cache)
+    return observability
+
+
+def _connector(settings: Mapping[str, Any], cache: CacheConfig) -> ConnectorConfig:
+    return check_connector(_section(ConnectorConfig, settings), cache)
+
+
+def _hpu(
+    settings: Mapping[str, Any],
+    connector: ConnectorConfig,
+    speculative: SpeculativeConfig,
+    cache: CacheConfig,
+) -> HPUConfig:
     # A connector or a draft model keeps numbers of blocks.
     may_move = connector.kv_transfer is None and speculative.draft_model is None
-    hpu = resolve_hpu_config(
-        _section(HPUConfig, settings), has_slices=may_move or not cache.enable_prefix_caching
-    )
-    device = resolve_device(platform, parallel)
-    parallel = resolve_parallel(parallel, model, device)
-    config = VllmConfig(
-        model=model,
-        cache=cache,
-        scheduler=scheduler,
-        parallel=parallel,
-        device=device,
-        load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
-        hpu=hpu,
-        structured_output=_section(StructuredOutputConfig, settings),
-        speculative=speculative,
-        lora=lora,
-        connector=connector,
-        observability=observability,
-    )
-    if platform.name == "hpu":
-        check_simulation(hpu)
-        config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
-    check_speculator(config)
-    # Last, so that no weights are downloaded for settings that are wrong.
+    has_slices = may_move or not cache.enable_prefix_caching
+    return resolve_hpu_config(_section(HPUConfig, settings), has_slices=has_slices)
+
+
+def _device(settings: Mapping[str, Any], platform: Platform) -> DeviceConfig:
+    return resolve_device(platform, _section(ParallelConfig, settings))
+
+
+def _parallel(
+    settings: Mapping[str, Any], model: ModelConfig, device: DeviceConfig
+) -> ParallelConfig:
+    return resolve_parallel(_section(ParallelConfig, settings), model, device)
+
+
+def _structured_output(settings: Mapping[str, Any]) -> StructuredOutputConfig:
+    return _section(StructuredOutputConfig, settings)
+
+
+def _with_weights(config: VllmConfig, load: LoadConfig) -> VllmConfig:
+    """Return the config with folders that hold the weights.
+
+    To be called last, so that no weights are downloaded for settings that are wrong.
+    """
+    speculative, model = config.speculative, config.model
     if (draft_model := speculative.draft_model) is not None:
         path = str(_model_folder(draft_model, load, load.load_format))
         speculative = replace(speculative, draft_model=replace(draft_model, path=path))
@@ -189,7 +260,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         _section(cast(type, section), settings)
     if settings["distributed_executor_backend"] != "ray":
         platform.check_present()
-    _resolve_cache(settings, platform)
+    _cache(settings, platform)
     refuse_variables()
     if settings["max_model_len"] is not None:
         _resolve_scheduler(settings, platform, settings["max_model_len"])
@@ -212,7 +283,7 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _resolve_cache(settings: Mapping[str, Any], platform: Platform) -> CacheConfig:
+def _cache(settings: Mapping[str, Any], platform: Platform) -> CacheConfig:
     cache = _section(
         CacheConfig,
         settings,
@@ -459,18 +530,6 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
     )
 
 
-def _resolve_lora(settings: Mapping[str, Any], model: ModelConfig) -> LoRAConfig:
-    lora = _section(LoRAConfig, settings)
-    if not lora.enable_lora:
-        return lora
-    if model.pooler is not None:
-        raise ConfigError(
-            f"enable_lora=True needs a model that generates; '{model.model}' runs with pooling. "
-            "Leave it out"
-        )
-    return lora
-
-
 def _resolve_scheduler(
     settings: Mapping[str, Any], platform: Platform, max_model_len: int
 ) -> SchedulerConfig:
@@ -491,3 +550,27 @@ def _resolve_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "asked_load": _asked_load,
+    "model": _model,
+    "load": _load,
+    "settings": _settings,
+    "lora": _lora,
+    "limits": _limits,
+    "speculative": _speculative,
+    "scheduler": _scheduler,
+    "cache": _cache,
+    "observability": _observability,
+    "connector": _connector,
+    "hpu": _hpu,
+    "device": _device,
+    "parallel": _parallel,
+    "structured_output": _structured_output,
+}
+"""Name -> a function whose parameters are the names that it reads, in the order of their calls.
+
+`given` (the user's settings) and `platform` are there before. Each name is written once. The names
+that are fields of `VllmConfig` become the config.
+"""

@@ -5,6 +5,7 @@ from typing import cast
 
 from vllm import envs
 from vllm.bucketing.catalog.bucket_plan import prompt_budgets
+from vllm.bucketing.settings import BUCKET_VARIABLES
 from vllm.bucketing.strategies.profiled import parse_profiled
 from vllm.config import VllmConfig
 from vllm.config.hpu import (
@@ -21,8 +22,6 @@ from vllm.platforms.hpu import simulated_card
 logger = init_logger(__name__)
 
 _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponential"}
-
-_GC_DEFAULTS = (700, 10, 10)
 
 
 def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfig:
@@ -122,7 +121,7 @@ def refuse_variables() -> None:
 
 def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
     """The variables of linear bucketing that are set."""
-    values = ((f.name, getattr(settings, f.name)) for f in fields(settings) if "_BUCKET_" in f.name)
+    values = ((name, getattr(settings, name)) for name in BUCKET_VARIABLES)
     return tuple((name, value) for name, value in values if value is not None)
 
 
@@ -152,13 +151,12 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
     return "flex"
 
 
-def _gc_thresholds(settings: envs.Envs) -> tuple[int, int, int]:
-    """The thresholds: the given values, or Python's defaults times the multiplier."""
-    given = (settings.VLLM_GC_THR_GEN0, settings.VLLM_GC_THR_GEN1, settings.VLLM_GC_THR_GEN2)
-    if given != _GC_DEFAULTS:
-        return given
-    first, second, third = (value * settings.VLLM_GC_THR_MULTIPLIER for value in _GC_DEFAULTS)
-    return first, second, third
+def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
+    """Return the thresholds: the given values, or Python's defaults times the multiplier."""
+    names = ("VLLM_GC_THR_GEN0", "VLLM_GC_THR_GEN1", "VLLM_GC_THR_GEN2")
+    is_default = all(getattr(settings, name) == getattr(envs.Envs, name) for name in names)
+    factor = settings.VLLM_GC_THR_MULTIPLIER if is_default else 1
+    return tuple(getattr(settings, name) * factor for name in names)
 
 
 def _profiled_launch(settings: envs.Envs) -> str | None:

@@ -7,23 +7,12 @@ from typing import Any, cast
 
 from vllm.entrypoints.offline.offline_run import Prompts, as_list
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import GuidedDecodingParams
+from vllm.guided_decoding_params import REQUEST_FIELDS, GuidedDecodingParams
 from vllm.inputs import PromptType
 from vllm.sampling_params import SamplingParams
 
 _STACK_LEVEL = 4
 """Stack levels from the warning to the caller of `LLM.generate`."""
-_GUIDED_FIELDS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-    "structural_tag": "structural_tag",
-    "guided_decoding_backend": "backend",
-    "guided_whitespace_pattern": "whitespace_pattern",
-}
-"""Option -> field of `GuidedDecodingParams`."""
 
 
 def with_token_ids(
@@ -83,13 +72,13 @@ def _read_options(options: Any) -> GuidedDecodingParams:
             param="guided_options_request",
         )
     given = {name: value for name, value in options.items() if value is not None}
-    if unknown := [name for name in given if name not in _GUIDED_FIELDS]:
+    if unknown := [name for name in given if name not in REQUEST_FIELDS]:
         raise RequestError(
             f"guided_options_request has no option {unknown[0]!r}; accepted: "
-            f"{', '.join(_GUIDED_FIELDS)}",
+            f"{', '.join(REQUEST_FIELDS)}",
             param="guided_options_request",
         )
-    return GuidedDecodingParams(**{_GUIDED_FIELDS[name]: value for name, value in given.items()})
+    return GuidedDecodingParams(**{REQUEST_FIELDS[name]: value for name, value in given.items()})
 
 
 def _with_guided(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:

@@ -13,12 +13,9 @@ from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.errors import RequestError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import Door, numbers_at
 
 router = APIRouter(include_in_schema=False)
-
-_SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters whose defaults a model may change."""
 
 
 @router.get("/chat.json")
@@ -60,6 +57,6 @@ def _refusal(context: ServerContext) -> str | None:
 
 
 def _sampling_defaults(of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults for requests."""
-    defaults = SamplingParams()
-    return {name: of_model.get(name, getattr(defaults, name)) for name in _SHOWN_DEFAULTS}
+    """Return the defaults for requests that the settings show."""
+    shown = numbers_at(Door.API | Door.PAGE)
+    return {name: of_model.get(name, number.default) for name, number in shown.items()}

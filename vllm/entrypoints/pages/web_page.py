@@ -16,7 +16,11 @@ from functools import cache
 from importlib.resources import files
 
 from vllm import assets
+from vllm.sampling_params import Door, Number, numbers_at
 
+_NUMBERS = "<!-- sampling numbers -->"
+_LARGEST_LIMIT = 2**53
+"""Browsers compute with floats: larger limits would refuse numbers."""
 _INCLUDE = re.compile(r"<(style|script)( [^>]*)?>/\* include: ([^*]+) \*/</\1>")
 
 
@@ -45,7 +49,8 @@ def load_page(name: str) -> WebPage:
         sources[kind].append(_hash(text))
         return f"<{kind}{attributes}>{text}</{kind}>"
 
-    body = _INCLUDE.sub(include, _read(f"{name}/page.html")).encode()
+    html = _read(f"{name}/page.html").replace(_NUMBERS, _number_fields())
+    body = _INCLUDE.sub(include, html).encode()
     headers = {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": _policy(sources["style"], sources["script"]),
@@ -56,6 +61,29 @@ def load_page(name: str) -> WebPage:
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
     return WebPage(body, headers)
+
+
+def _number_fields() -> str:
+    """Return the fields of the sampling parameters that are set on the chat page."""
+    numbers = numbers_at(Door.PAGE)
+    names = sorted(numbers, key=lambda name: name.endswith("_penalty"))  # rarely used, so last
+    return "\n".join(_number_field(name, numbers[name]) for name in names)
+
+
+def _number_field(name: str, number: Number) -> str:
+    is_integer = number.kind is int
+    least = number.at_least if number.above is None else number.above
+    limits = "".join(
+        f' {attribute}="{limit}"'
+        for attribute, limit in (("min", least), ("max", number.at_most))
+        if limit is not None and abs(limit) < _LARGEST_LIMIT
+    )
+    keys = "" if least is None or least < 0 else "numeric" if is_integer else "decimal"
+    return (
+        f'<label for="{name}">{name.replace("_", " ").capitalize()}</label>\n'
+        f'<input id="{name}" data-setting="{name}" type="number"{limits} '
+        f'step="{1 if is_integer else "any"}"' + (f' inputmode="{keys}">' if keys else ">")
+    )
 
 
 def _policy(styles: list[str], scripts: list[str]) -> str:

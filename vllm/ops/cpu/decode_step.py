@@ -39,7 +39,7 @@ class RowArrays:
     features: IntArray
     """[R or more] bits that say what a row wants of the sampler."""
     params: npt.NDArray[np.float32]
-    """[8, R or more] parameters of the sampler, in the order of `vllm.sample.features.Param`."""
+    """[params, R or more] of the sampler, in the order of `vllm.sample.features.Param`."""
     keys: npt.NDArray[np.uint64]
     """[R or more] of random numbers."""
 
@@ -84,7 +84,7 @@ class FusedDecodeStep:
                 f"of {decoder.dtype} with hidden size {decoder.width}"
             )
         kernels = library.of[decoder.dtype]
-        _check(arrays, decoder.num_groups, kernels.kNumParams)
+        _check(arrays, decoder.num_groups, len(kernels.Param))
         self._decoder, self._head, self._arrays = decoder, head, arrays
         self._step = kernels.decode_step
         self._gives_hidden = gives_hidden

@@ -56,6 +56,8 @@ class SamplingKernels:
     def __init__(self, kernels: CPUKernels) -> None:
         self._of = kernels.of
         self._draw_exponentials = kernels.plain.draw_exponentials
+        self.params = tuple(param.name for param in kernels.plain.Param)
+        """The parameters of a row as C++ names them, in their order."""
 
     def supports(self, logits: Tensor) -> bool:
         """Whether the kernels read such logits: float32 or bfloat16 on the host."""
@@ -87,7 +89,7 @@ class SamplingKernels:
             out: [n] and [n] int32 to write to: token ids, always in the vocabulary, and the same
                 with -1 in rows whose logits hold NaN or +inf or allow no token.
             rows: [m] the rows to sample, each below n; None: all of them.
-            params: [8, n] float32 in the order of `vllm.sample.features.Param`; None: all rows
+            params: [params, n] float32 in the order of `vllm.sample.features.Param`; None: all rows
                 are greedy and have no penalty.
             numbers: of the random rows; None: all rows are greedy.
             changes: to the logits before anything else; None: none.
@@ -102,7 +104,7 @@ class SamplingKernels:
         for written in out:
             _check("out", written, torch.int32, (n,))
         if params is not None:
-            _check("params", params, torch.float32, (kernels.kNumParams, n))
+            _check("params", params, torch.float32, (len(self.params), n))
         args = kernels.SampleArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),

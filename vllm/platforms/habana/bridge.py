@@ -124,7 +124,7 @@ class FusedKernels(Protocol):
         softmax_mode: str = "None",
         valid_seq_len: "Tensor | None" = None,
     ) -> "Tensor":
-        """As `sdpa`, of float8_e4m3fn; the softmax is rounded to it as well. Needs
+        """Return FusedSDPA over float8_e4m3fn, with the softmax rounded to it. Needs
         "fp8_fused_sdpa".
 
         Args:

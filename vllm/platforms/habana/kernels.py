@@ -105,7 +105,6 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         softmax_mode: str = "None",
         valid_seq_len: Tensor | None = None,
     ) -> Tensor:
-        """See `FusedKernels.fp8_sdpa`."""
         out: Tensor = self._fp8_sdpa(
             *(query, key, value, attn_mask, 0.0, is_causal, scale, softmax_mode),
             d_scale_q=scales[0],

@@ -1,9 +1,11 @@
 // Settings of a conversation: texts as they were typed, by name; what is empty is left to the server.
 
+// The settings of the fields that a selector finds.
+const settingsOf = (selector) => [...document.querySelectorAll(selector)].map((field) => field.dataset.setting);
+
 const Settings = {
-  NUMBERS: ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty"],
-  NAMES: ["mode", "model", "system", "stop", "schema", "tools", "tool_choice", "extra"],
+  NUMBERS: settingsOf("#settings [data-setting][type=number]"),
+  NAMES: ["model", ...settingsOf("#settings [data-setting]")],
 
   // JSON of a setting; undefined when it is empty. Throws an Error that names the setting.
   json(settings, name, label) {
@@ -52,7 +54,6 @@ const Settings = {
       .map((line) => line.replace(/\\[nt\\]/g, (found) => escapes[found]));
   },
 };
-Settings.NAMES.push(...Settings.NUMBERS);
 
 // The dialog with the settings of the conversation that is shown.
 class SettingsDialog {
@@ -84,7 +85,7 @@ class SettingsDialog {
   describe(server) {
     this.server = server;
     for (const [name, value] of Object.entries(server.sampling_defaults ?? {})) {
-      if (byId(name)) byId(name).placeholder = String(value);
+      byId(name).placeholder = String(value ?? "random");
     }
     byId("max_tokens").placeholder = "all that fit";
     showText("mode-note", server.has_chat_template ? ""

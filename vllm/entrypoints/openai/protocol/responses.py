@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestBody,
     RequestModel,
 )
-from vllm.entrypoints.openai.protocol.sampling import StopStrings
+from vllm.entrypoints.openai.protocol.sampling import BoundedNumberFields, StopStrings
 from vllm.entrypoints.shared.request_limits import STOP, TOOLS, Limit, Limits
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -50,7 +50,7 @@ class ReasoningConfig(RequestModel):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(BoundedNumberFields, RequestBody):
     """A request of the Responses API.
 
     The last group of fields is not OpenAI's; they have the same meaning as in the other APIs.
@@ -72,7 +72,6 @@ class ResponsesRequest(RequestBody):
     text: TextConfig | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: ListOf[str] | None = None
     reasoning: ReasoningConfig | None = None
@@ -90,12 +89,6 @@ class ResponsesRequest(RequestBody):
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
 
-    top_k: Int32 | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Int64 | None = None
     stop: StopStrings | None = None
     chat_template_kwargs: JsonObject | None = None
     priority: Int32 = 0

@@ -2,10 +2,21 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
+import msgspec
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    create_model,
+    model_validator,
+)
 
+from vllm import sampling_params as engine_sampling
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -24,43 +35,87 @@ from vllm.entrypoints.openai.protocol.base import (
 from vllm.entrypoints.shared.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
 from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
+from vllm.guided_decoding_params import KINDS, REQUEST_FIELDS, GuidedDecodingParams
 from vllm.sampling_params import (
     BeamSearchParams,
+    Door,
     RequestOutputKind,
     SamplingParams,
+    numbers_at,
 )
 
 StopStrings = Annotated[str | ListOf[str], accepts("a string or a list of strings")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
 
-_PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that may have a default in the model's generation_config.json."""
+API_NUMBERS = tuple(numbers_at(Door.API))
+"""Sampling parameters that all APIs accept under the same name."""
 _PARAMS = (
-    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words"),
-    *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("stop", "stop_token_ids", "bad_words", "ignore_eos"),
+    *("min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
     *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "logits_processors"),
 )
-_GUIDED_FIELDS = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
-)
 
 
-class StructuredOutputs(RequestModel):
+def _struct_fields(struct: type[msgspec.Struct], **types: Any) -> dict[str, Any]:
+    """Return the fields of a class of the engine for a body, some with a type of the body's own."""
+    return {
+        field.name: (types.get(field.name, field.type), ... if field.required else field.default)
+        for field in msgspec.structs.fields(struct)
+    }
+
+
+def _number_fields(*, are_bounded: bool) -> dict[str, Any]:
+    """Return the fields of `API_NUMBERS` for a body.
+
+    Args:
+        are_bounded: their ranges are part of the body's schema; if not, only
+            `SamplingParams` refuses what is out of range.
+    """
+    fields = {}
+    for name, number in numbers_at(Door.API).items():
+        accepted: Any = number.kind
+        if number.kind is int and number.at_most is None:
+            accepted = Int32
+        elif number.kind is int or are_bounded:
+            accepted = Annotated[
+                number.kind, Field(ge=number.at_least, gt=number.above, le=number.at_most)
+            ]
+        default = None if Door.MODEL in number.doors else number.default
+        fields[name] = (accepted | None, default)
+    return fields
+
+
+_CONSTRAINT = _struct_fields(GuidedDecodingParams, json=Json | None, choice=ListOf[str] | None)
+_GUIDED_FIELDS = {name: field for name, field in REQUEST_FIELDS.items() if field != "json_object"}
+"""A request's own field -> field of `GuidedDecodingParams`."""
+
+_make_body = partial(create_model, __base__=RequestModel)
+if TYPE_CHECKING:
+
+    class NumberFields(RequestModel): ...
+
+    class BoundedNumberFields(RequestModel): ...
+
+    class GuidedFields(RequestModel): ...
+
+    class ConstraintFields(RequestModel): ...
+else:
+    NumberFields = _make_body("NumberFields", **_number_fields(are_bounded=False))
+    BoundedNumberFields = _make_body("BoundedNumberFields", **_number_fields(are_bounded=True))
+    GuidedFields = _make_body(
+        "GuidedFields", **{name: _CONSTRAINT[field] for name, field in _GUIDED_FIELDS.items()}
+    )
+    # "json" is declared below: pydantic does not allow the name.
+    _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", "field")]
+    ConstraintFields = _make_body("ConstraintFields", **{k: _CONSTRAINT[k] for k in _OTHERS})
+
+
+class StructuredOutputs(ConstraintFields):
     """The constraint of the output and its options, in one object."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     json_schema: Json | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: ListOf[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    disable_fallback: bool = False
 
     def given(self) -> dict[str, Any]:
         """Fields of `GuidedDecodingParams` that are set."""
@@ -119,28 +174,23 @@ AnyResponseFormat = Annotated[
 ]
 
 
-class LogitsProcessorConstructor(RequestModel):
-    """A logits processor: its qualified name, and the arguments to create it."""
+LogitsProcessorConstructor = _make_body(
+    "LogitsProcessorConstructor",
+    __doc__="A logits processor: its qualified name, and the arguments to create it.",
+    **_struct_fields(
+        engine_sampling.LogitsProcessorConstructor,
+        args=ListOf[Json] | None,
+        kwargs=JsonObject | None,
+    ),
+)
 
-    qualname: str
-    args: ListOf[Json] | None = None
-    kwargs: JsonObject | None = None
 
-
-class SamplingFields(RequestBody):
+class SamplingFields(NumberFields, GuidedFields, RequestBody):
     """The sampling fields. None means the model's recommendation, or the default."""
 
     model: str | None = None
     n: Int32 | None = 1
     best_of: Int32 | None = None
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    seed: Int64 | None = None
     stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] | None = Field(default_factory=list)
     bad_words: ListOf[str] | None = None
@@ -165,13 +215,6 @@ class SamplingFields(RequestBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     response_format: AnyResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Json | None = None
-    guided_regex: str | None = None
-    guided_choice: ListOf[str] | None = None
-    guided_grammar: str | None = None
-    structural_tag: str | None = None
-    guided_decoding_backend: str | None = None
-    guided_whitespace_pattern: str | None = None
     logits_processors: ListOf[Json] | None = None
     kv_transfer_params: JsonObject | None = None
 
@@ -202,7 +245,7 @@ class SamplingFields(RequestBody):
             raise field_error("best_of", "must be equal to n with stream=true")
         group = self.structured_outputs
         for name, schema in (
-            ("guided_json", self.guided_json),
+            ("guided_json", self.own_constraint()["json"]),
             ("structured_outputs.json", group and group.json_schema),
         ):
             if schema is not None and not isinstance(schema, (str, dict)):
@@ -220,9 +263,17 @@ class SamplingFields(RequestBody):
         """Have errors about `response_format` name this field instead."""
         self._format_field = field
 
+    def own_constraint(self) -> dict[str, Any]:
+        """Return fields of `GuidedDecodingParams` from the request's own fields for them."""
+        return {field: getattr(self, name) for name, field in _GUIDED_FIELDS.items()}
+
     def constraints(self) -> list[str]:
         """Names of the fields that ask for structured output."""
-        given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
+        given = [
+            name
+            for name, field in _GUIDED_FIELDS.items()
+            if field in KINDS and getattr(self, name) is not None
+        ]
         if self.structured_outputs is not None:
             options = self.structured_outputs.given()
             given += [f"structured_outputs.{kind}" for kind in KINDS if kind in options]
@@ -272,22 +323,13 @@ def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
     Raises:
         RequestError: a `json_schema` without its schema.
     """
-    kinds: dict[str, Any] = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-        "structural_tag": body.structural_tag,
-        **_of_response_format(body.response_format),
-    }
-    given = {kind: value for kind, value in kinds.items() if value is not None}
-    given["whitespace_pattern"] = body.guided_whitespace_pattern
-    if body.structured_outputs is not None:
-        given |= body.structured_outputs.given()
     fields = body.constraints()
     if not fields:
         return None
-    return GuidedDecodingParams(**given, field=fields[0], backend=body.guided_decoding_backend)
+    given = body.own_constraint() | _of_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        given |= body.structured_outputs.given()
+    return GuidedDecodingParams(**given, field=fields[0])
 
 
 def _of_response_format(
@@ -330,10 +372,8 @@ def sampling_params(
     Raises:
         RequestError: a value is out of range; names the field.
     """
-    values = {name: getattr(body, name) for name in (*_PARAMS, *_PARAMS_FROM_MODEL)}
-    for name in _PARAMS_FROM_MODEL:
-        if values[name] is None:
-            values[name] = defaults.get(name)
+    values = {name: getattr(body, name) for name in _PARAMS}
+    values |= {name: _number(body, name, defaults) for name in API_NUMBERS}
     try:
         return SamplingParams.from_optional(
             **values,
@@ -347,6 +387,11 @@ def sampling_params(
         )
     except (TypeError, OverflowError) as error:
         raise RequestError(str(error)) from error
+
+
+def _number(body: SamplingFields, name: str, defaults: Mapping[str, Any]) -> Any:
+    value = getattr(body, name)
+    return defaults.get(name) if value is None else value
 
 
 def _asks(body: SamplingFields, name: str) -> bool:
@@ -368,14 +413,12 @@ def beam_search_params(
         refused.append("best_of")
     if refused := [*refused, *body.constraints()]:
         raise RequestError(f"{refused[0]}: not available with use_beam_search", param=refused[0])
-    temperature = body.temperature
-    if temperature is None:
-        temperature = defaults.get("temperature", 1.0)
+    temperature = _number(body, "temperature", defaults)
     return BeamSearchParams(
         beam_width=body.num_samples,
         max_tokens=max_tokens,
         ignore_eos=bool(body.ignore_eos),
-        temperature=temperature,
+        temperature=1.0 if temperature is None else temperature,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )

@@ -5,10 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from vllm.entrypoints.openai.protocol.base import (
-    Int32,
-    Int64,
     ListOf,
-    RequestModel,
     ResponseModel,
     UsageInfo,
     field_error,
@@ -16,11 +13,12 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
 )
 from vllm.entrypoints.openai.protocol.chat import DeltaMessage
+from vllm.entrypoints.openai.protocol.sampling import NumberFields
 
 AudioResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
 
-class TranscriptionRequest(RequestModel):
+class TranscriptionRequest(NumberFields):
     """Audio to transcribe."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -37,13 +35,6 @@ class TranscriptionRequest(RequestModel):
     stream_include_usage: bool | None = False
     stream_continuous_usage_stats: bool | None = False
     temperature: float = 0.0
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    seed: Int64 | None = None
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = 0.0
 
     @model_validator(mode="after")
     def _check_stream(self) -> "TranscriptionRequest":

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
 from vllm.entrypoints.openai.responses.input import Message, read_string
 from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import RequestError
@@ -20,8 +21,8 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 """Values of `include`. Reasoning is never encrypted, so it is always included as text."""
 _SAMPLING_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "priority", "cache_salt"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "user"),
+    *API_NUMBERS,
+    *("stop", "priority", "cache_salt", "user"),
 )
 
 
