@@ -16,9 +16,9 @@ from common import make_llm, make_parser, report
 from kernels import best_in_turns_us
 
 from vllm.attention import LaunchContext, RaggedMetadata
+from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.model_runner import ModelRunner
 
 
 def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> ModelInput:
@@ -35,11 +35,12 @@ def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> Mo
         query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
         host_seq_lens=seq_lens.numpy(),
     )
+    rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)
     return ModelInput(
+        Launch(rows, ones * np.int32(last), ones),
+        sampled=rows,
         input_ids=torch.randint(vocab_size, (num_rows,)),
         context=LaunchContext(metadata, torch.full((num_rows,), last)),
-        sampled=np.arange(num_rows, dtype=np.int32),
-        num_drafts=None,
         logits_indices=None,
     )
 
@@ -50,9 +51,9 @@ def measure(runner: CPUModelRunner, num_rows: int, args: argparse.Namespace) -> 
     nothing = decodes(0, args.input_len, runner.block_size, vocab_size)
     modules_us, fused_us, call_us = best_in_turns_us(
         [
-            lambda: ModelRunner._forward(runner, model_input),
-            lambda: runner._forward(model_input),
-            lambda: runner._forward(nothing),
+            lambda: runner.launches.run_modules(model_input),
+            lambda: runner.launches.run(model_input),
+            lambda: runner.launches.run(nothing),
         ],
         args.seconds,
     )

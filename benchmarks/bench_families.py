@@ -30,6 +30,7 @@ from kernels import best_in_turns_us
 from torch import Tensor, nn
 
 from vllm.attention import LaunchContext, RaggedMetadata, share_context
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import (
     CacheConfig,
     LoadConfig,
@@ -50,7 +51,6 @@ from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.program import Program
-from vllm.worker.kv_cache import layers_with_cache
 
 BLOCK_SIZE = 64
 _COMMON = {

@@ -21,6 +21,7 @@ from gaudi_sim.graphs.capture import capture
 from gaudi_sim.graphs.cost import cost_of
 from gaudi_sim.kernels.kernels import register
 from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing.bucket import decode
 from vllm.config import (
     CacheConfig,
@@ -40,7 +41,7 @@ from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout
 
 _BLOCK_SIZE = 128
 _MODES = {

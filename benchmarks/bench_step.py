@@ -14,10 +14,6 @@ from typing import Any
 
 from common import fixed_length, make_llm, make_parser, percentiles, random_prompts, report
 
-from vllm.worker import model_runner
-
-_BUILD_INPUT = model_runner.build_ragged_input
-
 
 class Timers:
     """Seconds of every call, by part."""
@@ -55,17 +51,16 @@ def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
         engine.step()
 
     timers = Timers()
-    model_runner.build_ragged_input = _BUILD_INPUT
-    fused = getattr(runner, "_decode_step", None)
+    fused = runner.launches.decode_step
     for owner, name, part in (
         (engine, "step", "step"),
         (core.scheduler, "schedule", "schedule"),
         (core.scheduler, "update", "update"),
-        (runner, "_update_state", "batch_update"),
-        (model_runner, "build_ragged_input", "build_input"),
-        (runner, "_forward", "forward"),
+        (runner.batch, "update", "batch_update"),
+        (runner.launches, "build", "build_input"),
+        (runner.launches, "run", "forward"),
         (runner.model, "compute_logits", "logits"),
-        (runner, "sampler", "sample"),
+        (runner.tokens, "sampler", "sample"),
         (runner, "_collect", "collect"),
         (engine.output_processor, "process", "output"),
     ):

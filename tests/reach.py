@@ -60,14 +60,14 @@ def connector_of(engine: Any) -> Any:
 
 def program_of(runner: Any) -> Any:
     """Return the fused program of a model on the CPU, or None."""
-    return runner._fused
+    return runner.launches.program
 
 
 def leave_modules_alone(runner: Any) -> None:
     """Let a runner on the CPU run the modules of its model, not their fused program."""
-    runner._fused = runner._decode_step = None
+    runner.launches.program = runner.launches.decode_step = None
 
 
 def decode_step_of(runner: Any) -> Any:
     """Return the decode step in one call of a runner on the CPU, or None."""
-    return runner._decode_step
+    return runner.launches.decode_step

@@ -134,7 +134,7 @@ def names_of_refused() -> set[str]:
     ("stale", "marker"),
     [
         ("this version runs no models with recurrent state", "architecture:BambaForCausalLM"),
-        ("the KV cache is not defragmented", "module:vllm.worker.hpu.memory.block_moves"),
+        ("the KV cache is not defragmented", "module:vllm.worker.hpu.launches.block_moves"),
         ("this version runs in one process, on one card", "flag:tensor_parallel_size"),
         ("there is no prefix caching", "text:prefix_caching"),
         ("there is no merged prefill", "variable:VLLM_MERGED_PREFILL"),

@@ -16,6 +16,7 @@ from gaudi_sim.kernels.kernels import register
 from tests.tiny_models import _FAMILIES
 from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing.bucket import decode, prefill
 from vllm.config import (
     CacheConfig,
@@ -37,7 +38,7 @@ from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.hpu.pooling_model import _TYPED, WholePromptModel
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 9

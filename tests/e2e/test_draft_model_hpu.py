@@ -68,8 +68,8 @@ def check_reads(engine: LLMEngine, bridge: SimBridge) -> None:
     runner, launches = runner_of(engine), []
     before = bridge.counters().host_syncs
     with pytest.MonkeyPatch.context() as patch:
-        launch_once = runner._run_launch
-        patch.setattr(runner, "_run_launch", lambda x: launches.append(x) or launch_once(x))
+        launch_once = runner._run
+        patch.setattr(runner, "_run", lambda x: launches.append(x) or launch_once(x))
         for seed in range(3):
             params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
             engine.add_request(str(seed), {"prompt_token_ids": [300 + seed] * 9}, params)

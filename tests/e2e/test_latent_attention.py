@@ -113,5 +113,5 @@ def test_steps_run_in_one_call_with_the_tokens_of_the_modules(models, references
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)
-    monkeypatch.setattr("vllm.worker.cpu.model_runner.fuse", lambda *args: None)
+    monkeypatch.setattr("vllm.worker.cpu.launches.fuse", lambda *args: None)
     assert fused == generate_all(is_fused=False)

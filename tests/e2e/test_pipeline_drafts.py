@@ -121,7 +121,7 @@ def test_inputs_of_inner_layers_pass_through_stages_that_run_as_programs(
     llm = with_speculator(made["eagle3"], **values, **sizes(1, 3))
     executor = executor_of(llm)
     assert run(llm) == want
-    assert set(kept) == {len(executor.workers[-1].runner.reader._speculator.inner_layers)}
+    assert set(kept) == {len(executor.workers[-1].runner.launches.reader._speculator.inner_layers)}
     assert all(program_of(worker.runner) is not None for worker in executor.workers)
     executor.shutdown()
 

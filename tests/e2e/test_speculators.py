@@ -180,11 +180,11 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
         # Steps that run ahead leave states of dropped tokens: how many is a matter of time.
         llm = with_speculator(made[method], dtype="bfloat16", config=config, async_scheduling=False)
         runner = runner_of(llm)
-        runner._is_fused_known = not is_fused
+        runner.launches.is_fused = not is_fused
         alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
         outputs.append([*run(llm), alone[0].outputs[0].token_ids])
         assert (decode_step_of(runner) is not None) == is_fused
-        states.append(runner.reader._states.memory)
+        states.append(runner.launches.reader._states.memory)
         assert stats_of(llm).drafts.num_draft_tokens > 20
     assert outputs[0] == outputs[1]
     assert torch.equal(*states) and states[0].any(1).sum() > 200

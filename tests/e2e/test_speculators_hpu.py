@@ -47,8 +47,8 @@ def check_ledger(llm: LLM) -> None:
     block_bytes = sum(runner.cache_layout.block_bytes for runner in runners)
     num_blocks = FEW_BLOCKS["num_gpu_blocks_override"]
     assert worker.ledger.booked(MemoryClass.KV_CACHE) == num_blocks * block_bytes
-    kept = worker.runner.drafter._states.by_slot
-    assert kept.nbytes == num_blocks * worker.runner.drafter._states.block_bytes
+    kept = worker.runner.drafter.states.by_slot
+    assert kept.nbytes == num_blocks * worker.runner.drafter.states.block_bytes
 
 
 SHORT = {("HPU graphs", "eagle3"), ("HPU graphs", "mlp_speculator")}

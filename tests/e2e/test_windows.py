@@ -84,5 +84,5 @@ def test_groups_of_layers_run_in_one_call_with_the_tokens_of_the_modules(tmp_pat
         return [output.outputs[0].token_ids for output in outputs]
 
     fused = generate_all(is_fused=True)
-    monkeypatch.setattr("vllm.worker.cpu.model_runner.fuse", lambda *args: None)
+    monkeypatch.setattr("vllm.worker.cpu.launches.fuse", lambda *args: None)
     assert fused == generate_all(is_fused=False)

@@ -13,7 +13,7 @@ import pytest
 
 from vllm.executor.step_thread import StepThread
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.runner import StepHandle
 
 
 class SlowWorker:

@@ -17,6 +17,7 @@ from tests.model_executor.helpers import (
     prompt_of,
     read_arch,
 )
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind
@@ -27,7 +28,7 @@ from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
-from vllm.worker.kv_cache import cache_layout, layers_with_cache
+from vllm.worker.kv_cache import cache_layout
 
 
 @pytest.fixture

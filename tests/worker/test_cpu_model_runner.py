@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.sample import cpu_sampler, logprobs
-from vllm.worker.cpu import model_runner as cpu_model_runner
+from vllm.worker.cpu import launches as cpu_launches
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
 # One prefix for all; lengths around those of blocks and chunks.
@@ -54,7 +54,7 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
         got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
         assert program_of(runner_of(llm)) is not None
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_model_runner, "fuse", lambda *args: None)
+            patch.setattr(cpu_launches, "fuse", lambda *args: None)
             llm = make_llm(tmp_path, **settings)
             assert got == [outputs(llm) for _ in range(2)]
 
@@ -96,7 +96,7 @@ def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkey
         got = tokens_of(make_llm(tmp_path, **settings))
         assert num_runs - before > 10
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_model_runner, "fuse_head", lambda model, forward: None)
+            patch.setattr(cpu_launches, "fuse_head", lambda model, forward: None)
             before = num_runs
             assert got == tokens_of(make_llm(tmp_path, **settings))
             assert num_runs == before

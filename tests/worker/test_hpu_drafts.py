@@ -75,9 +75,9 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         source = OracleSource(random.Random(3), known)
         core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)
         launches: list[PaddedLaunch] = []
-        launch_once = runner._run_launch
+        launch_once = runner._run
         monkeypatch.setattr(
-            runner, "_run_launch", lambda launch: launches.append(launch) or launch_once(launch)
+            runner, "_run", lambda launch: launches.append(launch) or launch_once(launch)
         )
         before = bridge.counters().compilations
         with_drafts = run(engine)

@@ -20,7 +20,7 @@ from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
-from vllm.worker.memory_use import CacheBudget, draft_use, states_use, weights_use
+from vllm.worker.parts.memory_use import CacheBudget, draft_use, states_use, weights_use
 
 GIB, MIB = 2**30, 2**20
 BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens

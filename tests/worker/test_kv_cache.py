@@ -8,6 +8,7 @@ from torch import nn
 
 from gaudi_sim.bridge import SimBridge
 from vllm.attention import Attention, CachedLayer, EncoderAttention, StateLayer
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
@@ -19,10 +20,9 @@ from vllm.worker.kv_cache import (
     cache_dtype,
     cache_layout,
     count_blocks,
-    layers_with_cache,
     states_bytes,
 )
-from vllm.worker.memory_use import weights_use
+from vllm.worker.parts.memory_use import weights_use
 
 GIB = 2**30
 

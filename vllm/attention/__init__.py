@@ -3,7 +3,7 @@
 from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
-from vllm.attention.cached_layer import CachedLayer
+from vllm.attention.cached_layer import CachedLayer, layers_with_cache
 from vllm.attention.context import (
     ContextHolder,
     LaunchAdapters,
@@ -39,6 +39,7 @@ __all__ = [
     "StateLayer",
     "States",
     "TableEmbeddings",
+    "layers_with_cache",
     "share_context",
     "text_positions",
 ]

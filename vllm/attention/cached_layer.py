@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vllm.kv_cache_spec import KVCacheSpec
+from vllm.kv_cache_spec import CacheKind, KVCacheSpec
 
 
 class CachedLayer(nn.Module, ABC):
@@ -41,3 +41,13 @@ class CachedLayer(nn.Module, ABC):
         """Let go of the tensors."""
         for name in self.cache_names:
             setattr(self, name, None)
+
+
+def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
+    """The layers with a KV cache, in the order of the model; an encoder has none."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, CachedLayer)
+        and module.cache_spec(torch.float32).kind is not CacheKind.NONE
+    ]

@@ -16,6 +16,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.attention import CachedLayer
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, build_prefill_metadata
 from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing.bucket import decode, prefill
 from vllm.config import (
     CacheConfig,
@@ -42,7 +43,7 @@ from vllm.worker.hpu.launches.execution import Execution
 from vllm.worker.hpu.launches.input import DecodeInput, PrefillInput, fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout
 
 BLOCK_SIZE = 128
 SEQ_LENS = (6, 130, 300)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm.attention.backends.sdpa import torch_sdpa
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.constants import LAUNCH_STEP_S, REPLAY_GRAPH_S
@@ -43,7 +44,6 @@ from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches.execution import Outputs
 from vllm.worker.hpu.launches.model import HPUModel, regions_of
-from vllm.worker.kv_cache import layers_with_cache
 
 NUM_STEPS = 16
 MAX_TIME_RATIO = 4.0

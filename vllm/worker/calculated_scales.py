@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention import Attention, share_context
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.loader.kv_scales import cache_scale_factor
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.worker.kv_cache import cache_dtype, layers_with_cache
+from vllm.worker.kv_cache import cache_dtype
 
 logger = init_logger(__name__)
 

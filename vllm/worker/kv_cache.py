@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from vllm.attention import CachedLayer
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheLayout, plan_layout
+from vllm.kv_cache_spec import CacheTensor, KVCacheLayout, plan_layout
 from vllm.logger import init_logger
 from vllm.platforms import Platform
-from vllm.worker.memory_use import CacheBudget, MemoryUse, states_use, unused_share
+from vllm.worker.parts.memory_use import CacheBudget, MemoryUse, states_use, unused_share
 
 logger = init_logger(__name__)
 
@@ -33,16 +32,6 @@ def cache_dtype(config: VllmConfig) -> torch.dtype:
     asked = config.cache.kv_cache_dtype
     model_dtype: torch.dtype = getattr(torch, config.model.dtype_name)
     return _CACHE_DTYPES.get(asked, model_dtype)
-
-
-def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
-    """The layers with a KV cache, in the order of the model; an encoder has none."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, CachedLayer)
-        and module.cache_spec(torch.float32).kind is not CacheKind.NONE
-    ]
 
 
 def cache_layout(

@@ -1,72 +1,29 @@
-"""Runs scheduler steps: update the batch, plan launches, run the forward pass, sample. Each part
-has its own class; this module calls them in order.
+"""Runs scheduler steps of a model that generates tokens: makes drafts, samples from each launch,
+and notes the tokens in the batch.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, LaunchContext, share_context
 from vllm.config import VllmConfig
-from vllm.kv_cache_spec import KVCacheLayout
-from vllm.lora.reader import AdapterReader
-from vllm.messages import (
-    IntArray,
-    LogprobRows,
-    ModelRunnerOutput,
-    RunnerStats,
-    SchedulerOutput,
-    StepTokens,
-)
+from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.masks import RowDrafts
-from vllm.sample.sampler import Sampler
+from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.batch.input_batch import ExpectedTokens, InputBatch
-from vllm.worker.batch.launch import Launch, LaunchPlanner, RaggedPlanner
+from vllm.worker.batch.input_batch import ExpectedTokens
+from vllm.worker.batch.launch import Launch, LaunchInput
 from vllm.worker.batch.launch_result import LaunchResult, PendingLaunch, join_logprobs
-from vllm.worker.batch.model_input import ModelInput, build_ragged_input
-from vllm.worker.drafts.stage_drafts import InnerLayers, StageDrafts, makes_drafts
-from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.parts.adapters import Adapters, RaggedRows, adapter_reader
-from vllm.worker.parts.embedding_rows import EmbeddingRows
-from vllm.worker.parts.prompt_logprobs import PromptLogprobs
-from vllm.worker.parts.row_parts import RowPart, RowParts, SamplingRows
-
-
-class StepHandle:
-    """A step in flight.
-
-    `result` waits for the device and returns the tokens; further calls return the same.
-
-    Args:
-        finish: called once, after the steps before this one have their results.
-        before: the step before this one, if it may still be in flight.
-    """
-
-    def __init__(
-        self, finish: Callable[[], ModelRunnerOutput], before: "StepHandle | None" = None
-    ) -> None:
-        self._finish = finish
-        self._before = before
-        self._output: ModelRunnerOutput | None = None
-
-    def result(self) -> ModelRunnerOutput:
-        """The result of the step; waits for it."""
-        if self._output is None:
-            if self._before is not None:
-                self._before.result()
-                self._before = None
-            self._output = self._finish()
-        return self._output
+from vllm.worker.drafts.stage_drafts import StageDrafts, makes_drafts
+from vllm.worker.parts.row_parts import SamplingRows
+from vllm.worker.runner import Runner, RunnerParts, run_launch
 
 
 class Drafter(Protocol):
@@ -77,52 +34,66 @@ class Drafter(Protocol):
         ...
 
 
-class StateReader(Protocol):
-    """Takes hidden states of the tokens that the model has run."""
+class Sampled(NamedTuple):
+    """The tokens sampled from a launch: the fields of `LaunchResult`."""
 
-    def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Called after each launch of T tokens, in the order of its rows.
+    rows: IntArray
+    indices: IntArray
+    sampled: SamplerOutput | None
+    accepted: Tensor | None = None
+
+
+class SamplesTokens(Protocol):
+    """Samples from what the launches of a device give.
+
+    Attributes:
+        state: how the rows sample.
+        sampler: of the device.
+    """
+
+    state: SamplingState
+    sampler: Sampler
+
+    def sample(
+        self, given: Any, output: Any, num_output: IntArray, drafts: RowDrafts | None
+    ) -> Sampled:
+        """Sample a token for each row that samples, and one after each of its drafts.
 
         Args:
-            launch: which tokens.
-            result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, the inputs of the layers that it reads besides the result,
-                ascending. Belong to the reader.
+            given: the launch, of n rows.
+            output: of its forward pass.
+            num_output: [n] number of the output token that each row samples first.
+            drafts: of rows whose sampling depends on them.
         """
         ...
 
 
-class ModelRunner:
-    """One model on one device.
+def sampling_rows(
+    config: VllmConfig, model: CausalLM, sampling: SamplingState, grammars: GrammarMatchers
+) -> Iterator[SamplingRows]:
+    """Yield how requests sample, where something is sampled on this stage."""
+    samples = model.stage.is_last
+    if samples or makes_drafts(config, model.stage):
+        yield SamplingRows(sampling, grammars, samples)
+
+
+class ModelRunner(Runner):
+    """One model that generates, on one device.
 
     Args:
         config: of the engine.
         model: loaded, on the device.
-        device: where it is.
-        grammars: of the worker, which begin to load before the model; None makes new ones.
+        made: of it.
+        sampling: of the device.
     """
 
-    adapts_experts: ClassVar[bool] = True
-    """Adapters may change experts unless `lora_target_modules` says otherwise."""
+    model: CausalLM
 
     def __init__(
-        self,
-        config: VllmConfig,
-        model: CausalLM,
-        device: torch.device,
-        grammars: GrammarMatchers | None = None,
+        self, config: VllmConfig, model: CausalLM, made: RunnerParts, sampling: SamplesTokens
     ) -> None:
-        self.model = model
-        self.stage = model.stage
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._launch_holder = share_context(model)
-        self.device = device
-        self.block_size = config.cache.block_size
-        self.cache_layout = self._plan_cache(config)
-        self.batch = self._make_batch(config)
-        self.sampling, self.sampler = self._make_sampler(config)
-        self.parts = RowParts(self._make_parts(config, grammars or GrammarMatchers(config)))
-        self.planner: LaunchPlanner = RaggedPlanner()
+        super().__init__(model, made)
+        self.tokens, self.sampling = sampling, sampling.state
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
@@ -130,86 +101,21 @@ class ModelRunner:
         """Carries drafts of a model beside this one between stages; None: there is no such model,
         or one stage."""
         if self.stage.count > 1 and config.speculative.draft_model is not None:
-            self.stage_drafts = StageDrafts(config, self.stage, self.batch, device)
-        self.reader: StateReader | None = None
-        """Takes the hidden states of all launches; None: nothing does."""
-        self._inner_layers = InnerLayers.of(config, self.stage)
-        self._inner: list[Tensor] = []
-        """What the last forward pass has of inner layers, up to those of this stage."""
-        self._in_flight: StepHandle | None = None
+            self.stage_drafts = StageDrafts(config, self.stage, self.batch, sampling.state.device)
         self._awaited: dict[int, list[ExpectedTokens]] = {}
         """Tokens that the last stage samples, by the id of their step."""
-        self._num_steps = 0
-        self._num_useful_tokens = 0
 
-    def _make_batch(self, config: VllmConfig) -> InputBatch:
-        return InputBatch(
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_model_len,
-            config.max_blocks_per_request,
-            len(self.cache_layout.groups),
-        )
-
-    def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
-        vocab_size = config.model.resolved_arch.vocab_size
-        return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
-
-    def _make_parts(self, config: VllmConfig, grammars: GrammarMatchers) -> Iterator[RowPart]:
-        """Make the parts of what requests of this engine may bring, on this stage."""
-        samples = self.stage.is_last
-        if samples or makes_drafts(config, self.stage):
-            yield SamplingRows(self.sampling, grammars, samples)
-        yield self._make_prompt_logprobs()
-        if config.model.enable_prompt_embeds:
-            yield from self._make_embeddings(config)
-        if config.lora.enable_lora:
-            reader = adapter_reader(config, self.model, has_experts=self.adapts_experts)
-            yield self._make_adapters(config, reader)
-
-    def _make_prompt_logprobs(self) -> PromptLogprobs:
-        return PromptLogprobs(self.model, self.batch, self.sampler, self._running_head)
-
-    def _make_embeddings(self, config: VllmConfig) -> Iterator[EmbeddingRows]:
-        if self.stage.is_first:
-            yield EmbeddingRows(self.model, config.scheduler.max_num_seqs, self.device)
-
-    def _make_adapters(self, config: VllmConfig, reader: AdapterReader) -> Adapters:
-        return RaggedRows(config, reader)
-
-    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
-        """How the blocks of the KV cache are shared out. The stages of a pipeline, and a draft
-        model beside its target, have one set of block tables and need not have the same windows,
-        so they keep all tokens."""
-        has_drafter = config.speculative.draft_model is not None
-        keeps_all = has_drafter or self.stage.count > 1
-        return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=keeps_all)
-
-    @property
-    def attention_layers(self) -> list[CachedLayer]:
-        """The layers that own a KV cache, in the order of the model."""
-        return layers_with_cache(self.model)
-
-    def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step. The step before may be in flight; it is waited for if its tokens are needed
-        on the host."""
-        if self._in_flight is not None and self._needs_tokens(step):
-            self._in_flight.result()
-        self.parts.note_step()
-        self._update_state(step)
+    def _prepare_step(self, step: SchedulerOutput) -> None:
         if self.drafter is not None:
             self.drafter.propose(step)
         if self.stage_drafts is not None:
             self.stage_drafts.exchange(step)
-        self._num_steps += 1
-        self._num_useful_tokens += step.num_tokens
-        self._in_flight = StepHandle(self._start(step), before=self._in_flight)
-        return self._in_flight
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch a step. Calling the result waits for its tokens."""
         if step.num_decodes > 1:
             return self._start_decodes(step)
-        launches = [self._launch(launch) for launch in self.planner.plan(step)]
+        launches = [self._launch(launch) for launch in self.launches.plan(step)]
         if not self.stage.is_last:
             expected = [each for _, each in launches]
             if any(len(each.rows) for each in expected):
@@ -226,7 +132,7 @@ class ModelRunner:
             part = msgspec.structs.replace(
                 step, num_decodes=1, num_computed_tokens=step.num_computed_tokens + np.int32(index)
             )
-            launches = [self._launch(launch) for launch in self.planner.plan(part)]
+            launches = [self._launch(launch) for launch in self.launches.plan(part)]
             output = self._collect(step.step_id, launches) if waits else None
             decodes.append((launches, output))
             if output is None:
@@ -287,70 +193,35 @@ class ModelRunner:
             self.batch.record(expected, tokens.token_ids[first:stop], counts)
             start, first = end, stop
 
-    def _needs_tokens(self, step: SchedulerOutput) -> bool:
-        """Whether the host must know the tokens of the step in flight before this one starts:
-        always, where inputs are built from them."""
-        return True
-
-    def stats(self) -> RunnerStats:
-        """Counters since the start. Nothing is padded or compiled on a device that accepts any
-        shape."""
-        return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
-
     def _launch(self, launch: Launch) -> PendingLaunch:
         result = self._run(launch)
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
-    def _update_state(self, step: SchedulerOutput) -> None:
-        self.parts.update(step)
-        self.batch.update(step)
-
-    @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
-        model_input = build_ragged_input(
-            self.batch,
-            launch,
-            self.block_size,
-            self.device,
-            self.parts.of_launch(launch),
-            has_states=bool(self.cache_layout.state_layers),
-        )
-        num_drafts = model_input.num_drafts
-        if not self.stage.is_last:
-            hidden_states = self._forward(model_input)
-            if self._inner:
-                hidden_states = torch.cat((hidden_states, *self._inner), dim=1)
-            self.stage.connected.send(hidden_states)
-            return LaunchResult.unsampled(launch.rows[model_input.sampled], num_drafts)
-        drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
-        self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
-        hidden_states = self._forward(model_input)
-        if self.reader is not None:
-            self.reader.read(launch, hidden_states, self._inner)
-        starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
-        pending = self.parts.read(launch, hidden_states, starts)
-        rows = launch.rows[model_input.sampled]
-        num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
-        if num_drafts is not None:
-            rows = np.repeat(rows, num_drafts + 1)
-            num_output = np.repeat(num_output, num_drafts + 1) + positions_within(num_drafts + 1)
-        sampled = None
-        if len(rows):
-            if model_input.logits_indices is not None:
-                hidden_states = hidden_states[model_input.logits_indices]
-            with self._running_head(rows):
-                logits = self.model.compute_logits(hidden_states)
-            sampled = self.sampler(logits, self.sampling.metadata(rows, num_output, drafts=drafts))
-        indices = np.arange(len(rows), dtype=np.int32)
-        return LaunchResult(rows, indices, sampled, pending, num_drafts=num_drafts)
+        return run_launch(launch, self.launches, self._begin)
 
-    def _running_head(self, rows: IntArray) -> AbstractContextManager[None]:
-        """Return the context in which the output head runs for hidden states of rows [N]."""
-        parts = self.parts.of_head(rows)
-        if not parts:
-            return nullcontext()
-        context = LaunchContext(None, torch.empty(0, dtype=torch.int64), **parts)
-        return self._launch_holder.running(context)
+    def _begin(self, given: LaunchInput) -> Callable[[Any], LaunchResult]:
+        """Start to fill masks. Return what samples from the output of the forward pass."""
+        launch, rows, num_drafts = given.launch, given.rows, given.num_drafts
+        if not self.stage.is_last:
+            return lambda _: LaunchResult.unsampled(rows, num_drafts)
+        drafts = self._followed_drafts(rows, num_drafts)
+        self.sampling.start_masks(rows, drafts)
+
+        def finish(output: Any) -> LaunchResult:
+            pending = self.parts.read(launch, output.hidden_states)
+            num_output = launch.num_known - self.batch.num_prompt_tokens[launch.rows]
+            found = self.tokens.sample(given, output, num_output, drafts)
+            return LaunchResult(
+                found.rows,
+                found.indices,
+                found.sampled,
+                pending,
+                num_drafts=num_drafts,
+                accepted=found.accepted,
+            )
+
+        return finish
 
     def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
         """The drafts of a launch, where the sampling of a row depends on them.
@@ -362,33 +233,6 @@ class ModelRunner:
         if num_drafts is None or not self.sampling.follows_output(rows[num_drafts > 0]):
             return None
         return self.batch.drafts(rows[num_drafts > 0], num_drafts[num_drafts > 0])
-
-    def _forward(self, model_input: ModelInput) -> Tensor:
-        context = model_input.context
-        with self._launch_holder.running(context):
-            inputs = self._inputs(model_input.input_ids)
-            if not self._inner_layers.own:
-                return self.model(inputs, context.positions)
-            result, inner = self.model.forward_and_inputs(
-                inputs, context.positions, self._inner_layers.own
-            )
-            self._inner += inner
-            return result
-
-    def _inputs(self, input_ids: Tensor) -> Tensor:
-        """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the
-        stage before. The inputs of inner layers that come with them begin `_inner`."""
-        self._inner = []
-        if self.stage.is_first:
-            return input_ids
-        inputs, self._inner = self._inner_layers.split(self._receive(len(input_ids)))
-        return inputs
-
-    def _receive(self, num_tokens: int) -> Tensor:
-        """What the stage before has sent for a launch: hidden states, and inputs of inner
-        layers."""
-        size = self.model.arch.hidden_size * (1 + self._inner_layers.num_before)
-        return self.stage.receive(num_tokens, size, self._dtype, self.device)
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""

@@ -2,31 +2,22 @@
 computed with it. Nothing is sampled, so no step depends on the result of another.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, EncoderMetadata, LaunchContext, share_context
 from vllm.config import VllmConfig
-from vllm.messages import (
-    FloatArray,
-    IntArray,
-    ModelRunnerOutput,
-    NewRequest,
-    RunnerStats,
-    SchedulerOutput,
-)
-from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
+from vllm.messages import FloatArray, IntArray, ModelRunnerOutput, NewRequest, SchedulerOutput
+from vllm.model_executor.layers.pooler import finish, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.batch.input_batch import InputBatch
-from vllm.worker.batch.launch import Launch, LaunchPlanner, RaggedPlanner
-from vllm.worker.batch.model_input import build_ragged_input
-from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.batch.launch import Launch, LaunchInput
 from vllm.worker.parts.row_parts import RowPart, RowParts
+from vllm.worker.runner import Runner, RunnerParts, run_launch
 
 _NOT_FINITE = (
     "the model's result has values that are not finite: they have overflowed in {dtype}; "
@@ -46,18 +37,6 @@ class PooledRows:
     """[n, size], or [sum(counts), size] with one result per token."""
     places: IntArray | None = None
     """Indices of the valid rows of `numbers`; None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingInput:
-    """A ragged launch of T tokens, ready to run."""
-
-    input_ids: Tensor
-    """[T] int64."""
-    context: LaunchContext
-    """What the layers have to know."""
-    token_type_ids: Tensor | None
-    """[T] int64; None: all 0."""
 
 
 class PoolingRequests(RowPart):
@@ -123,113 +102,48 @@ class TokenTypes(RowPart):
         self.values[new.row, :num_prompt] = 0 if types is None else types
 
 
-class PoolingRunner:
-    """One pooling model on a device that takes any shape.
+class PoolingRunner(Runner):
+    """One pooling model on one device.
 
     Args:
-        config: of the engine; `model.pooler` is set.
         model: loaded, on the device.
-        device: where it is.
+        made: of it.
+        requests: of the batch.
+        pool: makes the results of a launch of its output.
     """
 
-    _keeps_all_blocks = False
-    """Also those that a sliding window has passed, so that one block table serves all layers."""
+    model: PoolingModel
 
-    def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
-        self.model = model
-        self.stage = model.stage
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._launch_holder = share_context(model)
-        self.device = device
-        self.block_size = config.cache.block_size
-        limits = config.scheduler
-        # Stages of a pipeline need not have the same windows.
-        self.cache_layout = cache_layout(
-            config,
-            self.attention_layers,
-            cache_dtype(config),
-            keeps_all=self._keeps_all_blocks or self.stage.count > 1,
-        )
-        self.batch = InputBatch(
-            limits.max_num_seqs,
-            limits.max_model_len,
-            config.max_blocks_per_request,
-            len(self.cache_layout.groups),
-        )
-        self.requests = PoolingRequests(config, self.batch)
-        self._planner: LaunchPlanner = RaggedPlanner()
-        self._types = TokenTypes(self.batch) if model.num_token_types > 1 else None
-        types = [] if self._types is None else [self._types]
-        self.parts = RowParts([self.requests, *types])
-        self._in_flight: StepHandle | None = None
-        self._num_steps = 0
-        self._num_useful_tokens = 0
+    def __init__(
+        self,
+        model: PoolingModel,
+        made: RunnerParts,
+        requests: PoolingRequests,
+        pool: Callable[[Any, Any], PooledRows],
+    ) -> None:
+        super().__init__(model, made)
+        self._requests, self._pool = requests, pool
 
-    @property
-    def attention_layers(self) -> list[CachedLayer]:
-        """The layers that own a KV cache, in the order of the model; an encoder has none."""
-        return layers_with_cache(self.model)
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        found = [self._run(launch) for launch in self.launches.plan(step)]
+        pooled = [launch for launch in found if launch is not None]
+        return lambda: self._requests.output(step.step_id, pooled)
 
-    def stats(self) -> RunnerStats:
-        """Counters since the start. Nothing is padded or compiled on a device that accepts any
-        shape."""
-        return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
-
-    def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step. It may reassign rows, so it first waits for the step before."""
-        if self._in_flight is not None:
-            self._in_flight.result()
-        self._num_steps += 1
-        self._num_useful_tokens += step.num_tokens
-        self.parts.update(step)
-        self.batch.update(step)
-        launches = [self._run(launch) for launch in self._planner.plan(step)]
-        pooled = [launch for launch in launches if launch is not None]
-        self._in_flight = StepHandle(lambda: self.requests.output(step.step_id, pooled))
-        return self._in_flight
-
-    @torch.inference_mode()
     def _run(self, launch: Launch) -> PooledRows | None:
-        """The results of a launch; None: a later stage of the pipeline has them."""
-        given, stage = self._build(launch), self.stage
-        inputs, positions = given.input_ids, given.context.positions
-        if not stage.is_first:
-            size = self.model.arch.hidden_size
-            inputs = stage.receive(len(positions), size, self._dtype, self.device)
-        with self._launch_holder.running(given.context):
-            hidden_states = self.model(inputs, positions, given.token_type_ids)
-        if not stage.is_last:
-            stage.connected.send(hidden_states)
-            return None
-        counts = launch.num_scheduled_tokens
-        ends = launch.num_computed_tokens + counts
-        done = np.flatnonzero(ends >= self.batch.num_tokens[launch.rows])
-        starts = (np.cumsum(counts) - counts)[done]
-        counts = counts[done]
-        pooled = pool_tokens(hidden_states, self.requests.pooler, starts, counts)
-        return PooledRows(launch.rows[done], counts, self.model.head(pooled))
+        """Return the results of a launch; None: a later stage of the pipeline has them."""
+        return run_launch(launch, self.launches, self._begin)
 
-    def _build(self, launch: Launch) -> PoolingInput:
-        if self.requests.pooler.is_causal:
-            given = build_ragged_input(
-                self.batch,
-                launch,
-                self.block_size,
-                self.device,
-                has_states=bool(self.cache_layout.state_layers),
-            )
-            return PoolingInput(given.input_ids, given.context, None)
-        counts = launch.num_scheduled_tokens
-        ends = np.cumsum(counts)
-        rows = np.repeat(launch.rows, counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        metadata = EncoderMetadata.build(np.concatenate([[0], ends]), self.device)
-        types = None if self._types is None else self._types.values
-        return PoolingInput(
-            self._to_device(self.batch.token_ids[rows, positions]),
-            LaunchContext(metadata, self._to_device(positions)),
-            None if types is None else self._to_device(types[rows, positions]),
-        )
+    def _begin(self, given: LaunchInput) -> Callable[[Any], PooledRows | None]:
+        if not self.stage.is_last:
+            return lambda _: None
+        return lambda output: self._pool(given, output)
 
-    def _to_device(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+def pooling_rows(
+    config: VllmConfig, model: PoolingModel, batch: InputBatch
+) -> tuple[PoolingRequests, TokenTypes | None, RowParts]:
+    """Return the requests of a batch, the types of their tokens if the model tells several apart,
+    and the list of both."""
+    requests = PoolingRequests(config, batch)
+    types = TokenTypes(batch) if model.num_token_types > 1 else None
+    return requests, types, RowParts([requests] if types is None else [requests, types])

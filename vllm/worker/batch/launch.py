@@ -1,9 +1,10 @@
 """How one scheduler step becomes forward passes."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from vllm.messages import IntArray, SchedulerOutput
+import numpy as np
+
+from vllm.messages import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +23,34 @@ class Launch:
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[n] number of drafts among them, which are the last ones; None if no row has drafts."""
 
+    @property
+    def starts(self) -> IntArray:
+        """[n] where the tokens of each row begin among the tokens of the launch."""
+        count = self.num_scheduled_tokens
+        return np.cumsum(count, dtype=np.int32) - count
 
-class LaunchPlanner(Protocol):
-    """Splits a step into launches that the device can run."""
-
-    def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """Plan the launches of a step, in the order in which they run. Together they cover all its
-        rows."""
-        ...
+    @property
+    def num_known(self) -> IntArray:
+        """[n] tokens of each row at the end of the launch, without drafts."""
+        end = self.num_computed_tokens + self.num_scheduled_tokens
+        return end if self.num_drafts is None else end - self.num_drafts
 
 
-class RaggedPlanner:
-    """One launch per step without padding, for devices that accept any shape."""
+@dataclass(frozen=True, slots=True)
+class LaunchInput:
+    """A launch that is ready to run."""
 
-    def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """One launch with all rows."""
-        return [
-            Launch(
-                step.rows,
-                step.num_computed_tokens,
-                step.num_scheduled_tokens,
-                num_drafts=step.num_draft_tokens,
-            )
-        ]
+    launch: Launch
+    sampled: IntArray
+    """[m] which of the launch's rows sample, as indices."""
+
+    @property
+    def rows(self) -> IntArray:
+        """[m] rows that sample."""
+        return self.launch.rows[self.sampled]
+
+    @property
+    def num_drafts(self) -> IntArray | None:
+        """[m] number of drafts of each; None if no row has drafts."""
+        counts = self.launch.num_drafts
+        return None if counts is None else counts[self.sampled]

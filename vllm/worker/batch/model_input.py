@@ -7,30 +7,27 @@ import torch
 from torch import Tensor
 
 from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates
-from vllm.messages import IntArray
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
-from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.launch import Launch, LaunchInput
 
 NO_PARTS: LaunchParts = {}
 """Of rows that bring nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInput:
+class ModelInput(LaunchInput):
     """A ragged launch, ready to run: T tokens of n rows."""
 
     input_ids: Tensor
     """[T] int64."""
     context: LaunchContext
     """The launch as the layers see it."""
-    sampled: IntArray
-    """[m] indices into the launch's rows of those that sample."""
-    num_drafts: IntArray | None
-    """[m] number of drafts of each; None if no row has drafts."""
     logits_indices: Tensor | None
     """int64: indices of the tokens whose logits are sampled from: the newest token of a row and its
     drafts. None: all T."""
+    token_type_ids: Tensor | None = None
+    """[T] int64; None: all 0."""
 
 
 def build_ragged_input(
@@ -91,6 +88,8 @@ def build_ragged_input(
         sizes = num_drafts + 1
         logits_indices = np.repeat(logits_indices - num_drafts, sizes) + positions_within(sizes)
     return ModelInput(
+        launch,
+        sampled,
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
             device
         ),
@@ -100,7 +99,5 @@ def build_ragged_input(
             states=states,
             **parts,
         ),
-        sampled=sampled,
-        num_drafts=num_drafts,
         logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
     )

@@ -1,5 +1,7 @@
 """Runs the draft model on the CPU: a second, smaller model that guesses the next tokens."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -7,24 +9,25 @@ from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
-from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.features import DISTRIBUTION
 from vllm.sample.metadata import FeatureArray
 from vllm.utils.ragged import split_spans
 from vllm.worker.batch.launch import Launch
-from vllm.worker.batch.model_input import build_ragged_input
+from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.cpu.draft_sampling import append_drafts
+from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
-from vllm.worker.kv_cache import cache_dtype, cache_layout
+from vllm.worker.parts.row_parts import RowParts
+from vllm.worker.runner import plan_batch, run_launch
 
 BoolArray = npt.NDArray[np.bool_]
 
 
-class DraftRunner(DraftMaker, CPUModelRunner):
+class DraftRunner(DraftMaker):
     """A draft model in ragged launches; see `DraftMaker`.
 
     Args:
@@ -34,9 +37,12 @@ class DraftRunner(DraftMaker, CPUModelRunner):
     """
 
     def __init__(self, config: VllmConfig, model: CausalLM, target: CPUModelRunner) -> None:
-        super().__init__(config, model, target.device)
-        self.config = config
-        self.batch, self.sampling, self.sampler = target.batch, target.sampling, target.sampler
+        super().__init__(config, model, target.batch)
+        self._compute_logits = model.compute_logits
+        self.sampling, self.sampler = target.sampling, target.tokens.sampler
+        self.cache_layout, _ = plan_batch(config, model, keeps_all=True)
+        device = target.sampling.device
+        self.launches = RaggedLaunches(config, model, device, self.batch, RowParts(()))
         features, _, _ = self.sampling.row_arrays
         self._features: FeatureArray = np.zeros_like(features)
         self._vocab_size = config.model.resolved_arch.vocab_size
@@ -48,15 +54,8 @@ class DraftRunner(DraftMaker, CPUModelRunner):
         """What is kept of tokens besides keys and values: nothing."""
         return []
 
-    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
-        """Blocks are those of the model, which keeps all of them where there are drafts."""
-        return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
-
-    def _row_features(self) -> FeatureArray:
-        return self._features
-
     def _run_known(self, spans: DraftSpans) -> None:
-        self._fuse()
+        self.launches.fuse(self.sampling, self._features)
         features, _, _ = self.sampling.row_arrays
         self._features[spans.rows] = features[spans.rows] & DISTRIBUTION
         has_drafts = spans.num_drafts > 0
@@ -75,7 +74,7 @@ class DraftRunner(DraftMaker, CPUModelRunner):
     def _run_newest(self, rows: IntArray, place: int) -> None:
         newest = self.batch.num_tokens[rows] - 1
         ones = np.ones_like(newest)
-        step = self._decode_step if self._are_known(rows, newest) else None
+        step = self.launches.decode_step if self._are_known(rows, newest) else None
         if step is not None and step.run(rows, newest, ones) is not None:
             self._keep_in_vocabulary(rows)
             return
@@ -89,20 +88,25 @@ class DraftRunner(DraftMaker, CPUModelRunner):
         samples: BoolArray,
     ) -> None:
         order = np.argsort(count > 1, kind="stable")  # single tokens go first
-        rows, first, count, samples = rows[order], first[order], count[order], samples[order]
-        model_input = build_ragged_input(
-            self.batch, Launch(rows, first, count), self.block_size, self.device
-        )
-        model_input.input_ids.clamp_(max=self._vocab_size - 1)
-        hidden_states = self._forward(model_input)
+        launch, samples = Launch(rows[order], first[order], count[order]), samples[order]
+
+        def begin(given: ModelInput) -> Callable[[RaggedOutput], None]:
+            given.input_ids.clamp_(max=self._vocab_size - 1)
+            return lambda output: self._sample(given, output, samples)
+
+        run_launch(launch, self.launches, begin)
+
+    def _sample(self, given: ModelInput, output: RaggedOutput, samples: BoolArray) -> None:
+        """Append a draft to each row that samples."""
         if not samples.any():
             return
-        attention = model_input.context.attention
+        attention = given.context.attention
         assert isinstance(attention, RaggedMetadata)
         ends = attention.query_start_loc[1:][samples].astype(np.int64) - 1
-        logits = self.model.compute_logits(hidden_states[torch.from_numpy(ends)])
-        append_drafts(self, rows[samples], logits)
-        self._keep_in_vocabulary(rows[samples])
+        logits = self._compute_logits(output.hidden_states[torch.from_numpy(ends)])
+        rows = given.launch.rows[samples]
+        append_drafts(self, rows, logits)
+        self._keep_in_vocabulary(rows)
 
     def _are_known(self, rows: IntArray, positions: IntArray) -> bool:
         """Whether the draft model has embeddings of these tokens."""

@@ -7,28 +7,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, LaunchContext, share_context
+from vllm.attention import LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import IntArray
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.utils.ragged import positions_within, split_spans
-from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import build_ragged_input
 from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import CPUModelRunner
-from vllm.worker.drafts.draft_progress import DraftProgress, NewestTokens
+from vllm.worker.drafts.draft_maker import DraftMaker
+from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
 from vllm.worker.drafts.kept_states import KeptStates, LatestStates, StatesInBlocks
-from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout
 
 
-class SpeculatorRunner:
-    """Makes the drafts of a step behind the newest tokens of its rows.
+class SpeculatorRunner(DraftMaker):
+    """A speculator in ragged launches; see `DraftMaker`.
 
     The token at position p + 1 goes through the speculator with the hidden state of position p,
-    and keys and values of that step are at the place of p. Drafts are sampled as `DraftRunner`
-    says. Of a speculator without attention only the newest token goes through it.
+    and keys and values of that step are at the place of p. Of a speculator without attention only
+    the newest token goes through it.
 
     Args:
         config: of the speculator.
@@ -44,18 +44,19 @@ class SpeculatorRunner:
         target: CPUModelRunner,
         max_drafts: int,
     ) -> None:
-        self.config = config
-        self.batch: InputBatch = target.batch
-        self.sampling, self.sampler = target.sampling, target.sampler
-        self._speculator, self._device = speculator, target.device
+        super().__init__(config, speculator, target.batch, reads_states=True)
+        self.sampling, self.sampler = target.sampling, target.tokens.sampler
+        self._speculator, self._device = speculator, target.sampling.device
         self.rank = speculator.tp.rank
         self._launch_holder = share_context(speculator)
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._num_latest = max_drafts + 1
         self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self.attention_layers: list[CachedLayer] = layers_with_cache(speculator)
         self._states: KeptStates | None = None
-        self._progress: DraftProgress | NewestTokens | None = None
+        self._rows: IntArray = np.empty(0, np.int32)
+        """[n] rows of the drafts before."""
+        self._newest = torch.empty(0)
+        """[n, elements] what the newest token of each of them has become."""
 
     @property
     def cache_layout(self) -> KVCacheLayout:
@@ -74,17 +75,13 @@ class SpeculatorRunner:
 
     def start(self, num_blocks: int) -> None:
         """The KV cache is bound, with so many blocks."""
-        config, size = self.config, self._speculator.kept_size
+        super().start(num_blocks)
+        batch, size, dtype = self.batch, self._speculator.kept_size, self._dtype
         if not self.attention_layers:
-            self._states = LatestStates(self.batch, size, self._dtype, self._num_latest)
-            self._progress = NewestTokens()
+            self._states = LatestStates(batch, size, dtype, self._num_latest)
             return
-        block_size, max_len = config.cache.block_size, config.model.max_model_len
-        assert max_len is not None
-        self._states = StatesInBlocks(self.batch, size, self._dtype, num_blocks, block_size)
-        self._progress = DraftProgress(
-            self.batch, block_size, num_blocks, max_len, reads_states=True
-        )
+        block_size = self.config.cache.block_size
+        self._states = StatesInBlocks(batch, size, dtype, num_blocks, block_size)
 
     @torch.inference_mode()
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
@@ -92,50 +89,12 @@ class SpeculatorRunner:
         assert self._states is not None, "the KV cache is not bound"
         self._states.write(launch, self._speculator.keep(result, inner))
 
-    @torch.inference_mode()
-    def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of a step into the batch, behind the known tokens of their rows.
-
-        Args:
-            step: the batch is up to date with it, and all tokens of its rows with drafts are known.
-        """
-        assert self._progress is not None, "the KV cache is not bound"
-        spans = self._progress.plan(step)
-        if spans is None:
-            return
-        rows, counts = spans.rows, spans.num_drafts
-        states = self._run_known(rows, spans.first, spans.count)
-        known = self.batch.num_tokens[rows]
-        places = np.flatnonzero(counts > 0)
-        try:
-            for place in range(int(counts.max())):
-                if place:
-                    states = states[torch.from_numpy(np.flatnonzero(counts[places] > place))]
-                    places = places[counts[places] > place]
-                    one = np.ones_like(places, dtype=np.int32)
-                    first = self.batch.num_tokens[rows[places]] - 2
-                    states = self._run(place, Launch(rows[places], first, one), states)
-                else:
-                    states = states[torch.from_numpy(places)]
-                logits = self._speculator.compute_logits(place, states)
-                append_drafts(self, rows[places], logits)
-        finally:
-            self.batch.num_tokens[rows] = known
-
-    def _run_known(self, rows: IntArray, first: IntArray, count: IntArray) -> Tensor:
-        """Run tokens with hidden states of the model.
-
-        Args:
-            rows: [n]
-            first: [n] position of the first hidden state.
-            count: [n]
-
-        Returns:
-            What the last token of each row has become, [n, elements].
-        """
+    def _run_known(self, spans: DraftSpans) -> None:
+        """Run tokens with hidden states of the model."""
         assert self._states is not None, "the KV cache is not bound"
+        rows, first = spans.rows, spans.first
         last = torch.empty(0)
-        for places, done, taken in split_spans(count, self._max_tokens):
+        for places, done, taken in split_spans(spans.count, self._max_tokens):
             order = np.argsort(taken > 1, kind="stable")  # single tokens go first
             places, done, taken = places[order], done[order], taken[order]
             launch = Launch(rows[places], first[places] + done, taken)
@@ -146,7 +105,22 @@ class SpeculatorRunner:
                 last = result.new_empty(len(rows), result.shape[1])
             ends = torch.from_numpy(np.cumsum(taken, dtype=np.int64) - 1)
             last[torch.from_numpy(places.astype(np.int64))] = result[ends]
-        return last
+        has_drafts = np.flatnonzero(spans.num_drafts > 0)
+        self._append(rows[has_drafts], last[torch.from_numpy(has_drafts)], 0)
+
+    def _run_newest(self, rows: IntArray, place: int) -> None:
+        states = self._newest[torch.from_numpy(np.flatnonzero(np.isin(self._rows, rows)))]
+        first = self.batch.num_tokens[rows] - 2
+        launch = Launch(rows, first, np.ones_like(rows, dtype=np.int32))
+        self._append(rows, self._run(place, launch, states), place)
+
+    def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
+        """Note nothing: once they are known, drafts are computed again with states of the model."""
+
+    def _append(self, rows: IntArray, states: Tensor, place: int) -> None:
+        """Append the drafts that follow from what the newest tokens of rows have become."""
+        self._rows, self._newest = rows, states
+        append_drafts(self, rows, self._speculator.compute_logits(place, states))
 
     def _run(self, place: int, launch: Launch, states: Tensor) -> Tensor:
         """One step of the tokens behind those of a launch."""

@@ -39,6 +39,7 @@ from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.model_runner import CPUModelRunner
+from vllm.worker.cpu.pooling_runner import make_pooling_runner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
 from vllm.worker.cpu.speculator_runner import SpeculatorRunner
 from vllm.worker.interface import MemoryReport
@@ -49,9 +50,9 @@ from vllm.worker.kv_cache import (
     log_cache,
     states_bytes,
 )
-from vllm.worker.memory_use import MemoryUse, draft_use, weights_use
-from vllm.worker.model_runner import ModelRunner, StepHandle
+from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.runner import StepHandle
 from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
@@ -149,7 +150,7 @@ class CPUWorker(WorkerBase):
         if isinstance(model, Speculator):
             num_drafts = drafts.num_speculative_tokens
             reader = SpeculatorRunner(config, model, runner, num_drafts)
-            self._drafter = runner.drafter = runner.reader = reader
+            self._drafter = runner.drafter = runner.launches.reader = reader
         else:
             assert isinstance(model, CausalLM), "a draft model generates text"
             self._drafter = runner.drafter = DraftRunner(config, model, runner)
@@ -191,9 +192,9 @@ class CPUWorker(WorkerBase):
         is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
         return CPUPacked() if is_packed else None
 
-    def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
+    def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
-            return PoolingRunner(self.config, model, self.device)
+            return make_pooling_runner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:

@@ -1,11 +1,17 @@
-"""Makes the drafts of a step with a draft model: what its runners on all devices have in common."""
+"""Makes the drafts of a step: what the runners of draft models and of speculators have in common,
+on all devices.
+"""
 
 from abc import ABC, abstractmethod
 
 import torch
 
+from vllm.attention import CachedLayer
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, SchedulerOutput
+from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.speculators.interface import Speculator
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
 
@@ -17,20 +23,47 @@ class DraftMaker(ABC):
     model's distribution: where the two distributions are alike, so are the tokens. Masks,
     penalties and other changes of logits are left to the model.
 
-    Attributes:
-        config: of the draft model.
+    Args:
+        config: of the draft model or speculator.
+        model: which it is, on the device.
         batch: the rows of the model.
+        reads_states: it is a speculator, which takes with each token a hidden state of the model.
+
+    Attributes:
+        config, model, batch: as given.
     """
 
-    config: VllmConfig
-    batch: InputBatch
-    _progress: DraftProgress | NewestTokens | None = None
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: CausalLM | Speculator,
+        batch: InputBatch,
+        *,
+        reads_states: bool = False,
+    ) -> None:
+        self.config, self.model, self.batch = config, model, batch
+        self._reads_states = reads_states
+        self._progress: DraftProgress | NewestTokens | None = None
+
+    @property
+    def attention_layers(self) -> list[CachedLayer]:
+        """The layers that own a KV cache, in the order of the model."""
+        return layers_with_cache(self.model)
 
     def start(self, num_blocks: int) -> None:
         """The KV cache is bound, with so many blocks."""
         config, max_len = self.config, self.config.model.max_model_len
         assert max_len is not None
-        self._progress = DraftProgress(self.batch, config.cache.block_size, num_blocks, max_len)
+        if not self.attention_layers:
+            self._progress = NewestTokens()
+            return
+        self._progress = DraftProgress(
+            self.batch,
+            config.cache.block_size,
+            num_blocks,
+            max_len,
+            reads_states=self._reads_states,
+        )
 
     @torch.inference_mode()
     def propose(self, step: SchedulerOutput) -> None:
@@ -53,7 +86,7 @@ class DraftMaker(ABC):
         finally:
             num_tokens[spans.rows] = known
         self._write_drafts()
-        self._progress.add_drafts(spans)
+        self._note_drafts(self._progress, spans)
 
     @abstractmethod
     def _run_known(self, spans: DraftSpans) -> None:
@@ -65,3 +98,7 @@ class DraftMaker(ABC):
 
     def _write_drafts(self) -> None:  # noqa: B027
         """All drafts are made: those that are not in the batch yet are written there."""
+
+    def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
+        """Note which drafts have keys and values now."""
+        progress.add_drafts(spans)

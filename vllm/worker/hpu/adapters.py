@@ -11,6 +11,7 @@ from vllm.lora.reader import AdapterReader
 from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.parts.adapters import Adapters, adapter_dtype
+from vllm.worker.parts.memory_use import MemoryUse, adapters_use
 
 logger = init_logger(__name__)
 
@@ -41,7 +42,10 @@ class DeviceRows(Adapters):
             format_bytes(self.slots.num_bytes),
         )
         super().__init__(config, reader, self.slots)
-        self._device = device
+        self._device, self._config = device, config
+
+    def memory_uses(self) -> list[MemoryUse]:
+        return [adapters_use(self._config, self.slots.num_bytes)]
 
     def part_of_head(self, rows: IntArray) -> LaunchParts:
         slots = torch.from_numpy(self.slot_of_row[rows])

@@ -6,30 +6,32 @@ draft before it on the card, and so does the launch that verifies them. The host
 where sampling depends on them.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.speculators.interface import Speculator
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
-from vllm.sample.sampler import Sampler, SamplerOutput
-from vllm.sample.state import SamplingState
-from vllm.worker.batch.input_batch import InputBatch
+from vllm.sample.sampler import SamplerOutput
+from vllm.worker.batch.launch import Launch
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
 from vllm.worker.hpu.launches.input import BoolArray, HPUInputBuilder
-from vllm.worker.hpu.launches.launches import PaddedLaunches, Sampling
-from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
+from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
+from vllm.worker.hpu.speculator_states import StatesOnCard
+from vllm.worker.parts.row_parts import RowParts
+from vllm.worker.runner import plan_batch, run_launch
 
 
 class HPUDraftModel(HPUModel):
@@ -60,74 +62,54 @@ class DraftInputBuilder(HPUInputBuilder):
         return np.repeat(self.are_resident(launch.rows)[:, None], launch.bucket.query_len, 1)
 
 
-class HPUDraftRunner(DraftMaker, HPUModelRunner):
-    """A draft model in padded launches; see `DraftMaker`.
+class HPUDraftRunner(DraftMaker):
+    """A draft model or a speculator in padded launches; see `DraftMaker`.
 
     Args:
-        config: of the draft model.
-        model: the draft model, on the card.
+        config: of the draft model or speculator.
+        model: which it is, on the card.
         target: the runner of the model, whose rows, blocks, buckets and random numbers this one
             uses.
-        kernel: attention of prompts.
         max_drafts: k, drafts of a row in one step.
+        launches: make the first draft, the second one, and so on; the last ones make all others.
+        states: of a speculator; None: it is a draft model.
     """
-
-    tokens_ahead = 0
-    """See `HPUInputBuilder`."""
 
     def __init__(
         self,
         config: VllmConfig,
-        model: CausalLM,
+        model: CausalLM | Speculator,
         target: HPUModelRunner,
-        kernel: SDPAKernel,
         max_drafts: int,
+        launches: Sequence[PaddedLaunches],
+        states: StatesOnCard | None = None,
     ) -> None:
-        self._target = target
-        super().__init__(config, model, target._bridge, kernel)
-        self.config = config
+        super().__init__(config, model, target.batch, reads_states=states is not None)
+        layout, _ = plan_batch(config, model, keeps_all=True)
+        if states is not None:
+            layout = replace(layout, block_bytes=layout.block_bytes + states.block_bytes)
+        self.cache_layout = layout
+        self.states = states
+        self._target, self._sampling = target, target.card_sampling
         self._max_drafts = max_drafts
-        self._stages = target._stages  # logits have the same shapes
-        self._has_moves = False  # the cache of a model with a draft model stays where it is
+        self._at_place, self.launches = launches, launches[0]
+        self._tokens_ahead = self.launches.inputs.tokens_ahead
         self._reads = False
         """The host needs the drafts of the step."""
         self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
         """Of each launch that has sampled, where it does: the positions of its drafts, and what it
         has sampled."""
-        target.launches.add_beside(self.launches)
-
-    def bind_states(self, num_blocks: int) -> None:
-        """Take memory of a KV cache of so many blocks for what is kept besides keys and values."""
-
-    def release_states(self) -> None:
-        """Give back what `bind_states` has taken."""
-
-    def _make_batch(self, config: VllmConfig) -> InputBatch:
-        return self._target.batch
-
-    def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
-        return self._target.sampling, self._target.sampler
-
-    def _make_resident(self, config: VllmConfig) -> ResidentDrafts:
-        num_rows, ahead = len(self.batch.num_tokens), self.tokens_ahead
-        return ResidentDrafts(self._target.resident, num_rows, self.device, self.block_size, ahead)
-
-    def _pad_model(self, *args: Any) -> HPUModel:
-        padded = HPUDraftModel(*args)
-        padded.vocab_size = self._target.vocab_size
-        return padded
-
-    def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
-        return DraftInputBuilder(self.batch, self.block_size, slot_of_row)
+        for each in launches:
+            target.launches.add_beside(each)
 
     # ---- steps ----------------------------------------------------------------------------
 
     def propose(self, step: SchedulerOutput) -> None:
         """See `DraftMaker.propose`."""
-        self._shifts = self._target._shifts
         self._reads = not self._target.resident.max_drafts
         if step.num_draft_tokens is not None and not self._reads:
-            self._reads = self.sampling.follows_output(step.rows[step.num_draft_tokens > 0])
+            drafted = step.rows[step.num_draft_tokens > 0]
+            self._reads = self._sampling.state.follows_output(drafted)
         super().propose(step)
 
     def _run_known(self, spans: DraftSpans) -> None:
@@ -152,39 +134,39 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
             self._run_decodes(spans.rows[has_drafts], first, count, 0)
 
     def _run_newest(self, rows: IntArray, place: int) -> None:
-        newest = self.batch.num_tokens[rows] - 1 - self.tokens_ahead
+        newest = self.batch.num_tokens[rows] - 1 - self._tokens_ahead
         self._run_decodes(rows, newest, np.ones_like(newest), place)
 
     def _run_decodes(self, rows: IntArray, first: IntArray, count: IntArray, place: int) -> None:
         for launch in self.launches.planner.plan_known(rows, first, count, is_decode=True):
             self._run_draft(launch, samples=True, place=place)
 
-    def _launches_at(self, place: int) -> PaddedLaunches:
-        """Those that make the draft at a place."""
-        return self.launches
+    def _run_draft(self, launch: Launch, *, samples: bool, place: int = 0) -> None:
+        assert isinstance(launch, PaddedLaunch)
+        launches = self._at_place[min(place, len(self._at_place) - 1)]
 
-    def _run_draft(self, launch: PaddedLaunch, *, samples: bool, place: int = 0) -> None:
-        launches = self._launches_at(place)
-        with launches.running(launch) as self._warmed:
-            packed, _ = launches.inputs.pack(launch)
-            device_input = launches.to_device(packed)
-            logits, _ = launches.execution.run(device_input, launch.shape)
-            if not samples:
-                return
-            # Which token of a row is its last one, the card may know alone.
-            query_len, real = launch.bucket.query_len, launch.rows
-            behind = launch.num_computed_tokens + self.tokens_ahead + 1
-            first = behind - self.batch.num_prompt_tokens[real]
-            num_output = first[:, None] + np.arange(query_len)
-            num_output = np.maximum(num_output, 0).astype(np.int32)  # of tokens of the prompt: 0
-            draws = self._draws(launch, first) if query_len == 1 else None
-            rows = np.repeat(real, query_len).astype(np.int32)
-            metadata = self.sampling.distribution(rows, num_output.ravel(), len(logits), draws)
-            if draws is not None:
-                metadata = self._select_draws(metadata, device_input, launch.shape)
-            self._check_stages(len(logits), metadata)
-            sampled = self.sampler(logits, metadata)
-            self._keep_tokens(device_input, launch.shape, sampled)
+        def begin(given: PaddedInput) -> Callable[[PaddedOutput], None]:
+            return lambda output: self._sample(launches, launch, output) if samples else None
+
+        run_launch(launch, launches, begin)
+
+    def _sample(self, launches: PaddedLaunches, launch: PaddedLaunch, output: PaddedOutput) -> None:
+        """Append a draft to each row of a launch."""
+        # Which token of a row is its last one, the card may know alone.
+        query_len, real, state = launch.bucket.query_len, launch.rows, self._sampling.state
+        behind = launch.num_computed_tokens + self._tokens_ahead + 1
+        first = behind - self.batch.num_prompt_tokens[real]
+        num_output = first[:, None] + np.arange(query_len)
+        num_output = np.maximum(num_output, 0).astype(np.int32)  # of tokens of the prompt: 0
+        rows = np.repeat(real, query_len).astype(np.int32)
+        num_logits = len(output.result)
+        sampled, _ = self._sampling.sample(
+            launches,
+            launch,
+            output,
+            first,
+            lambda draws: state.distribution(rows, num_output.ravel(), num_logits, draws),
+        )
         launches.inputs.mark_sampled(real)
         if self._reads:
             self._made.append((launch, self.batch.num_tokens[real], sampled))
@@ -204,8 +186,58 @@ class HPUDraftRunner(DraftMaker, HPUModelRunner):
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up, if that
         samples on this stage."""
-        device_input, (logits, _) = self.launches.run_padding(shape)
-        launches: Iterable[SamplingMetadata] = [ALL_GREEDY]
-        if not self._target.stage.is_last:
-            launches = self._sampling_launches(shape.num_rows, sampling)
-        self._warm_up_sampler(shape, device_input, logits, launches)
+        for launches in self._at_place:
+            if not launches.runs(shape):
+                continue
+            output = launches.run_padding(shape)
+            metadatas: Iterable[SamplingMetadata] = [ALL_GREEDY]
+            if not self._target.stage.is_last:
+                metadatas = self._sampling.launches_to_warm_up(shape.num_rows, sampling)
+            self._sampling.warm_up(launches, shape, output, metadatas)
+
+    @torch.inference_mode()
+    def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
+        """See `HPUModelRunner.warm_up_sampling`."""
+        with self.launches.report.warming_up():
+            output = self.launches.run_padding(shape)
+            self._sampling.warm_up(self.launches, shape, output, [metadata])
+
+
+def pad_beside(
+    config: VllmConfig,
+    target: HPUModelRunner,
+    padded: HPUModel,
+    inputs: HPUInputBuilder,
+    *,
+    single_tokens: bool = False,
+) -> PaddedLaunches:
+    """Return launches of what makes drafts for a model, which bring nothing but tokens."""
+    parts = RowParts(())
+    return PaddedLaunches(
+        config, target.bridge, padded, inputs, target.batch, parts, single_tokens=single_tokens
+    )
+
+
+def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> ResidentDrafts:
+    """Return the drafts of the rows of a model, on its card."""
+    num_rows, device = len(target.batch.num_tokens), target.bridge.device
+    size = target.launches.block_size
+    return ResidentDrafts(target.resident, num_rows, device, size, tokens_ahead)
+
+
+def make_draft_runner(
+    config: VllmConfig, model: CausalLM, target: HPUModelRunner, max_drafts: int
+) -> HPUDraftRunner:
+    """Make the runner of a draft model; see `HPUDraftRunner`."""
+    block_size = config.cache.block_size
+    padded = HPUDraftModel(
+        model,
+        block_size,
+        target.kernel,
+        softmax_normaliser(config.hpu, target.bridge.kernels),
+        resident_drafts(target, DraftInputBuilder.tokens_ahead),
+        dtype=getattr(torch, config.model.dtype_name),
+    )
+    padded.vocab_size = target.vocab_size
+    launches = pad_beside(config, target, padded, DraftInputBuilder(target.batch, block_size))
+    return HPUDraftRunner(config, model, target, max_drafts, [launches])

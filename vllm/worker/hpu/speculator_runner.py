@@ -6,77 +6,26 @@ with each the token behind it. It leaves what the newest token of each row has b
 launch for the next draft reads; the draft itself is on the card, too.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
-from vllm.kv_cache_spec import KVCacheLayout
-from vllm.messages import IntArray
 from vllm.model_executor.speculators.interface import Speculator
-from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.metadata import ALL_GREEDY
-from vllm.worker.drafts.draft_progress import DraftProgress, NewestTokens
-from vllm.worker.hpu.draft_runner import DraftInputBuilder, HPUDraftRunner
-from vllm.worker.hpu.launches.input import HPUInputBuilder, unpack_decode
-from vllm.worker.hpu.launches.launches import PaddedLaunches, Sampling
-from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.draft_runner import (
+    DraftInputBuilder,
+    HPUDraftRunner,
+    pad_beside,
+    resident_drafts,
+)
+from vllm.worker.hpu.launches.input import unpack_decode
+from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
-
-
-class StatesOnCard:
-    """What a speculator reads: hidden states by slot of the KV cache, and by row of the batch.
-
-    Args:
-        bridge: the card.
-        speculator: what it keeps.
-        block_size: tokens of a block.
-        num_rows: of the batch, and one of padding.
-        dtype: of the states.
-
-    Attributes:
-        by_slot: [slots, kept_size]; of each token whose keys and values are in the KV cache.
-        by_row: [rows, step_size]; what the newest token of a row has become in the last launch.
-    """
-
-    by_slot: Tensor
-
-    def __init__(
-        self,
-        bridge: HabanaBridge,
-        speculator: Speculator,
-        block_size: int,
-        num_rows: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._bridge, self._speculator, self._block_size = bridge, speculator, block_size
-        self._dtype = dtype
-        self.by_row = bridge.zeros((num_rows, speculator.step_size), dtype)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of the states of the tokens of a block."""
-        return self._block_size * self._speculator.kept_size * self._dtype.itemsize
-
-    def bind(self, num_blocks: int) -> None:
-        """Take memory for the states of so many blocks."""
-        size = (num_blocks * self._block_size, self._speculator.kept_size)
-        self.by_slot = self._bridge.zeros(size, self._dtype)
-
-    def release(self) -> None:
-        """Give the memory of `bind` back."""
-        del self.by_slot
-
-    def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """See `StateKeeper`."""
-        self.by_slot.index_copy_(0, slots.long(), self._speculator.keep(result, inner))
+from vllm.worker.hpu.speculator_states import StatesOnCard
 
 
 class HPUSpeculatorModel(HPUModel):
@@ -142,94 +91,35 @@ class SpeculatorInputBuilder(DraftInputBuilder):
     tokens_ahead = 1
 
 
-class HPUSpeculatorRunner(HPUDraftRunner):
-    """A speculator in padded launches; see `DraftMaker`.
+def make_speculator_runner(
+    config: VllmConfig, speculator: Speculator, target: HPUModelRunner, max_drafts: int
+) -> HPUDraftRunner:
+    """Make the runner of a speculator, and let the model leave it hidden states.
 
     Args:
         config: of the speculator.
         speculator: on the card.
         target: see `HPUDraftRunner`.
-        kernel: attention of prompts.
         max_drafts: drafts of a row in one step.
     """
-
-    tokens_ahead = SpeculatorInputBuilder.tokens_ahead
-
-    def __init__(
-        self,
-        config: VllmConfig,
-        speculator: Speculator,
-        target: HPUModelRunner,
-        kernel: SDPAKernel,
-        max_drafts: int,
-    ) -> None:
-        dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        num_rows = config.scheduler.max_num_seqs + 1
-        block_size = config.cache.block_size
-        self._speculator = speculator
-        self._states = StatesOnCard(target._bridge, speculator, block_size, num_rows, dtype)
-        self._padded_arguments: tuple[Any, ...] = ()
-        # The runner reads the stage and the layers of a model, which a speculator has.
-        super().__init__(config, speculator, target, kernel, max_drafts)  # type: ignore[arg-type]
-        target_model = target.launches.execution.model
-        assert isinstance(target_model, HPUModel)
-        target_model.keeper = self._states
-        self._at_place = [self.launches]
-        for place in range(1, speculator.num_networks):
-            launches = PaddedLaunches(
-                config,
-                self._bridge,
-                self._pad_at(place),
-                self.launches.inputs,
-                self.batch,
-                single_tokens=True,
-            )
-            target.launches.add_beside(launches)
-            self._at_place.append(launches)
-
-    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
-        """With the bytes of the states that are kept by slot."""
-        layout = super()._plan_cache(config)
-        return replace(layout, block_bytes=layout.block_bytes + self._states.block_bytes)
-
-    def start(self, num_blocks: int) -> None:
-        """See `DraftMaker.start`."""
-        if not self.attention_layers:
-            self._progress = NewestTokens()
-            return
-        max_len = self.config.model.max_model_len
-        assert max_len is not None
-        self._progress = DraftProgress(
-            self.batch, self.block_size, num_blocks, max_len, reads_states=True
+    block_size, num_rows = config.cache.block_size, config.scheduler.max_num_seqs + 1
+    dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+    states = StatesOnCard(target.bridge, speculator, block_size, num_rows, dtype)
+    target_model = target.launches.execution.model
+    assert isinstance(target_model, HPUModel)
+    target_model.keeper = states
+    resident = resident_drafts(target, SpeculatorInputBuilder.tokens_ahead)
+    inputs = SpeculatorInputBuilder(target.batch, block_size)
+    launches = []
+    for place in range(max(1, speculator.num_networks)):
+        padded = HPUSpeculatorModel(
+            speculator,  # type: ignore[arg-type]  # only what a speculator has, too, is read
+            block_size,
+            target.kernel,
+            softmax_normaliser(config.hpu, target.bridge.kernels),
+            resident,
+            dtype=dtype,
         )
-
-    def bind_states(self, num_blocks: int) -> None:
-        """See `HPUDraftRunner.bind_states`."""
-        self._states.bind(num_blocks)
-
-    def release_states(self) -> None:
-        """See `HPUDraftRunner.release_states`."""
-        self._states.release()
-
-    def _pad_model(self, *args: Any) -> HPUModel:
-        self._padded_arguments = args
-        return self._pad_at(0)
-
-    def _pad_at(self, place: int) -> HPUModel:
-        padded = HPUSpeculatorModel(*self._padded_arguments)
-        padded.place, padded.states = place, self._states
-        return padded
-
-    def _make_inputs(self, slot_of_row: IntArray | None) -> HPUInputBuilder:
-        return SpeculatorInputBuilder(self.batch, self.block_size, slot_of_row)
-
-    def _launches_at(self, place: int) -> PaddedLaunches:
-        return self._at_place[min(place, len(self._at_place) - 1)]
-
-    @torch.inference_mode()
-    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`."""
-        for launches in self._at_place:
-            if launches.runs(shape):
-                device_input, (logits, _) = launches.run_padding(shape)
-                self._warm_up_sampler(shape, device_input, logits, [ALL_GREEDY])
+        padded.place, padded.states = place, states
+        launches.append(pad_beside(config, target, padded, inputs, single_tokens=place > 0))
+    return HPUDraftRunner(config, speculator, target, max_drafts, launches, states)

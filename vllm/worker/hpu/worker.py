@@ -15,6 +15,7 @@ from vllm.attention.backends.sdpa import (
     naive_sdpa,
     require_flex,
 )
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
@@ -34,8 +35,7 @@ from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
-from vllm.worker.hpu.adapters import DeviceRows
-from vllm.worker.hpu.draft_runner import HPUDraftRunner
+from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.launch_profile import profile_launch
@@ -54,20 +54,19 @@ from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
-from vllm.worker.hpu.speculator_runner import HPUSpeculatorRunner
+from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, layers_with_cache, log_states
-from vllm.worker.memory_use import (
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
+from vllm.worker.parts.memory_use import (
     MemoryUse,
-    adapters_use,
     division,
     draft_use,
     states_use,
     weights_use,
 )
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.runner import StepHandle
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.worker_base import WorkerBase
 
@@ -122,7 +121,7 @@ class HPUWorker(WorkerBase):
                 kernel = self._prompt_kernel()
                 self.runner = self._make_runner(self.model, kernel)
                 if draft_config is not None and draft_model is not None:
-                    self._add_drafter(draft_config, draft_model, kernel)
+                    self._add_drafter(draft_config, draft_model)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
         log_widened(self.config, self.model)
@@ -178,14 +177,14 @@ class HPUWorker(WorkerBase):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
-    def _add_drafter(self, config: VllmConfig, model: nn.Module, kernel: SDPAKernel) -> None:
+    def _add_drafter(self, config: VllmConfig, model: nn.Module) -> None:
         runner, max_drafts = self.runner, self.config.scheduler.max_draft_tokens
         assert isinstance(runner, HPUModelRunner)
         if isinstance(model, Speculator):
-            self._drafter = HPUSpeculatorRunner(config, model, runner, kernel, max_drafts)
+            self._drafter = make_speculator_runner(config, model, runner, max_drafts)
         else:
             assert isinstance(model, CausalLM), "a draft model generates text"
-            self._drafter = HPUDraftRunner(config, model, runner, kernel, max_drafts)
+            self._drafter = make_draft_runner(config, model, runner, max_drafts)
         runner.drafter = self._drafter
 
     def join(self, meeting: Meeting) -> None:
@@ -238,20 +237,17 @@ class HPUWorker(WorkerBase):
         """
         config, runner = self.config, self.runner
         states = runner.cache_layout.state_bytes * self._num_rows
-        adapters, drafts = 0, 0
-        if isinstance(runner, HPUModelRunner):
-            of_rows = runner.parts.find(DeviceRows)
-            adapters = 0 if of_rows is None else of_rows.slots.num_bytes
+        drafts, parts = 0, runner.parts.memory_uses()
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
             drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return [
             weights_use(
-                total_bytes - free_bytes - states - adapters - drafts,
+                total_bytes - free_bytes - states - drafts - sum(use.num_bytes for use in parts),
                 "keep some of the weights on the host (--cpu-offload-gb, with --enforce-eager)",
             ),
             draft_use(drafts),
-            adapters_use(config, adapters),
+            *parts,
             states_use(config, states),
         ]
 
@@ -408,7 +404,7 @@ class HPUWorker(WorkerBase):
         return sum(runner.cache_layout.block_bytes for runner in self._runners)
 
     @property
-    def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner]:
+    def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner | HPUDraftRunner]:
         """Of the model, and of the draft model, which uses the same blocks."""
         return [self.runner] if self._drafter is None else [self.runner, self._drafter]
 
@@ -417,15 +413,15 @@ class HPUWorker(WorkerBase):
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
             bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
-        if self._drafter is not None:
-            self._drafter.bind_states(num_blocks)
+        if self._drafter is not None and self._drafter.states is not None:
+            self._drafter.states.bind(num_blocks)
 
     def _release_caches(self) -> None:
         for runner in self._runners:
             for layer in runner.attention_layers:
                 layer.release_kv_cache()
-        if self._drafter is not None:
-            self._drafter.release_states()
+        if self._drafter is not None and self._drafter.states is not None:
+            self._drafter.states.release()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

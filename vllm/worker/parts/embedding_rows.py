@@ -79,13 +79,9 @@ class EmbeddingRows(RowPart):
         is_given: BoolArray = positions < self._ends[rows]
         return is_given
 
-    def spans(self, launch: Launch, starts: IntArray) -> Iterator[Span]:
-        """Yield the embeddings that a launch brings.
-
-        Args:
-            launch: n rows.
-            starts: [n] where the tokens of each row begin among the T.
-        """
+    def spans(self, launch: Launch) -> Iterator[Span]:
+        """Yield the embeddings that a launch brings."""
+        starts = launch.starts
         has_some = launch.num_computed_tokens < self._ends[launch.rows]
         for index in np.flatnonzero(has_some).tolist():
             first = int(launch.num_computed_tokens[index])
@@ -98,8 +94,7 @@ class EmbeddingRows(RowPart):
     def part_of(self, launch: Launch) -> LaunchParts:
         if not self._rows:
             return {}
-        count = launch.num_scheduled_tokens
-        found = list(self.spans(launch, np.cumsum(count, dtype=np.int32) - count))
+        found = list(self.spans(launch))
         if not found:
             return {}
         indices = [torch.arange(span.first, span.first + len(span)) for span in found]

@@ -1,19 +1,17 @@
 """Log-probabilities of prompt tokens, for the few requests that ask for them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.messages import IntArray, NewRequest
-from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingLogprobs, PendingRows
-from vllm.worker.parts.row_parts import BoolArray, RowPart
+from vllm.worker.parts.row_parts import BoolArray, OutputHead, RowPart
 
 PART_SIZE = 256
 """Positions whose logits are in memory at one time."""
@@ -26,10 +24,9 @@ class PromptLogprobs(RowPart):
     """Remembers which rows want them, and computes them from a launch's hidden states.
 
     Args:
-        model: has `compute_logits`.
         batch: has the prompts.
         sampler: has the log-probabilities of given tokens, for the device of the model.
-        with_adapters: in which the head runs for hidden states of these rows [N]; None: as it is.
+        head: computes logits.
         round_width: likeliest tokens to compute when so many are wanted; for a device that
             compiles shapes. Positions are then taken in parts of one fixed size.
         end_stage: ends a recorded graph, for such a device.
@@ -37,17 +34,15 @@ class PromptLogprobs(RowPart):
 
     def __init__(
         self,
-        model: CausalLM,
         batch: InputBatch,
         sampler: Sampler,
-        with_adapters: Callable[[IntArray], AbstractContextManager[None]] | None = None,
+        head: OutputHead,
         round_width: Callable[[int], int] | None = None,
         end_stage: Callable[[], None] | None = None,
     ) -> None:
         self._batch = batch
-        self._compute_logits = model.compute_logits
         self._gather_logprobs = sampler.gather_logprobs
-        self._with_adapters = with_adapters or (lambda _: nullcontext())
+        self._head = head
         self._round_width = round_width
         self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
@@ -70,13 +65,8 @@ class PromptLogprobs(RowPart):
         is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]
         return is_inside & np.isin(rows, list(self._wanted))
 
-    def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
-        """Log-probabilities of the tokens that follow this launch's prompt positions.
-
-        Args:
-            launch: n rows.
-            hidden_states: [T, hidden].
-            starts: [n] where the tokens of each row begin in them.
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Compute log-probabilities of the tokens that follow this launch's prompt positions.
 
         Returns:
             (row, one entry per position p of the launch with p + 1 inside the prompt, for token
@@ -84,7 +74,7 @@ class PromptLogprobs(RowPart):
         """
         if not self._wanted:
             return []
-        batch = self._batch
+        batch, starts = self._batch, launch.starts
         found: list[PendingRows] = []
         for index, row in enumerate(launch.rows.tolist()):
             if row not in self._wanted:
@@ -128,8 +118,7 @@ class PromptLogprobs(RowPart):
             else:
                 hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
                 width = self._round_width(num_logprobs)
-            with self._with_adapters(np.full(len(hidden), row)):
-                logits = self._compute_logits(hidden)
+            logits = self._head(hidden, np.full(len(hidden), row))
             token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
             parts.append(self._gather_logprobs(logits, token_ids, width))
             if self._end_stage is not None:

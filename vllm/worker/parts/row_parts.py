@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from vllm.attention import LaunchParts
+from vllm.attention import LaunchContext, LaunchParts, share_context
 from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput
+from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_all
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingRows
+from vllm.worker.parts.memory_use import MemoryUse
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -56,13 +59,8 @@ class RowPart:
         """
         return None
 
-    def send(self, launch: Launch, starts: IntArray) -> None:
-        """Bring to a card what a prefill reads there beside its packed input.
-
-        Args:
-            launch: of n rows.
-            starts: [n] where the tokens of each row begin among those of the launch.
-        """
+    def send(self, launch: Launch) -> None:
+        """Bring to a card what a prefill reads there beside its packed input."""
 
     def part_of(self, launch: Launch) -> LaunchParts:
         """Return what the layers need to know of the tokens of a launch; empty: nothing."""
@@ -73,19 +71,17 @@ class RowPart:
         empty: nothing."""
         return {}
 
-    def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
-        """Make results from the hidden states of a launch.
-
-        Args:
-            launch: of n rows.
-            hidden_states: [T, hidden].
-            starts: [n] where the tokens of each row begin among them.
-        """
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
+        """Make results from the hidden states [T, hidden] of a launch."""
         return []
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Return why some of these rows have failed, by row."""
         return {}
+
+    def memory_uses(self) -> Sequence[MemoryUse]:
+        """Return the memory of the device that is taken from the start, whatever requests bring."""
+        return ()
 
 
 PartT = TypeVar("PartT", bound=RowPart)
@@ -144,10 +140,10 @@ class RowParts:
         asked = [each for each in found if each is not None]
         return np.logical_or.reduce(asked) if asked else None
 
-    def send(self, launch: Launch, starts: IntArray) -> None:
+    def send(self, launch: Launch) -> None:
         """Let every part bring to a card what a prefill reads there."""
         for part in self._sending:
-            part.send(launch, starts)
+            part.send(launch)
 
     def of_launch(self, launch: Launch) -> LaunchParts:
         """Join what the parts bring to a launch."""
@@ -163,11 +159,11 @@ class RowParts:
             found.update(part.part_of_head(rows))
         return found
 
-    def read(self, launch: Launch, hidden_states: Tensor, starts: IntArray) -> list[PendingRows]:
+    def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
         """Join the results that the parts make from the hidden states of a launch."""
         found: list[PendingRows] = []
         for part in self._reading:
-            found += part.read(launch, hidden_states, starts)
+            found += part.read(launch, hidden_states)
         return found
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
@@ -176,6 +172,10 @@ class RowParts:
         for part in self._failing:
             errors.update(part.errors_of(rows))
         return errors
+
+    def memory_uses(self) -> list[MemoryUse]:
+        """Join what the parts have taken of the memory of the device."""
+        return [use for part in self._parts for use in part.memory_uses()]
 
 
 class SamplingRows(RowPart):
@@ -205,3 +205,28 @@ class SamplingRows(RowPart):
         if request.sampling_params.guided_decoding is not None:
             matcher = self._grammars.matcher(request, token_ids)
         self._sampling.add(new.row, request, token_ids, matcher)
+
+
+class OutputHead:
+    """The output head of a model, with what rows bring to it.
+
+    Args:
+        model: loaded.
+
+    Attributes:
+        parts: of the rows; there once all of them are made.
+    """
+
+    parts: RowParts
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model, self._holder = model, share_context(model)
+
+    def __call__(self, hidden_states: Tensor, rows: IntArray) -> Tensor:
+        """Return the logits [N, vocab_size] of hidden states [N, hidden] of rows [N]."""
+        parts = self.parts.of_head(rows)
+        if not parts:
+            return self._model.compute_logits(hidden_states)
+        context = LaunchContext(None, torch.empty(0, dtype=torch.int64), **parts)
+        with self._holder.running(context):
+            return self._model.compute_logits(hidden_states)

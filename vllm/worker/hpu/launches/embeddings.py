@@ -13,6 +13,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.memory_use import MemoryUse, embeddings_use
 
 logger = init_logger(__name__)
 
@@ -42,7 +43,7 @@ class DeviceEmbeddings(EmbeddingRows):
     def __init__(self, model: CausalLM | None, config: VllmConfig, bridge: HabanaBridge) -> None:
         limits = config.scheduler
         super().__init__(model, limits.max_num_seqs, bridge.device)
-        self._bridge = bridge
+        self._bridge, self._config = bridge, config
         self.table: Tensor | None = None
         if model is None:
             return
@@ -57,30 +58,32 @@ class DeviceEmbeddings(EmbeddingRows):
             format_bytes(self.table.nbytes),
         )
 
-    def mark(self, launch: Launch, starts: IntArray, token_ids: IntArray) -> None:
+    def mark(self, launch: Launch, token_ids: IntArray) -> None:
         """Write the rows of the table in the place of tokens whose embeddings are given.
 
         Args:
-            launch: a prefill of n rows.
-            starts: [n] where the tokens of each row begin.
+            launch: a prefill.
             token_ids: [T] of the launch; changed.
         """
         num_rows = 0
-        for span in self.spans(launch, starts):
+        for span in self.spans(launch):
             rows = np.arange(num_rows, num_rows + len(span), dtype=np.int32)
             token_ids[span.first : span.first + len(span)] = FIRST_GIVEN - rows
             num_rows += len(span)
 
-    def send(self, launch: Launch, starts: IntArray) -> None:
+    def send(self, launch: Launch) -> None:
         """Write the embeddings of a prefill to the table, in the order of `mark`."""
         if self.table is None:
             return
-        found = [span.read() for span in self.spans(launch, starts)]
+        found = [span.read() for span in self.spans(launch)]
         if not found:
             return
         embeddings = torch.cat(found)
         for begin in range(0, len(embeddings), _PART_SIZE):
             self._write(self.table, begin, embeddings[begin : begin + _PART_SIZE])
+
+    def memory_uses(self) -> list[MemoryUse]:
+        return [] if self.table is None else [embeddings_use(self._config, self.table.nbytes)]
 
     def _write(self, table: Tensor, begin: int, embeddings: Tensor) -> None:
         """Write up to a part of rows, and zeros behind them. Every write is alike."""

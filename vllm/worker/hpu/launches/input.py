@@ -286,7 +286,7 @@ class HPUInputBuilder:
         token_ids[index, column] = batch.token_ids[rows[index], places]
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
         if self._embeddings is not None:
-            self._embeddings.mark(launch, launch.starts, token_ids.ravel())
+            self._embeddings.mark(launch, token_ids.ravel())
         return PrefillInput(
             token_ids=token_ids.ravel(),
             rows=self._padded(bucket.batch, self.padding_row, rows),
@@ -313,7 +313,7 @@ class HPUInputBuilder:
         known = batch.token_ids[rows[index], position + self.tokens_ahead]
         token_ids = self._padded(bucket.query_len, 0, known)
         if self._embeddings is not None:
-            self._embeddings.mark(launch, launch.starts, token_ids)
+            self._embeddings.mark(launch, token_ids)
         slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
         return MergedInput(token_ids, metadata, slots, sample_rows)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
-from vllm.worker.batch.launch import Launch
-from vllm.worker.hpu.launches.execution import GraphExecution, Outputs, make_execution
+from vllm.worker.batch.launch import Launch, LaunchInput
+from vllm.worker.hpu.launches.block_moves import BlockMover
+from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.late_shapes import LateShapes
@@ -24,13 +26,13 @@ from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
-    NeedsPrefill,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
 )
 from vllm.worker.hpu.launches.step_report import StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
+from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
@@ -38,6 +40,25 @@ _MAX_MERGED_PROMPTS = 64
 Sampling = Literal["none", "warm_up", "heaviest"]
 """What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
 compile for its batch size, or what needs the most memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInput(LaunchInput):
+    """A padded launch, ready to run."""
+
+    launch: PaddedLaunch
+    packed: IntArray
+    """On the host."""
+
+
+class PaddedOutput(NamedTuple):
+    """The output of a padded launch, and its input on the card."""
+
+    packed: Tensor
+    """Its input, on the card."""
+    result: Tensor
+    """Logits or pooled vectors, see `Outputs`."""
+    hidden_states: Tensor
 
 
 class PaddedLaunches:
@@ -49,11 +70,16 @@ class PaddedLaunches:
         model: runs a packed launch.
         inputs: packs them.
         batch: the rows.
-        needs_prefill: see `HPULaunchPlanner`.
+        parts: what they bring.
         whole_prompts: every prompt runs in one launch, and there are no decodes.
         single_tokens: each row of a launch has one token, and there are no prompts.
+        mover: moves blocks of the cache; None: they stay where they are.
 
     Attributes:
+        stage: of the model.
+        block_size: tokens of a block.
+        may_compile: the launches of this step run what no warm-up can know.
+        warmed: of the launch that runs; closed where it may compile.
         inputs, to_device, execution, report: pack a launch, copy it to the card, run it, and
             report what it compiled.
         phases: of its launches.
@@ -71,11 +97,16 @@ class PaddedLaunches:
         model: LaunchModel,
         inputs: HPUInputBuilder,
         batch: InputBatch,
+        parts: RowParts,
         *,
-        needs_prefill: NeedsPrefill | None = None,
         whole_prompts: bool = False,
         single_tokens: bool = False,
+        mover: BlockMover | None = None,
     ) -> None:
+        self.stage = model.model.stage
+        self.block_size = config.cache.block_size
+        self.may_compile = False
+        self.warmed = ExitStack()
         self.beside: list[PaddedLaunches] = []
         self.peers: LaunchPeers | None = None
         self._single_tokens = single_tokens
@@ -91,7 +122,8 @@ class PaddedLaunches:
         )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
-        self._needs_prefill = needs_prefill
+        self._parts = parts
+        self.mover = mover
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0
         if config.hpu.merged_prefill and not whole_prompts:
@@ -121,7 +153,7 @@ class PaddedLaunches:
             limits,
             self._batch,
             self._merged_prompts,
-            self._needs_prefill,
+            self._parts.needs_prefill,
             has_states=self._config.model.resolved_arch.has_states,
             late=self._late,
         )
@@ -150,15 +182,11 @@ class PaddedLaunches:
         return self.planner.plan(step)
 
     @contextmanager
-    def running(self, launch: PaddedLaunch, *, may_compile: bool = False) -> Iterator[ExitStack]:
-        """Around all that a launch does: counts and traces it, and after the warm-up lets nothing
-        compile or wait, until the stack that it yields is closed. After a full warm-up that is
-        everything, expected or not.
-
-        Args:
-            launch: to be run.
-            may_compile: it runs what no warm-up can know.
-        """
+    def running(self, launch: Launch) -> Iterator[None]:
+        """Around all that a launch does: count and trace it, and after the warm-up let nothing
+        compile or wait, until `warmed` is closed. After a full warm-up that is everything, expected
+        or not."""
+        assert isinstance(launch, PaddedLaunch)
         bucket, trace = launch.bucket, get_trace()
         is_known = self.report.check_warmed(
             bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
@@ -174,12 +202,40 @@ class PaddedLaunches:
             query_len=bucket.query_len,
             blocks=bucket.blocks,
         )
-        with self.warmed_section(is_promised=is_promised and not may_compile) as warmed, span:
-            yield warmed
+        is_promised = is_promised and not self.may_compile
+        with self.warmed_section(is_promised=is_promised) as self.warmed, span:
+            yield
+            if self.mover is not None and not is_compiled and bucket.phase is Phase.DECODE:
+                self.mover.warm_up()  # as with every decode of a warm-up
         if not is_compiled:
             self._note_compiled(launch)
         if trace.is_on:
-            trace_launch(trace, launch, self._config.cache.block_size)
+            trace_launch(trace, launch, self.block_size)
+
+    def build(self, launch: Launch) -> PaddedInput:
+        """Pack a launch, and bring to the card what else a prefill reads."""
+        assert isinstance(launch, PaddedLaunch)
+        if launch.bucket.phase is Phase.PREFILL:
+            self._parts.send(launch)
+        packed, sampled = self.inputs.pack(launch)
+        return PaddedInput(launch, sampled, packed)
+
+    def run(self, given: PaddedInput) -> PaddedOutput:
+        """Copy a launch to the card, and run it there."""
+        shape = given.launch.shape
+        packed = self.to_device(given.packed)
+        outputs = self.execution.run(packed, shape, *self.received(shape))
+        return PaddedOutput(packed, *outputs)
+
+    def send(self, output: PaddedOutput) -> None:
+        """Send hidden states to the next stage."""
+        self.stage.connected.send(self.kept(output.hidden_states))
+
+    def kept(self, output: Tensor) -> Tensor:
+        """Return a copy: the next launch of this shape writes over what a graph gives."""
+        kept = output.clone()
+        self._bridge.mark_step()
+        return kept
 
     def _note_compiled(self, launch: PaddedLaunch) -> None:
         """A launch has compiled its shape. A bucket is warmed up once all of its shapes are, those
@@ -219,10 +275,9 @@ class PaddedLaunches:
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
         """Of the hidden states that a launch takes from the stage of the pipeline before this one,
         [B * Q, hidden] or more behind them; None: this is the first stage."""
-        launch_model = self.execution.model
-        if launch_model.model.stage.is_first:
+        if self.stage.is_first:
             return None
-        return shape.bucket.num_tokens, launch_model.size_before
+        return shape.bucket.num_tokens, self.execution.model.size_before
 
     def received(self, shape: PaddedShape) -> list[Tensor]:
         """What the stage of the pipeline before this one has sent for a launch; nothing to the
@@ -230,12 +285,12 @@ class PaddedLaunches:
         size = self.size_before(shape)
         if size is None:
             return []
-        return [self.execution.model.model.stage.receive(*size, self._dtype, self._bridge.device)]
+        return [self.stage.receive(*size, self._dtype, self._bridge.device)]
 
-    def run_padding(self, shape: PaddedShape) -> tuple[Tensor, Outputs]:
-        """Run a launch without rows: its packed input, and what it returns."""
+    def run_padding(self, shape: PaddedShape) -> PaddedOutput:
+        """Run a launch without rows."""
         packed, *before = self.padding_inputs(shape)
-        return packed, self.execution.run(packed, shape, *before)
+        return PaddedOutput(packed, *self.execution.run(packed, shape, *before))
 
     def padding_inputs(self, shape: PaddedShape) -> list[Tensor]:
         """Packed input on the device of a launch without rows, which writes nothing but the null

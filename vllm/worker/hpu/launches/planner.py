@@ -48,7 +48,7 @@ class PaddedLaunch(Launch):
 
     @property
     def starts(self) -> IntArray:
-        """[n] where the tokens of each row begin among those of a prefill."""
+        """[n] where the tokens of each row begin among the padded ones."""
         if self.merged_prompts:
             count = self.num_scheduled_tokens
             return np.cumsum(count, dtype=np.int32) - count

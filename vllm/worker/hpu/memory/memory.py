@@ -14,7 +14,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.worker.interface import MemoryReport
 from vllm.worker.kv_cache import check_capacity, check_states, count_blocks
-from vllm.worker.memory_use import (
+from vllm.worker.parts.memory_use import (
     CacheBudget,
     MemoryUse,
     graphs_use,

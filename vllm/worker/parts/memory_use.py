@@ -109,6 +109,13 @@ def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     return MemoryUse("LoRA adapters", num_bytes, fix, setting)
 
 
+def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
+    """Return the use of the table of embeddings that prompts bring."""
+    setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"
+    fix = "leave --enable-prompt-embeds out"
+    return MemoryUse("embeddings of prompts", num_bytes, fix, setting)
+
+
 def launches_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     """Return the use of forward passes while they run."""
     setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"

@@ -1,0 +1,254 @@
+"""Ragged launches: those of a device that takes any shape. Where the model allows it, a forward
+pass, or a whole step of decodes, is one call of C++.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm.attention import (
+    LaunchAdapters,
+    RaggedMetadata,
+    ReplacedTokens,
+    StateLayer,
+    share_context,
+)
+from vllm.attention.cached_layer import layers_with_cache
+from vllm.config import VllmConfig
+from vllm.lora.launches import RaggedAdapters
+from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.model_executor.fusion import fuse, fuse_head
+from vllm.model_executor.models.interface import CausalLM, LayeredModel
+from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.program import Program
+from vllm.ops.low_rank import AdaptedRows
+from vllm.sample.features import DISTRIBUTION, Feature
+from vllm.sample.metadata import FeatureArray
+from vllm.sample.state import SamplingState
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import ModelInput, build_ragged_input
+from vllm.worker.drafts.stage_drafts import InnerLayers
+from vllm.worker.parts.row_parts import RowParts
+
+
+class StateReader(Protocol):
+    """Takes hidden states of the tokens that the model has run."""
+
+    def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """Called after each launch of T tokens, in the order of its rows.
+
+        Args:
+            launch: which tokens.
+            result: [T, hidden] of the forward pass.
+            inner: [T, hidden] each, the inputs of the layers that it reads besides the result,
+                ascending. Belong to the reader.
+        """
+        ...
+
+
+class RaggedOutput(NamedTuple):
+    """The result of a forward pass over T tokens."""
+
+    hidden_states: Tensor
+    """[T, hidden]"""
+    inner: list[Tensor]
+    """[T, hidden] each: inputs of inner layers, up to those of this stage."""
+
+
+class RaggedLaunches:
+    """Builds and runs the launches of one model, one for each step, without padding.
+
+    Args:
+        config: of the engine.
+        model: loaded, on the device.
+        device: where it is.
+        batch: the rows.
+        parts: what they bring.
+        build: makes the input of a launch; None: as a decoder takes it.
+
+    Attributes:
+        stage: of the model.
+        program: runs the model in one call; None: modules run it.
+        decode_step: runs a step of decodes in one call; None: nothing does.
+        is_fused: whether `fuse` has found out what these are.
+        reader: takes the hidden states of all launches; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: LayeredModel,
+        device: torch.device,
+        batch: InputBatch,
+        parts: RowParts,
+        build: Callable[[Launch], ModelInput] | None = None,
+    ) -> None:
+        self.stage = model.stage
+        self.program: Program | None = None
+        self.decode_step: FusedDecodeStep | None = None
+        self.is_fused = False
+        self.reader: StateReader | None = None
+        self._model, self._device, self._batch, self._parts = model, device, batch, parts
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+        self._block_size = config.cache.block_size
+        layers = layers_with_cache(model)
+        self._has_states = any(isinstance(layer, StateLayer) for layer in layers)
+        self._build = build or self._build_decoder_input
+        self._inner_layers = InnerLayers.of(config, model.stage)
+        self._holder = share_context(model)
+        self._kept: Tensor | None = None
+        """Received, but not used."""
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """Return one launch with all rows."""
+        start, count = step.num_computed_tokens, step.num_scheduled_tokens
+        return [Launch(step.rows, start, count, num_drafts=step.num_draft_tokens)]
+
+    def running(self, launch: Launch) -> AbstractContextManager[None]:
+        """Return the context of a launch; there is nothing to do around it."""
+        return nullcontext()
+
+    def build(self, launch: Launch) -> ModelInput:
+        """Build the tensors of a launch."""
+        return self._build(launch)
+
+    def _build_decoder_input(self, launch: Launch) -> ModelInput:
+        return build_ragged_input(
+            self._batch,
+            launch,
+            self._block_size,
+            self._device,
+            self._parts.of_launch(launch),
+            has_states=self._has_states,
+        )
+
+    def run(self, given: ModelInput) -> RaggedOutput:
+        """Run a launch, and give its hidden states to the reader."""
+        metadata, adapters = given.context.attention, given.context.adapters
+        if self.program is None or type(metadata) is not RaggedMetadata or need_modules(adapters):
+            output = self.run_modules(given)
+        else:
+            output = self._run_program(self.program, given, metadata)
+        if self.reader is not None:
+            self.reader.read(given.launch, output.hidden_states, output.inner)
+        return output
+
+    def run_modules(self, given: ModelInput) -> RaggedOutput:
+        """Run a launch module by module."""
+        inputs, inner = self._inputs(given.input_ids)
+        positions, own = given.context.positions, self._inner_layers.own
+        types = () if given.token_type_ids is None else (given.token_type_ids,)
+        with self._holder.running(given.context):
+            if not own:
+                return RaggedOutput(self._model(inputs, positions, *types), inner)
+            assert isinstance(self._model, CausalLM)
+            result, more = self._model.forward_and_inputs(inputs, positions, own)
+            return RaggedOutput(result, inner + more)
+
+    def _run_program(
+        self, program: Program, given: ModelInput, metadata: RaggedMetadata
+    ) -> RaggedOutput:
+        inputs, inner = self._inputs(given.input_ids)
+        context, embeddings = given.context, None
+        if isinstance(context.replaced, ReplacedTokens):
+            embeddings = context.replaced.indices, context.replaced.embeddings
+        slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables
+        if metadata.more_groups:
+            more_slots, more_tables = zip(*metadata.more_groups, strict=True)
+            slot_mapping = torch.stack([slot_mapping, *more_slots])
+            block_tables = torch.stack([block_tables, *more_tables])
+        result = program.forward(
+            inputs,
+            context.positions,
+            slot_mapping,
+            block_tables,
+            metadata.seq_lens,
+            torch.from_numpy(metadata.query_start_loc),
+            metadata.num_decodes,
+            embeddings,
+            adapted_rows(context.adapters),
+        )
+        return RaggedOutput(result, inner + program.tapped)
+
+    def send(self, output: RaggedOutput) -> None:
+        """Send hidden states and inputs of inner layers to the next stage."""
+        hidden_states = output.hidden_states
+        if output.inner:
+            hidden_states = torch.cat((hidden_states, *output.inner), dim=1)
+        self.stage.connected.send(hidden_states)
+
+    def _inputs(self, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return what this stage takes: token ids [T], or the hidden states [T, hidden] of the
+        stage before; and the inputs of inner layers that it was sent."""
+        if self.stage.is_first:
+            return input_ids, []
+        return self._inner_layers.split(self.receive(len(input_ids)))
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Return what the stage before has sent for a launch: hidden states, and inputs of inner
+        layers."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        size = self._model.arch.hidden_size * (1 + self._inner_layers.num_before)
+        return self.stage.receive(num_tokens, size, self._dtype, self._device)
+
+    def keep_received(self, received: Tensor | None) -> None:
+        """Keep what was received for a launch until it runs after all."""
+        self._kept = received
+
+    def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
+        """Return the counters of a runner; nothing is padded or compiled."""
+        return RunnerStats(num_steps=num_steps, num_useful_tokens=num_useful_tokens)
+
+    def fuse(self, sampling: SamplingState, row_features: FeatureArray) -> None:
+        """Find out which parts of the model run in one call, once caches are bound. Further calls
+        do nothing.
+
+        Args:
+            sampling: of the rows.
+            row_features: [rows] what a step of decodes in one call knows of each row.
+        """
+        if self.is_fused:
+            return
+        self.is_fused = True
+        model, batch = self._model, self._batch
+        assert isinstance(model, CausalLM)
+        self.program = fuse(model, self._inner_layers.own)
+        if self.program is None or not self.stage.is_last or self._inner_layers.num_before:
+            return  # only the last stage samples; inputs of inner layers come with hidden states
+        head = fuse_head(model, self.program)
+        if head is None:
+            return
+        _, params, keys = sampling.row_arrays
+        self.decode_step = FusedDecodeStep(
+            self.program,
+            head,
+            RowArrays(
+                token_ids=batch.token_ids,
+                num_tokens=batch.num_tokens,
+                num_prompt_tokens=batch.num_prompt_tokens,
+                end_tokens=batch.end_tokens,
+                block_tables=batch.block_tables,
+                features=row_features,
+                params=params,
+                keys=keys,
+            ),
+            known_features=DISTRIBUTION,
+            random_feature=Feature.RANDOM,
+            gives_hidden=self.reader is not None,
+        )
+
+
+def need_modules(adapters: LaunchAdapters | None) -> bool:
+    """Return whether adapters change what no program changes."""
+    return isinstance(adapters, RaggedAdapters) and adapters.need_modules
+
+
+def adapted_rows(adapters: LaunchAdapters | None) -> AdaptedRows | None:
+    """Return adapters as a program takes them."""
+    return adapters.rows if isinstance(adapters, RaggedAdapters) else None

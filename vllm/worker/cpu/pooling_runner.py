@@ -1,0 +1,69 @@
+"""Runs scheduler steps of a pooling model on the CPU."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm.attention import EncoderMetadata, LaunchContext
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.pooler import pool_tokens
+from vllm.model_executor.models.interface import PoolingModel
+from vllm.utils.ragged import positions_within
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.batch.model_input import ModelInput
+from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput
+from vllm.worker.pooling_runner import PooledRows, PoolingRunner, TokenTypes, pooling_rows
+from vllm.worker.runner import RunnerParts, plan_batch
+
+
+def make_pooling_runner(
+    config: VllmConfig, model: PoolingModel, device: torch.device
+) -> PoolingRunner:
+    """Make the runner of a device that takes any shape.
+
+    Args:
+        config: of the engine; `model.pooler` is set.
+        model: loaded, on the device.
+        device: where it is.
+    """
+    layout, batch = plan_batch(config, model)
+    requests, types, rows = pooling_rows(config, model, batch)
+    pooler, build = requests.pooler, None
+    if not pooler.is_causal:
+        build = partial(_build_encoder_input, batch, device, types)
+    launches = RaggedLaunches(config, model, device, batch, rows, build)
+
+    def pool(given: ModelInput, output: RaggedOutput) -> PooledRows:
+        launch, done = given.launch, given.sampled
+        counts = launch.num_scheduled_tokens[done]
+        pooled = pool_tokens(output.hidden_states, pooler, launch.starts[done], counts)
+        return PooledRows(given.rows, counts, model.head(pooled))
+
+    made = RunnerParts(cache_layout=layout, batch=batch, rows=rows, launches=launches)
+    return PoolingRunner(model, made, requests, pool)
+
+
+def _build_encoder_input(
+    batch: InputBatch, device: torch.device, types: TokenTypes | None, launch: Launch
+) -> ModelInput:
+    """Build the tensors of whole prompts, whose tokens see each other."""
+
+    def to_device(values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    counts = launch.num_scheduled_tokens
+    rows, positions = np.repeat(launch.rows, counts), positions_within(counts)
+    metadata = EncoderMetadata.build(np.append(launch.starts, counts.sum()), device)
+    return ModelInput(
+        launch,
+        np.arange(len(launch.rows), dtype=np.int32),
+        input_ids=to_device(batch.token_ids[rows, positions]),
+        context=LaunchContext(metadata, to_device(positions)),
+        logits_indices=None,
+        token_type_ids=None if types is None else to_device(types.values[rows, positions]),
+    )

@@ -1,0 +1,246 @@
+"""Samples from the logits of padded launches: in stages, each of which is a recipe of the card."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.messages import IntArray
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.blocks import num_draws
+from vllm.sample.masks import RowDrafts
+from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
+from vllm.sample.sampler import Sampler, SamplerOutput
+from vllm.sample.state import Draws, SamplingState
+from vllm.sample.warmup import (
+    Stage,
+    basic_launches,
+    heaviest_launch,
+    stages_of,
+    warmup_launches,
+)
+from vllm.utils.ragged import positions_within
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
+from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
+from vllm.worker.hpu.launches.model import HPUModel
+from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.hpu.launches.resident import ResidentTokens
+from vllm.worker.model_runner import Sampled
+
+
+class PaddedSampling:
+    """Samples on one card, for a model and for what makes its drafts.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+
+    Attributes:
+        state, sampler: see `SamplesTokens`.
+        shifts: rows of the step may begin earlier than the host has packed them.
+    """
+
+    def __init__(self, config: VllmConfig, bridge: HabanaBridge) -> None:
+        vocab_size = config.model.resolved_arch.vocab_size
+        self.state = SamplingState(
+            config.scheduler.max_num_seqs,
+            vocab_size,
+            bridge.device,
+            static_shapes=True,
+            max_model_len=config.scheduler.max_model_len,
+            max_logprobs=config.model.max_logprobs,
+            to_device=HostBuffers(bridge).to_device,
+        )
+        self.sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)
+        self.shifts = False
+        self._bridge = bridge
+        self._num_draws = num_draws(vocab_size)
+        self._warms_all = config.hpu.sampling_warmup == "all" or config.hpu.full_warmup
+        self._compiled: dict[int, set[Stage]] = {}
+        """Stages of the sampler that are compiled, by padded batch."""
+
+    def sample(
+        self,
+        launches: PaddedLaunches,
+        launch: PaddedLaunch,
+        output: PaddedOutput,
+        first: IntArray,
+        metadata_of: Callable[[Draws | None], SamplingMetadata],
+    ) -> tuple[SamplerOutput, Tensor | None]:
+        """Sample from the logits of a launch. The next step of the rows reads the tokens on the
+        card.
+
+        Args:
+            launches: have run it.
+            launch: n rows.
+            output: of it.
+            first: [n] number of the output token that the first token with logits of each row
+                samples.
+            metadata_of: how the rows sample, with these random numbers.
+
+        Returns:
+            The tokens, and what `ResidentTokens.accept` has returned.
+        """
+        draws = self._draws(launch, first)
+        metadata = metadata_of(draws)
+        resident = _resident(launches)
+        if draws is not None:
+            metadata = self._select_draws(metadata, resident, output, launch.shape)
+        num_logits = len(output.result)
+        missing = self._note_stages(num_logits, metadata)
+        if missing and launches.is_warm:
+            launches.warmed.close()  # it may compile from here on
+            found = [(name, size) for name, size, _ in sorted(missing)]
+            launches.report.miss_sampling(num_logits, found)
+        sampled = self.sampler(output.result, metadata)
+        return sampled, self._keep(resident, output, launch.shape, sampled)
+
+    def _keep(
+        self,
+        resident: ResidentTokens,
+        output: PaddedOutput,
+        shape: PaddedShape,
+        sampled: SamplerOutput,
+    ) -> Tensor | None:
+        accepted = resident.accept(output.packed, shape, sampled)
+        self._bridge.mark_step()
+        return accepted
+
+    def _draws(self, launch: PaddedLaunch, num_output: IntArray) -> Draws | None:
+        """The random numbers of a launch whose rows may begin earlier than the host says: for each
+        padded row those of all positions that it may sample for.
+
+        Args:
+            launch: n rows.
+            num_output: [n] what the first token with logits of each would be the number of.
+
+        Returns:
+            None: the host knows the positions.
+        """
+        most, query_len = launch.max_shift, launch.bucket.query_len
+        if not most or not self.shifts:
+            return None
+        rows = np.full(launch.bucket.batch, self.state.padding_row, np.int32)
+        first = np.zeros_like(rows)
+        rows[: len(launch.rows)], first[: len(launch.rows)] = launch.rows, num_output
+        numbers = first[:, None] + np.arange(-most, query_len, dtype=np.int32)
+        return np.repeat(rows, most + query_len), np.maximum(numbers, 0).ravel()
+
+    def _select_draws(
+        self,
+        metadata: SamplingMetadata,
+        resident: ResidentTokens,
+        output: PaddedOutput,
+        shape: PaddedShape,
+    ) -> SamplingMetadata:
+        """Take the random numbers of the positions where the rows begin."""
+        if metadata.exponentials is None:
+            return metadata
+        self._bridge.mark_step()
+        index = resident.draw_index(output.packed, shape)
+        chosen = metadata.exponentials.index_select(0, index)
+        self._bridge.mark_step()
+        return replace(metadata, exponentials=chosen)
+
+    def _note_stages(self, batch: int, metadata: SamplingMetadata) -> frozenset[Stage]:
+        """The stages of a launch that were not compiled yet; from here on they are."""
+        known = self._compiled.setdefault(batch, set())
+        missing = stages_of(metadata) - known
+        known |= missing
+        return missing
+
+    # ---- warm-up --------------------------------------------------------------------------
+
+    def launches_to_warm_up(self, batch: int, sampling: Sampling) -> Iterable[SamplingMetadata]:
+        """Return how launches of so many rows sample in a warm-up."""
+        if sampling == "none":
+            return [ALL_GREEDY]
+        if sampling == "heaviest":
+            return [heaviest_launch(self.state, batch)]
+        launches = warmup_launches if self._warms_all else basic_launches
+        return launches(self.state, batch)
+
+    def uncompiled(self, batch: int) -> Iterator[SamplingMetadata]:
+        """Yield launches of so many rows that compile what is missing of the sampler; see
+        `warmup_launches`."""
+        for metadata in warmup_launches(self.state, batch):
+            if stages_of(metadata) - self._compiled.get(batch, set()):
+                yield metadata
+
+    def warm_up(
+        self,
+        launches: PaddedLaunches,
+        shape: PaddedShape,
+        output: PaddedOutput,
+        metadatas: Iterable[SamplingMetadata],
+    ) -> None:
+        """Sample from a launch of padding in these ways. A stage of a pipeline that does not sample
+        goes through the same steps as the last."""
+        sampled = None
+        for metadata in metadatas:
+            self._note_stages(shape.num_rows, metadata)
+            if launches.stage.is_last:
+                sampled = self.sampler(output.result, metadata)
+        if sampled is None:
+            return
+        resident = _resident(launches)
+        if shape.max_shift:
+            rows = shape.bucket.batch * (shape.max_shift + shape.bucket.query_len)
+            numbers = np.ones((rows, self._num_draws), np.float32)
+            metadata = SamplingMetadata(exponentials=self.state.to_device(numbers))
+            self._select_draws(metadata, resident, output, shape)
+        accepted = self._keep(resident, output, shape, sampled)
+        (sampled.host_ids if accepted is None else accepted).cpu()
+
+
+class PaddedTokens:
+    """Samples the tokens of a model from padded launches; see `SamplesTokens`.
+
+    Args:
+        sampling: of the card.
+        launches: of the model.
+    """
+
+    def __init__(self, sampling: PaddedSampling, launches: PaddedLaunches) -> None:
+        self.state, self.sampler = sampling.state, sampling.sampler
+        self._sampling, self._launches = sampling, launches
+
+    def sample(
+        self,
+        given: PaddedInput,
+        output: PaddedOutput,
+        num_output: IntArray,
+        drafts: RowDrafts | None,
+    ) -> Sampled:
+        """See `SamplesTokens.sample`. Logits have a row for each padded token of a decode."""
+        launch, sampled, num_drafts = given.launch, given.sampled, given.num_drafts
+        width = launch.tokens_with_logits
+        places = sampled * np.int32(width)
+        within = np.zeros_like(places)
+        if num_drafts is not None:
+            within = positions_within(num_drafts + 1).astype(np.int32)
+            places = np.repeat(places, num_drafts + 1) + within
+        rows = np.full(len(launch.rows) * width, self.state.padding_row, np.int32)
+        rows[places] = launch.rows[places // width]
+        if not len(sampled):
+            return Sampled(rows, places, None)
+        numbers = np.zeros_like(rows)
+        numbers[places] = num_output[places // width] + within
+        num_logits = len(output.result)
+        tokens, accepted = self._sampling.sample(
+            self._launches,
+            launch,
+            output,
+            num_output,
+            lambda draws: self.state.metadata(rows, numbers, num_logits, drafts, draws),
+        )
+        self._launches.inputs.mark_sampled(launch.rows[sampled])
+        return Sampled(rows, places, tokens, accepted)
+
+
+def _resident(launches: PaddedLaunches) -> ResidentTokens:
+    model = launches.execution.model
+    assert isinstance(model, HPUModel) and model.resident is not None, "nothing is sampled"
+    return model.resident

@@ -1,0 +1,57 @@
+"""Hidden states on a card, which a speculator reads."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm.model_executor.speculators.interface import Speculator
+from vllm.platforms.habana.bridge import HabanaBridge
+
+
+class StatesOnCard:
+    """What a speculator reads: hidden states by slot of the KV cache, and by row of the batch.
+
+    Args:
+        bridge: the card.
+        speculator: what it keeps.
+        block_size: tokens of a block.
+        num_rows: of the batch, and one of padding.
+        dtype: of the states.
+
+    Attributes:
+        by_slot: [slots, kept_size]; of each token whose keys and values are in the KV cache.
+        by_row: [rows, step_size]; what the newest token of a row has become in the last launch.
+    """
+
+    by_slot: Tensor
+
+    def __init__(
+        self,
+        bridge: HabanaBridge,
+        speculator: Speculator,
+        block_size: int,
+        num_rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._bridge, self._speculator, self._block_size = bridge, speculator, block_size
+        self._dtype = dtype
+        self.by_row = bridge.zeros((num_rows, speculator.step_size), dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the states of the tokens of a block."""
+        return self._block_size * self._speculator.kept_size * self._dtype.itemsize
+
+    def bind(self, num_blocks: int) -> None:
+        """Take memory for the states of so many blocks."""
+        size = (num_blocks * self._block_size, self._speculator.kept_size)
+        self.by_slot = self._bridge.zeros(size, self._dtype)
+
+    def release(self) -> None:
+        """Give the memory of `bind` back."""
+        del self.by_slot
+
+    def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """See `StateKeeper`."""
+        self.by_slot.index_copy_(0, slots.long(), self._speculator.keep(result, inner))

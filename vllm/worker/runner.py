@@ -1,0 +1,204 @@
+"""What runners of all devices and tasks share: the sequence of a step and of a launch.
+
+    step      update the batch, plan launches, run each of them, collect their results
+    launch    build inputs, begin results (masks), run the model, send on or finish results
+
+`Launches` belong to a device. A function makes tokens, drafts or pooled vectors of hidden states.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from vllm.attention import CachedLayer
+from vllm.attention.cached_layer import layers_with_cache
+from vllm.config import VllmConfig
+from vllm.distributed import Stage
+from vllm.kv_cache_spec import KVCacheLayout
+from vllm.messages import ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.model_executor.models.interface import LayeredModel
+from vllm.model_executor.speculators.interface import Speculator
+from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.batch.launch import Launch
+from vllm.worker.kv_cache import cache_dtype, cache_layout
+from vllm.worker.parts.row_parts import RowParts
+
+InputT = TypeVar("InputT")
+OutputT = TypeVar("OutputT")
+ResultT = TypeVar("ResultT")
+
+
+class StepHandle:
+    """A step in flight.
+
+    `result` waits for the device and returns the tokens; further calls return the same.
+
+    Args:
+        finish: called once, after the steps before this one have their results.
+        before: the step before this one, if it may still be in flight.
+    """
+
+    def __init__(
+        self, finish: Callable[[], ModelRunnerOutput], before: "StepHandle | None" = None
+    ) -> None:
+        self._finish = finish
+        self._before = before
+        self._output: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """The result of the step; waits for it."""
+        if self._output is None:
+            if self._before is not None:
+                self._before.result()
+                self._before = None
+            self._output = self._finish()
+        return self._output
+
+
+class Launches(Protocol[InputT, OutputT]):
+    """The launches of one model: those steps of the sequence that depend on the device."""
+
+    @property
+    def stage(self) -> Stage:
+        """Of the model in a pipeline."""
+        ...
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """Plan the launches of a step, in the order in which they run. Together they cover all its
+        rows."""
+        ...
+
+    def running(self, launch: Launch) -> AbstractContextManager[None]:
+        """Return the context of all that a launch does."""
+        ...
+
+    def build(self, launch: Launch) -> InputT:
+        """Build what the model reads."""
+        ...
+
+    def run(self, given: InputT) -> OutputT:
+        """Run the model, or this stage of it."""
+        ...
+
+    def send(self, output: OutputT) -> None:
+        """Send what this stage has computed to the next one."""
+        ...
+
+    def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
+        """Return the counters of a runner."""
+        ...
+
+
+@torch.inference_mode()
+def run_launch(
+    launch: Launch,
+    launches: Launches[InputT, OutputT],
+    begin: Callable[[InputT], Callable[[OutputT], ResultT]],
+) -> ResultT:
+    """Run one launch.
+
+    Args:
+        launch: planned by `launches`.
+        launches: of the device.
+        begin: starts what the host computes during the forward pass. Returns a function that makes
+            the result of the output.
+    """
+    with launches.running(launch):
+        given = launches.build(launch)
+        finish = begin(given)
+        output = launches.run(given)
+        if not launches.stage.is_last:
+            launches.send(output)
+        return finish(output)
+
+
+def plan_batch(
+    config: VllmConfig, model: LayeredModel | Speculator, *, keeps_all: bool = False
+) -> tuple[KVCacheLayout, InputBatch]:
+    """Plan how the blocks of the KV cache are shared out, and make the batch.
+
+    Args:
+        config: of the engine.
+        model: loaded.
+        keeps_all: one block table serves all layers, so it also has blocks that windows have
+            passed. Stages of a pipeline, and a model and its draft model, always keep all tokens:
+            they share block tables, and may have different windows.
+    """
+    keeps_all |= config.speculative.draft_model is not None or model.stage.count > 1
+    layers, dtype = layers_with_cache(model), cache_dtype(config)
+    layout = cache_layout(config, layers, dtype, keeps_all=keeps_all)
+    limits = config.scheduler
+    return layout, InputBatch(
+        limits.max_num_seqs,
+        limits.max_model_len,
+        config.max_blocks_per_request,
+        len(layout.groups),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerParts:
+    """What a runner is made of; the constructor of each device makes one."""
+
+    cache_layout: KVCacheLayout
+    batch: InputBatch
+    rows: RowParts
+    """What requests bring into the batch."""
+    launches: Launches[Any, Any]
+
+
+class Runner(ABC):
+    """One model on one device.
+
+    Args:
+        model: loaded, on the device.
+        made: of it.
+    """
+
+    def __init__(self, model: LayeredModel, made: RunnerParts) -> None:
+        self.model = model
+        self.stage = model.stage
+        self.cache_layout, self.batch = made.cache_layout, made.batch
+        self.parts, self.launches = made.rows, made.launches
+        self._in_flight: StepHandle | None = None
+        self._num_steps = 0
+        self._num_useful_tokens = 0
+
+    @property
+    def attention_layers(self) -> list[CachedLayer]:
+        """The layers that own a KV cache, in the order of the model; an encoder has none."""
+        return layers_with_cache(self.model)
+
+    def execute(self, step: SchedulerOutput) -> StepHandle:
+        """Start a step. The step before may be in flight; it is waited for if its tokens are needed
+        on the host."""
+        if self._in_flight is not None and self._needs_tokens(step):
+            self._in_flight.result()
+        self.parts.note_step()
+        self.parts.update(step)
+        self.batch.update(step)
+        self._prepare_step(step)
+        self._num_steps += 1
+        self._num_useful_tokens += step.num_tokens
+        self._in_flight = StepHandle(self._start(step), before=self._in_flight)
+        return self._in_flight
+
+    def stats(self) -> RunnerStats:
+        """Return the counters since the start."""
+        return self.launches.stats(self._num_steps, self._num_useful_tokens)
+
+    def _needs_tokens(self, step: SchedulerOutput) -> bool:
+        """Return whether the host must have the results of the step in flight before this one
+        starts: always, where inputs are built from them, and where this one may reassign rows."""
+        return True
+
+    def _prepare_step(self, step: SchedulerOutput) -> None:  # noqa: B027
+        """Do what has to be done before launches are planned; the batch is up to date."""
+
+    @abstractmethod
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Launch a step. Calling the result waits for the device."""
