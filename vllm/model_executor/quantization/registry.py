@@ -46,7 +46,7 @@ _formats: dict[str, Format] = {
         rounds=f"{_PACKAGE}.rounded:create_int4",
         rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
     ),
-    "inc": Format(rounds=f"{_PACKAGE}.inc:create_inc"),
+    "inc": Format(rounds=f"{_PACKAGE}.inc.inc:create_inc"),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
     "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
