@@ -121,7 +121,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
         return stored
     inc = _formats["inc"].rounds
     assert inc is not None
-    on_stored: type[Quantization] = load_class(f"{_PACKAGE}.inc_stored:IncOnStored")
+    on_stored: type[Quantization] = load_class(f"{_PACKAGE}.inc.stored:IncOnStored")
     return on_stored(_create(inc, model.inc), stored)  # type: ignore[call-arg]
 
 
