@@ -59,8 +59,9 @@ _CLAIM = re.compile(r"\b(no|not|never|nothing|neither|only|one)\b")
 @cache
 def sources() -> str:
     """The sources of the package, but those of the reasons themselves."""
-    paths = Path(vllm.__file__).parent.rglob("*.py")
-    return "\n".join(p.read_text() for p in paths if not p.name.startswith("env_")).lower()
+    root = Path(vllm.__file__).parent
+    paths = [path for path in root.rglob("*.py") if path.parent != root / "env"]
+    return "\n".join(path.read_text() for path in paths).lower()
 
 
 @cache

@@ -83,10 +83,8 @@ with the same buckets, and an operator with a recipe in lazy mode has one in eag
 
 
 def modes_of(family: str) -> list[str]:
-    """The default for all, compilation where layers differ, the others where they differ most."""
-    if family in SAME_LAYERS:
-        return ["HPU graphs"]
-    return list(MODES) if family in ("llama", OTHER_KIND) else ["HPU graphs", "torch.compile"]
+    """Return all modes for llama and the family that differs most from it, the default for all."""
+    return list(MODES) if family in ("llama", OTHER_KIND) else ["HPU graphs"]
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,9 @@ def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, l
     assert records[-1]["response"]["status_code"] == 500
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
+)
 def test_a_batch_that_is_broken_off_keeps_its_records_and_leaves_no_process(
     tmp_path, long_batch, signum
 ):

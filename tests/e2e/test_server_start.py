@@ -85,7 +85,9 @@ def test_early_requests_may_be_rejected(engine_hold):
         assert complete(server)[0] == 200
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_lets_running_requests_end(signum):
     with start_server() as server:
         running = Background(server, {**LONG, "max_tokens": 500})

@@ -10,7 +10,8 @@ from tests.engine.fakes import make_config
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input import preparation, slow_lane
-from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS
+from vllm.engine.input.prompt_tokenizer import PromptTokenizer
 from vllm.engine.input.slow_lane import preparation_cost
 from vllm.engine.process import core_supervisor
 from vllm.engine.process.admission import AdmissionLimits
@@ -405,7 +406,7 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch)
         return len(text)
 
     async def check(engine, client):
-        monkeypatch.setattr(InputProcessor, "count_tokens", count)
+        monkeypatch.setattr(PromptTokenizer, "count_tokens", count)
         with pytest.raises(TextTooLongError, match=r"20000000 bytes.*at most 63"):
             await collect(engine, prompt="import os\n" * 2_000_000)
         assert not counted  # no token has 300 KB

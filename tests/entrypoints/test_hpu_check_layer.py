@@ -186,8 +186,8 @@ def test_a_card_without_memory_fails_every_row(bridge, monkeypatch):
     for name in CHECKS:
         if name in OPEN_WITHOUT_MEMORY or name in ("layer compiled", "torch.compile"):
             continue
-        if name.startswith("kernel "):  # most are only looked up
-            continue
+        if name.startswith("kernel ") or name == "moe with biases":
+            continue  # most are only looked up; a kernel that fails its trial is not used
         result = result_of(bridge, name)
         assert result.status == "fail", (name, result.detail)
     del taken

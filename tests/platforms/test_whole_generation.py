@@ -28,7 +28,9 @@ FEW_BUCKETS = {
     "VLLM_DECODE_BLOCK_BUCKET_MIN": "32",
     "VLLM_DECODE_BLOCK_BUCKET_STEP": "32",
 }
-KERNELS = {call[0] for _, calls in KERNEL_CALLS.values() for call in calls}
+FP8_PROMPTS = "torch.hpex.kernels.fp8_fused_sdpa"
+KERNELS = {call[0] for _, calls in KERNEL_CALLS.values() for call in calls} - {FP8_PROMPTS}
+"""Kernels that a model in float32 calls."""
 FORMS = {call for _, calls in [*BRIDGE_CALLS.values(), *KERNEL_CALLS.values()] for call in calls}
 """Names with numbers of positional arguments and names of keywords."""
 OPENING = ("torch.utils.internal.is_lazy", 0, ())

@@ -148,16 +148,10 @@ def test_selected_rows_keep_what_they_need_and_no_more():
         alone = replace(alone, logprobs=None)
         for name in ("all_greedy", "all_random", "unbounded_top_p", "changes_logits"):
             assert getattr(one, name) == getattr(alone, name), (name, MIXED[index])
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "exponentials",
-            "penalties",
-            "edits",
-        ):
-            a, b = getattr(one, name), getattr(alone, name)
+        pairs = {param.name: (one.param(param), alone.param(param)) for param in Param}
+        for name in ("exponentials", "penalties", "edits"):
+            pairs[name] = getattr(one, name), getattr(alone, name)
+        for name, (a, b) in pairs.items():
             assert (a is None) == (b is None), (name, MIXED[index])
             if isinstance(a, torch.Tensor):
                 assert a.tolist() == b.tolist()

@@ -75,8 +75,8 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     feature are neighbours in what the operator takes."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
-    if not bridge.kernels.has("mixture_of_experts with biases"):
-        return Outcome("skip", "this bridge has no mixture_of_experts.bias_fused_weights")
+    if (reason := bridge.kernels.why_unused("mixture_of_experts with biases")) is not None:
+        return Outcome("skip", reason)
     comparison = Comparison()
     x, ids, weights = _routed()
     first, second = torch.randn(4, 128).bfloat16(), torch.randn(4, 64).bfloat16()

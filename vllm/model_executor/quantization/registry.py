@@ -46,7 +46,7 @@ _formats: dict[str, Format] = {
         rounds=f"{_PACKAGE}.rounded:create_int4",
         rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
     ),
-    "inc": Format(rounds=f"{_PACKAGE}.inc:create_inc"),
+    "inc": Format(rounds=f"{_PACKAGE}.inc.inc:create_inc"),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
     "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
@@ -121,7 +121,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
         return stored
     inc = _formats["inc"].rounds
     assert inc is not None
-    on_stored: type[Quantization] = load_class(f"{_PACKAGE}.inc_stored:IncOnStored")
+    on_stored: type[Quantization] = load_class(f"{_PACKAGE}.inc.stored:IncOnStored")
     return on_stored(_create(inc, model.inc), stored)  # type: ignore[call-arg]
 
 
