@@ -59,7 +59,7 @@ HARDEST = "preemption, chunks, no prefix cache"
 
 def settings_of(family: str, *all_settings: str) -> list[str]:
     """Return the settings of a family: llama has all of them. The others have the plainest, the
-    hardest, and one more in turn, so that each setting meets several families."""
+    hardest, and one more, so that each setting meets several families."""
     if family in SAME_LAYERS:
         return [PLAINEST, HARDEST]
     if family == "llama":

@@ -24,7 +24,7 @@ class CachedLayer(nn.Module, ABC):
 
     @abstractmethod
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """What the layer keeps, in a cache of this dtype."""
+        """Return the description of the layer's cache, in this dtype."""
 
     @property
     def kv_caches(self) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ class CachedLayer(nn.Module, ABC):
 
 
 def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
-    """The layers with a KV cache, in the order of the model; an encoder has none."""
+    """Return the layers with a KV cache, in the order of the model; an encoder has none."""
     return [
         module
         for module in model.modules()
