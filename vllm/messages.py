@@ -218,8 +218,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     A row may have drafts: guesses of its next tokens, that run behind its newest token. The
     runner samples after each of them and gives back the sampled tokens up to the first that is
-    not the draft in its place. Such a row is scheduled again when its result is known, or before
-    (`drafts_in_flight`) where the runner knows by itself which tokens there are.
+    not the draft in its place. Such a row is scheduled again when its result is known.
 
     Or it has several decodes: all of its rows run their newest token, sample the next, run that,
     and so on. The runner may run fewer than asked for, and where it knows the tokens it stops after
@@ -250,10 +249,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     draft_token_ids: IntArray | None = None
     """[sum of `num_draft_tokens`] the drafts, row by row, or `DRAFT_OF_WORKER` in place of all of
     them; None if there are none."""
-    drafts_in_flight: IntArray | None = None
-    """[n] drafts of each row in the step in flight, 0 if it has none there but a token; -1: all of
-    its tokens are known. Those that turn out to be wrong are counted in `num_computed_tokens`: the
-    row begins so many tokens earlier. None: -1 for all, or nobody can run ahead of drafts."""
     shortened_tables: list[tuple[int, int]] = []
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""

@@ -49,7 +49,6 @@ SHAPES = {
     "decode": PaddedShape(decode(4, 8)),
     "contiguous decode": PaddedShape(decode(4, 4), is_contiguous=True),
     "decode of drafts": PaddedShape(decode(4, 8, query_len=1 + MAX_DRAFTS)),
-    "decode behind drafts": PaddedShape(decode(4, 8, query_len=1 + MAX_DRAFTS), max_shift=2),
     "prefill": PaddedShape(prefill(1, 32)),
     "prefill with context": PaddedShape(prefill(2, 16, 2)),
     "merged prefill": PaddedShape(prefill(1, 32, 2), merged_prompts=4),

@@ -113,7 +113,8 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     assert (state["done"], state["num_measured"]) == (["prepare"], 2)
     monkeypatch.setattr(calibration_run.Calibration, "_evaluate", lambda self, state: None)
     monkeypatch.setattr(calibration_run.Calibration, "_quantize", lambda self, state: None)
-    assert calibrate(texts, tmp_path, *flags, "--step", "measure") == 0
+    for step in ("measure", "postprocess"):
+        assert calibrate(texts, tmp_path, *flags, "--step", step) == 0
     name = "g2/inc_output_hooks_maxabs_0_1.json"
     assert json.loads((folder / name).read_text()) == json.loads((calibrated / name).read_text())
 

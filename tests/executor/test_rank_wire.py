@@ -51,7 +51,6 @@ OTHERS: dict[str, Any] = {
     "passed_blocks": [(1, 0, 2)],
     "num_draft_tokens": ints(0, 0, 2),
     "draft_token_ids": ints(5, 6),
-    "drafts_in_flight": ints(-1, 0, 1),
     "shortened_tables": [(1, 2)],
     "block_moves": BlockMoves(renamed=np.array([[1, 2]], np.int32), copied=ints()),
 }

@@ -87,7 +87,6 @@ def test_a_plain_decode():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
-        [],  # slots before the first ones: no drafts are in flight
         [3, 1, 2, 0, 0, 0, 0, 0],  # blocks
         [0, 0, 1, -1, -1, -1, -1, -1],  # groups
         [4, 2, 4, 1, 1, 1, 1, 1],  # usage
@@ -106,7 +105,6 @@ def test_a_contiguous_decode_has_each_block_at_its_id():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
-        [],
         [0, 0, 0],  # repeats: nothing is shared
         [-1, 0, 1, 0, -1, -1, -1, -1],
         [1, 2, 4, 4, 1, 1, 1, 1],
@@ -162,13 +160,13 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        (PaddedShape(decode(3, 8)), (3, 3, 3, 0, 8, 8, 8, 8, 3, 3)),
-        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 0, 0, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 0, 8, 8, 8, 3, 3)),
         (
             PaddedShape(decode(3, 8), is_contiguous=True, num_shared=3),
-            (3, 3, 3, 0, 3, 11, 11, 11, 3, 3),
+            (3, 3, 3, 3, 11, 11, 11, 3, 3),
         ),
-        (PaddedShape(decode(3, 8, 2), max_shift=4), (6, 3, 6, 12, 8, 8, 8, 8, 6, 6)),
+        (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 8, 8, 8, 8, 6, 6)),
         (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 2)),
         (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 2)),
         (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
@@ -177,9 +175,7 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
     slots = shape.bucket.query_len if shape.merged_prompts else shape.bucket.batch
     assert input_sizes(shape) == (*sizes[:-1], slots, sizes[-1])
-    kind = {
-        f: getattr(shape, f) for f in ("is_contiguous", "merged_prompts", "num_shared", "max_shift")
-    }
+    kind = {f: getattr(shape, f) for f in ("is_contiguous", "merged_prompts", "num_shared")}
     parts, sampled = packed_parts(launch_of(shape.bucket, **kind))
     assert [len(part) for part in parts] == list(sizes)
     assert parts[-1] == [PADDING_ROW] * sizes[-1]

@@ -63,8 +63,6 @@ class StepLimits:
     """Drafts of one sequence that a decode may verify."""
     max_draft_batch: int | None = None
     """Sequences of a decode launch that verifies drafts; None: as many as of any."""
-    max_pending_drafts: int = 0
-    """Of these, how many may still be unverified when the next decode of the sequence starts."""
 
     def __post_init__(self) -> None:
         for name in (

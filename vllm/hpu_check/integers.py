@@ -63,8 +63,8 @@ def check_token_masks(bridge: HabanaBridge) -> Outcome:
 
 
 def check_drafts(bridge: HabanaBridge) -> Outcome:
-    """Let the card find out how many drafts are right, and where the next launch of a row begins,
-    which was packed as if all of them were."""
+    """Let the card find out how many drafts are right, and with which tokens the next decode
+    begins."""
     first, second = _launches()
     # All drafts are token 1, and that is sampled in the places of as many as the row's number.
     sampled = np.tri(_NUM_ROWS + 1, 1 + _MAX_DRAFTS, -1, np.int32)
@@ -73,7 +73,7 @@ def check_drafts(bridge: HabanaBridge) -> Outcome:
         [x.cpu() for x in _verify(device, first, second, sampled)]
         for device in (bridge.device, torch.device("cpu"))
     )
-    names = ("outputs", "newest tokens", "ends", "tokens", "positions", "slots")
+    names = ("outputs", "newest tokens", "ends", "tokens")
     for name, ours, theirs in zip(names, got, want, strict=True):
         if not torch.equal(ours, theirs):
             return Outcome("fail", f"the {name} of a launch with drafts are not those of the host")
@@ -120,7 +120,6 @@ def _launches() -> list[tuple[Tensor, PaddedShape]]:
             start,
             num_drafts + 1,
             decode(_NUM_ROWS + 1, num_blocks, 1 + _MAX_DRAFTS),
-            max_shift=_MAX_DRAFTS,
             num_drafts=num_drafts,
         )
         packed.append((torch.from_numpy(builder.pack(launch)[0]), launch.shape))
@@ -140,7 +139,6 @@ def _verify(
     token_ids = torch.from_numpy(sampled.ravel()).to(device)
     output = resident.accept(first[0].to(device), first[1], SamplerOutput(token_ids, token_ids))
     assert output is not None
-    followed = resident.follow(unpack_decode(second[0].to(device), second[1]), second[1])
-    kept = [x[:_NUM_ROWS] for x in (resident.newest, resident.ends)]  # without that of padding
-    metadata = followed.metadata
-    return [output, *kept, followed.token_ids, followed.positions, metadata.slot_mapping]
+    next_decode = resident.fill_in(unpack_decode(second[0].to(device), second[1]), second[1])
+    kept = [x[:_NUM_ROWS] for x in (resident.newest, resident.ends)]  # without padding
+    return [output, *kept, next_decode.token_ids]

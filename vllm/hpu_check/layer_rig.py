@@ -153,8 +153,7 @@ class Rig:
         token_ids[: len(seq_lens)] = [tokens[-1] for tokens in self._tokens]
         positions[: len(seq_lens)] = seq_lens - 1
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        no_slots = np.zeros((_PADDED_BATCH, 0), np.int32)
-        given = DecodeInput(token_ids, unused, positions, no_slots, metadata, unused, unused)
+        given = DecodeInput(token_ids, unused, positions, metadata, unused, unused)
         return fields_of(shape).pack(given, padded_sizes(shape)), shape
 
     def _to_card(self, packed: IntArray) -> Tensor:

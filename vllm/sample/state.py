@@ -52,9 +52,6 @@ from vllm.sampling_params import SamplingParams
 
 _DEFAULTS = np.array(NEUTRAL, np.float32)
 
-Draws = tuple[IntArray, IntArray]
-"""Rows, and positions of random numbers of each."""
-
 _EXTREME = 1e30
 """Larger numbers, or smaller ones than its inverse, have the same effect but overflow a float32."""
 
@@ -279,7 +276,6 @@ class SamplingState:
         num_output_tokens: IntArray,
         padded_size: int | None = None,
         drafts: RowDrafts | None = None,
-        draws: Draws | None = None,
     ) -> SamplingMetadata:
         """Make the metadata of a launch for the rows that sample.
 
@@ -290,22 +286,19 @@ class SamplingState:
             drafts: of rows whose sampling depends on which tokens were generated: the first time
                 that such a row is in `rows` it samples its next token, then what follows its first
                 draft, and so on.
-            draws: m rows and positions of random numbers, in place of those of `rows`:
-                `exponentials` are [m, K], among which the caller selects.
         """
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
         features = self._features[rows]
         active = int(np.bitwise_or.reduce(features))
         if not active:
             return ALL_GREEDY
-        return self._metadata(rows, num_output_tokens, features, active, drafts or {}, draws)
+        return self._metadata(rows, num_output_tokens, features, active, drafts or {})
 
     def distribution(
         self,
         rows: IntArray,
         num_output_tokens: IntArray,
         padded_size: int | None = None,
-        draws: Draws | None = None,
     ) -> SamplingMetadata:
         """As `metadata`, with no more than `DISTRIBUTION` of the features of each row."""
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
@@ -313,7 +306,7 @@ class SamplingState:
         active = int(np.bitwise_or.reduce(own))
         if not active:
             return ALL_GREEDY
-        return self._metadata(rows, num_output_tokens, own, active, {}, draws)
+        return self._metadata(rows, num_output_tokens, own, active, {})
 
     def _pad(
         self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None
@@ -331,7 +324,6 @@ class SamplingState:
         features: FeatureArray,
         active: int,
         drafts: RowDrafts,
-        draws: Draws | None,
     ) -> SamplingMetadata:
         ahead = _tokens_ahead(rows, drafts) if drafts else None
         choice = OperatorChoice()
@@ -345,8 +337,7 @@ class SamplingState:
             choice = OperatorChoice.of(features, self._params[Param.TOP_K, rows])
         exponentials, draw_keys = None, None
         if active & Feature.RANDOM:
-            of_rows, positions = draws or (rows, num_output_tokens)
-            draw_keys = DrawKeys(self._keys[of_rows], positions.astype(np.int64))
+            draw_keys = DrawKeys(self._keys[rows], num_output_tokens.astype(np.int64))
             if not self._has_draw_keys:
                 exponentials, draw_keys = self._exponentials(draw_keys), None
         edits = None

@@ -162,7 +162,6 @@ def _framed_numbers(step: SchedulerOutput) -> bytes | None:
         or step.passed_blocks
         or step.shortened_tables
         or step.num_draft_tokens is not None
-        or step.drafts_in_flight is not None
         or step.block_moves is not None
     ):
         return None

@@ -32,10 +32,6 @@ class DraftSpans:
     """[n] drafts to make behind them; 0 for prompts."""
     num_known: IntArray
     """[n] tokens of the row, with those that a step in flight samples."""
-    in_flight: IntArray
-    """[n] see `SchedulerOutput.drafts_in_flight`. Where it is not -1, the last so many tokens to
-    run, and one more, are those of the step in flight, of which the last ones may turn out to be
-    no output."""
 
     @classmethod
     def of(
@@ -44,16 +40,12 @@ class DraftSpans:
         """Of some rows of a step."""
         num_drafts = _num_drafts(step)
         num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
-        in_flight = step.drafts_in_flight
-        if in_flight is None:
-            in_flight = np.full_like(step.rows, -1)
         return cls(
             rows=step.rows[places],
             first=first,
             count=count,
             num_drafts=num_drafts[places],
             num_known=num_known[places],
-            in_flight=in_flight[places],
         )
 
 
@@ -134,12 +126,9 @@ class DraftProgress:
         if not self._reads_states:
             end += step.num_scheduled_tokens - num_drafts
         self._had_drafts[rows] = num_drafts > 0
-        # Tokens from here on are new, or replace drafts that were wrong or may be.
-        low = start
-        if step.drafts_in_flight is not None:
-            low = start - np.maximum(step.drafts_in_flight, 0)
-        self._forget(rows, low, step.num_scheduled_tokens + start - low)
-        known = np.maximum(low - 1, 0) if self._reads_states else low
+        # Tokens from here on are new, or replace drafts that were wrong.
+        self._forget(rows, start, step.num_scheduled_tokens)
+        known = np.maximum(start - 1, 0) if self._reads_states else start
         self._num_tokens[rows] = np.minimum(self._num_tokens[rows], known)
         end = np.minimum(end, self._max_model_len)
         runs = (num_drafts > 0) | (step.num_scheduled_tokens - num_drafts > 1)

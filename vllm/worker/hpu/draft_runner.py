@@ -55,8 +55,7 @@ class HPUDraftModel(HPUModel):
 
 
 class DraftInputBuilder(HPUInputBuilder):
-    """Packs launches of a draft model. Several tokens of a row are known to the host, or are those
-    that the model has put out last."""
+    """Pack launches of a draft model."""
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
         return np.repeat(self.are_resident(launch.rows)[:, None], launch.bucket.query_len, 1)
@@ -114,12 +113,8 @@ class HPUDraftRunner(DraftMaker):
 
     def _run_known(self, spans: DraftSpans) -> None:
         has_drafts = spans.num_drafts > 0
-        # Of tokens in flight the card knows the values, and how many there are.
-        is_in_flight = has_drafts & (spans.in_flight >= 0)
         self.launches.inputs.place(spans.rows.tolist())
-        self.launches.inputs.mark_sampled(spans.rows[is_in_flight])
-        most = np.where(is_in_flight, spans.in_flight, np.int32(self._max_drafts)) + 1
-        num_last = np.where(has_drafts, np.minimum(spans.count, most), 0)
+        num_last = np.where(has_drafts, np.minimum(spans.count, self._max_drafts + 1), 0)
         num_before = (spans.count - num_last).astype(np.int32)
         planner, runs = self.launches.planner, num_before > 0
         if runs.any():
@@ -164,8 +159,7 @@ class HPUDraftRunner(DraftMaker):
             launches,
             launch,
             output,
-            first,
-            lambda draws: state.distribution(rows, num_output.ravel(), num_logits, draws),
+            state.distribution(rows, num_output.ravel(), num_logits),
         )
         launches.inputs.mark_sampled(real)
         if self._reads:

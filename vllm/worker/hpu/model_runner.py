@@ -136,8 +136,6 @@ class HPUModelRunner(ModelRunner):
     # ---- steps ----------------------------------------------------------------------------
 
     def _prepare_step(self, step: SchedulerOutput) -> None:
-        in_flight = step.drafts_in_flight
-        self.card_sampling.shifts = in_flight is not None and bool((in_flight > 0).any())
         # Nobody knows what a logits processor of a user runs.
         self.launches.may_compile = self.sampling.has_processors
         if step.block_moves is not None and len(step.block_moves.copied):

@@ -1,7 +1,6 @@
 """Samples from the logits of padded launches: in stages, each of which is a recipe of the card."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from torch import Tensor
@@ -9,11 +8,10 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.blocks import num_draws
 from vllm.sample.masks import RowDrafts
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler, SamplerOutput
-from vllm.sample.state import Draws, SamplingState
+from vllm.sample.state import SamplingState
 from vllm.sample.warmup import (
     Stage,
     basic_launches,
@@ -39,7 +37,6 @@ class PaddedSampling:
 
     Attributes:
         state, sampler: see `SamplesTokens`.
-        shifts: rows of the step may begin earlier than the host has packed them.
     """
 
     def __init__(self, config: VllmConfig, bridge: HabanaBridge) -> None:
@@ -54,9 +51,7 @@ class PaddedSampling:
             to_device=HostBuffers(bridge).to_device,
         )
         self.sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)
-        self.shifts = False
         self._bridge = bridge
-        self._num_draws = num_draws(vocab_size)
         self._warms_all = config.hpu.sampling_warmup == "all" or config.hpu.full_warmup
         self._compiled: dict[int, set[Stage]] = {}
         """Stages of the sampler that are compiled, by padded batch."""
@@ -66,8 +61,7 @@ class PaddedSampling:
         launches: PaddedLaunches,
         launch: PaddedLaunch,
         output: PaddedOutput,
-        first: IntArray,
-        metadata_of: Callable[[Draws | None], SamplingMetadata],
+        metadata: SamplingMetadata,
     ) -> tuple[SamplerOutput, Tensor | None]:
         """Sample from the logits of a launch. The next step of the rows reads the tokens on the
         card.
@@ -76,18 +70,12 @@ class PaddedSampling:
             launches: have run it.
             launch: n rows.
             output: of it.
-            first: [n] number of the output token that the first token with logits of each row
-                samples.
-            metadata_of: how the rows sample, with these random numbers.
+            metadata: how the rows sample.
 
         Returns:
             The tokens, and what `ResidentTokens.accept` has returned.
         """
-        draws = self._draws(launch, first)
-        metadata = metadata_of(draws)
         resident = _resident(launches)
-        if draws is not None:
-            metadata = self._select_draws(metadata, resident, output, launch.shape)
         num_logits = len(output.result)
         missing = self._note_stages(num_logits, metadata)
         if missing and launches.is_warm:
@@ -107,42 +95,6 @@ class PaddedSampling:
         accepted = resident.accept(output.packed, shape, sampled)
         self._bridge.mark_step()
         return accepted
-
-    def _draws(self, launch: PaddedLaunch, num_output: IntArray) -> Draws | None:
-        """The random numbers of a launch whose rows may begin earlier than the host says: for each
-        padded row those of all positions that it may sample for.
-
-        Args:
-            launch: n rows.
-            num_output: [n] what the first token with logits of each would be the number of.
-
-        Returns:
-            None: the host knows the positions.
-        """
-        most, query_len = launch.max_shift, launch.bucket.query_len
-        if not most or not self.shifts:
-            return None
-        rows = np.full(launch.bucket.batch, self.state.padding_row, np.int32)
-        first = np.zeros_like(rows)
-        rows[: len(launch.rows)], first[: len(launch.rows)] = launch.rows, num_output
-        numbers = first[:, None] + np.arange(-most, query_len, dtype=np.int32)
-        return np.repeat(rows, most + query_len), np.maximum(numbers, 0).ravel()
-
-    def _select_draws(
-        self,
-        metadata: SamplingMetadata,
-        resident: ResidentTokens,
-        output: PaddedOutput,
-        shape: PaddedShape,
-    ) -> SamplingMetadata:
-        """Take the random numbers of the positions where the rows begin."""
-        if metadata.exponentials is None:
-            return metadata
-        self._bridge.mark_step()
-        index = resident.draw_index(output.packed, shape)
-        chosen = metadata.exponentials.index_select(0, index)
-        self._bridge.mark_step()
-        return replace(metadata, exponentials=chosen)
 
     def _note_stages(self, batch: int, metadata: SamplingMetadata) -> frozenset[Stage]:
         """The stages of a launch that were not compiled yet; from here on they are."""
@@ -186,11 +138,6 @@ class PaddedSampling:
         if sampled is None:
             return
         resident = _resident(launches)
-        if shape.max_shift:
-            rows = shape.bucket.batch * (shape.max_shift + shape.bucket.query_len)
-            numbers = np.ones((rows, self._num_draws), np.float32)
-            metadata = SamplingMetadata(exponentials=self.state.to_device(numbers))
-            self._select_draws(metadata, resident, output, shape)
         accepted = self._keep(resident, output, shape, sampled)
         (sampled.host_ids if accepted is None else accepted).cpu()
 
@@ -233,8 +180,7 @@ class PaddedTokens:
             self._launches,
             launch,
             output,
-            num_output,
-            lambda draws: self.state.metadata(rows, numbers, num_logits, drafts, draws),
+            self.state.metadata(rows, numbers, num_logits, drafts),
         )
         self._launches.inputs.mark_sampled(launch.rows[sampled])
         return Sampled(rows, places, tokens, accepted)

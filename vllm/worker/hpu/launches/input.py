@@ -16,7 +16,6 @@ from vllm.attention.backends.hpu_metadata import (
     HPUPrefillMetadata,
     build_decode_metadata,
     build_prefill_metadata,
-    padding_slots,
 )
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
@@ -50,9 +49,6 @@ class DecodeInput(Generic[Array]):
     """[B] row of each; the padding row for padding."""
     positions: Array = packed("T")
     """[T]; behind the tokens of a row, that of its last one."""
-    earlier_slots: Array = packed("B S")
-    """[B, S] slots of the S positions before the first one of each row, where its tokens go if
-    drafts of the launch before it were wrong."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
     adapter_slots: Array = packed("B")
     """[B] slot of the LoRA adapter of each; -1: none."""
@@ -109,7 +105,6 @@ def padded_sizes(shape: PaddedShape) -> dict[str, int]:
         "N": shape.num_entries,
         "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
         "P": shape.merged_prompts,
-        "S": shape.max_shift,
         "L": shape.num_rows,
     }
 
@@ -210,18 +205,6 @@ class HPUInputBuilder:
             on_device[:, 1:] = True
         return on_device
 
-    def _earlier_slots(self, launch: PaddedLaunch) -> IntArray:
-        """[B, S] see `DecodeInput`."""
-        padded, most = launch.bucket.batch, launch.max_shift
-        slots = padding_slots(padded * most, self._block_size).reshape(padded, most)
-        if most:
-            back = launch.num_computed_tokens[:, None] + np.arange(-most, 0, dtype=np.int32)
-            place = np.maximum(back, 0)
-            blocks = self._batch.block_table[launch.rows[:, None], place // self._block_size]
-            found = blocks * self._block_size + place % self._block_size
-            slots[: len(back)] = np.where(back < 0, slots[: len(back)], found)
-        return slots
-
     def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
         return fields_of(shape)
 
@@ -260,7 +243,6 @@ class HPUInputBuilder:
             token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
             rows=self._padded(bucket.batch, self.padding_row, rows),
             positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
-            earlier_slots=self._earlier_slots(launch),
             metadata=metadata,
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,

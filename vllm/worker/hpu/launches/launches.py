@@ -304,7 +304,6 @@ class PaddedLaunches:
             shape.is_contiguous,
             shape.merged_prompts,
             shape.num_shared,
-            shape.max_shift,
         )
         packed, _ = self.inputs.pack(launch)
         size = self.size_before(shape)

@@ -292,7 +292,7 @@ class HPUModel(LaunchModel):
     def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_decode(packed, shape)
         if self.resident is not None:
-            given = self.resident.follow(given, shape)
+            given = self.resident.fill_in(given, shape)
         query_len, positions = shape.bucket.query_len, None
         if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
             positions = given.positions.unflatten(0, (-1, query_len))

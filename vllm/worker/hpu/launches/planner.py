@@ -38,8 +38,6 @@ class PaddedLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
     """See `PaddedShape`."""
-    max_shift: int = 0
-    """See `PaddedShape`."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -57,9 +55,7 @@ class PaddedLaunch(Launch):
     @property
     def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return PaddedShape(
-            self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared, self.max_shift
-        )
+        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +68,6 @@ class PaddedShape:
     num_shared: int = 0
     """Entries beside the slice of a contiguous decode, for references to a block that another row
     of the launch has too; they are gathered."""
-    max_shift: int = 0
-    """So many tokens earlier than the host says a row of a decode may begin."""
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +101,7 @@ def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -
     With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
     that its sequences have.
     """
-    plain = PaddedShape(bucket, max_shift=limits.max_pending_drafts)
+    plain = PaddedShape(bucket)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
     if not limits.contiguous_pa:
@@ -124,7 +118,7 @@ def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
     blocks that so many rows can have."""
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
         return []
-    exact = PaddedShape(bucket, is_contiguous=True, max_shift=limits.max_pending_drafts)
+    exact = PaddedShape(bucket, is_contiguous=True)
     if not limits.enable_prefix_caching:  # no two rows have the same block
         return [exact]
     shapes = [exact, replace(exact, num_shared=bucket.batch)]
@@ -317,14 +311,7 @@ class HPULaunchPlanner:
     def _launch_decode(
         self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
     ) -> PaddedLaunch:
-        max_shift = self._limits.max_pending_drafts
-        return _launch(
-            rows,
-            bucket,
-            is_contiguous=is_contiguous,
-            num_shared=num_shared,
-            max_shift=max_shift,
-        )
+        return _launch(rows, bucket, is_contiguous=is_contiguous, num_shared=num_shared)
 
     # ---- prefills -------------------------------------------------------------------------
 
@@ -451,7 +438,7 @@ class HPULaunchPlanner:
         """Return the shape of a prefill, or of a decode that gathers its blocks."""
         if bucket.phase is Phase.PREFILL:
             return PaddedShape(bucket, merged_prompts=self._merged_prompts)
-        return PaddedShape(bucket, max_shift=self._limits.max_pending_drafts)
+        return PaddedShape(bucket)
 
     def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
         """The cheapest of some shapes that are compiled, unless it costs more than compiling
@@ -475,7 +462,6 @@ def _launch(
     is_contiguous: bool = False,
     merged_prompts: int = 0,
     num_shared: int = 0,
-    max_shift: int = 0,
 ) -> PaddedLaunch:
     return PaddedLaunch(
         rows.ids,
@@ -485,7 +471,6 @@ def _launch(
         is_contiguous,
         merged_prompts,
         num_shared,
-        max_shift,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 

@@ -1,19 +1,15 @@
 """What the card knows of the rows of a batch before the host does.
 
 A launch leaves the newest token of each row on the card, where the next launch of the row reads
-it. With drafts it also leaves how many of them were right. So a launch can start before the host
-has read the one before: the host packs it for the case that all drafts are right, and the card
-moves a row back by as many tokens as were wrong (`ResidentTokens.follow`). Every shape depends on
-the bucket alone; how far a row moves is data.
+it. With drafts it also tells how many of them were right. Every shape depends on the bucket alone.
 
 Letters: R rows of the batch and one of padding, k most drafts of a row, B, Q and T as in a packed
-decode, S how far a row may move back.
+decode.
 """
 
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 from vllm.bucketing import Phase
 from vllm.sample.sampler import SamplerOutput
 from vllm.worker.hpu.launches.input import DecodeInput, unpack_decode, unpack_merged, unpack_prefill
@@ -32,8 +28,6 @@ class ResidentTokens:
     Attributes:
         newest: [R] int32, the newest token of each row.
         ends: [R] int32, its position. This and what follows only where drafts are made on the card.
-        counts: [R] int32, how many tokens the last launch of the row has put out.
-        outputs: [R, 1 + k] int32, these tokens; what is behind `counts` of them is no output.
         drafts: [R * k] int32, the drafts that the next launch of the row verifies.
         beside: those of what makes the drafts, which begins where this model is.
     """
@@ -50,39 +44,21 @@ class ResidentTokens:
         self.newest = _zeros(num_rows + 1, device)
         if max_drafts:
             self.ends = _zeros(num_rows + 1, device)
-            self.counts = _zeros(num_rows + 1, device)
-            outputs = _zeros((num_rows + 1) * (1 + max_drafts), device)
-            self.outputs = outputs.view(num_rows + 1, 1 + max_drafts).clone()
             self.drafts = _zeros((num_rows + 1) * max_drafts, device)
 
     # ---- a launch begins ------------------------------------------------------------------
 
-    def follow(self, given: DecodeInput[Tensor], shape: PaddedShape) -> DecodeInput[Tensor]:
-        """A decode with the tokens that are on the card, at the places where its rows are."""
+    def fill_in(self, given: DecodeInput[Tensor], shape: PaddedShape) -> DecodeInput[Tensor]:
+        """Return a decode with the tokens that are on the card."""
         on_card = self._tokens(given.rows, shape.bucket.query_len)
-        token_ids = torch.where(given.token_ids < 0, on_card, given.token_ids)
-        positions, metadata = given.positions, given.metadata
-        if shape.max_shift:
-            shift = self._shift(given, shape)
-            positions = (given.positions.unflatten(0, (len(shift), -1)) + shift[:, None]).flatten()
-            metadata = self._move(given, shift, shape)
         return DecodeInput(
-            token_ids=token_ids,
+            token_ids=torch.where(given.token_ids < 0, on_card, given.token_ids),
             rows=given.rows,
-            positions=positions,
-            earlier_slots=given.earlier_slots,
-            metadata=metadata,
+            positions=given.positions,
+            metadata=given.metadata,
             adapter_slots=given.adapter_slots,
             sample_rows=given.sample_rows,
         )
-
-    def draw_index(self, packed: Tensor, shape: PaddedShape) -> Tensor:
-        """[T] which of the random numbers of B rows at S + Q positions each, up to the last one of
-        the launch as the host has packed it, each token takes."""
-        given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
-        shift = self._shift(given, shape)
-        first = _range(len(shift), shift) * (shape.max_shift + query_len) + shape.max_shift
-        return ((first + shift)[:, None] + _range(query_len, shift)).flatten()
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
         """[B * Q] the newest token of each row, and its drafts."""
@@ -93,36 +69,6 @@ class ResidentTokens:
             return newest.unsqueeze(-1).expand(-1, query_len).flatten()
         drafts = self.drafts.view(-1, self.max_drafts).index_select(0, rows)
         return torch.cat([newest[:, None], drafts[:, : query_len - 1]], 1).flatten()
-
-    def _shift(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
-        """[B] how many tokens further on each row begins than the host has packed: -S to 0. A row
-        whose tokens the host has given begins where it says."""
-        first = _first(given.positions, shape)
-        begin = self.ends.index_select(0, given.rows) - self.tokens_ahead
-        is_resident = _first(given.token_ids, shape) < 0
-        return torch.where(is_resident, begin - first, 0).clamp(-shape.max_shift, 0)
-
-    def _move(
-        self, given: DecodeInput[Tensor], shift: Tensor, shape: PaddedShape
-    ) -> HPUDecodeMetadata[Tensor]:
-        metadata, query_len = given.metadata, shape.bucket.query_len
-        slots = metadata.slot_mapping.view(-1, query_len)
-        column, width = _range(query_len, shift), shape.max_shift + query_len
-        first = _range(len(slots), shift) * width + shape.max_shift + shift
-        moved = torch.cat([given.earlier_slots, slots], 1).flatten()
-        moved = moved.index_select(0, (first[:, None] + column).flatten()).view(-1, query_len)
-        is_token = column <= _num_more(given.positions, shape)[:, None]
-        groups = metadata.block_groups
-        of_entries = shift.index_select(0, groups.clamp_min(0)).masked_fill(groups < 0, 0)
-        age = metadata.block_age + of_entries
-        usage = torch.where(groups < 0, metadata.block_usage, (age + 1).clamp(0, self._block_size))
-        return HPUDecodeMetadata(
-            block_list=metadata.block_list,
-            block_groups=groups,
-            block_usage=usage,
-            block_age=age,
-            slot_mapping=torch.where(is_token, moved, slots).flatten(),
-        )
 
     # ---- a launch has sampled -------------------------------------------------------------
 
@@ -142,8 +88,6 @@ class ResidentTokens:
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         rows, token_ids = _first(given.sample_rows, shape), sampled.token_ids.view(-1, query_len)
         ends = _first(given.positions, shape)
-        if shape.max_shift:
-            ends = ends + self._shift(given, shape)
         if query_len == 1:
             self._keep(rows, token_ids, torch.ones_like(rows), ends + 1)
             return None
@@ -180,17 +124,12 @@ class ResidentTokens:
             tokens.newest.index_copy_(0, index, newest)
             if self.max_drafts:
                 tokens.ends.index_copy_(0, index, ends)
-        if self.max_drafts:
-            self.counts.index_copy_(0, index, counts)
-            lacking = 1 + self.max_drafts - token_ids.shape[1]
-            outputs = torch.nn.functional.pad(token_ids, (0, lacking))
-            self.outputs.index_copy_(0, index, outputs)
 
 
 class ResidentDrafts(ResidentTokens):
     """The newest tokens of the rows of what makes drafts: drafts, behind the tokens of the model.
 
-    Its launches of several tokens run what the model has put out last, or known tokens.
+    Its launches of several tokens run known tokens.
 
     Args:
         target: of the model; without drafts, these are kept here alone, and the host reads them.
@@ -212,25 +151,9 @@ class ResidentDrafts(ResidentTokens):
         self._target = target
         target.beside.append(self)
 
-    def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
-        if query_len == 1 or not self._target.max_drafts:
-            return super()._tokens(rows, query_len)
-        return self._target.outputs[:, :query_len].index_select(0, rows).flatten()
-
-    def _shift(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
-        shift = super()._shift(given, shape)
-        # The host knows where the tokens begin that the model has put out last.
-        return shift if shape.bucket.query_len == 1 else torch.zeros_like(shift)
-
     def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
-        """[B] which token of each row of a decode is the last one."""
-        on_host = _num_more(given.positions, shape)
-        if shape.bucket.query_len == 1 or not self._target.max_drafts:
-            return on_host
-        is_resident = _first(given.token_ids, shape) < 0
-        return torch.where(
-            is_resident, self._target.counts.index_select(0, given.rows) - 1, on_host
-        )
+        """Return [B] the index of the last token of each row of a decode."""
+        return _num_more(given.positions, shape)
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
         """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
@@ -247,8 +170,6 @@ class ResidentDrafts(ResidentTokens):
         target, rows = self._target, _first(given.sample_rows, shape)
         column = self.last_column(given, shape)
         ends = _first(given.positions, shape) + self.tokens_ahead + 1 + column
-        if shape.max_shift:
-            ends = ends + self._shift(given, shape)
         drafts = _at(sampled.token_ids.view(-1, query_len), column)
         if not target.max_drafts:
             self.newest.index_copy_(0, rows.long(), drafts)
