@@ -20,6 +20,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
+from vllm.attention.cached_layer import layers_with_cache  # noqa: E402
 from vllm.bucketing import plan_buckets  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.cost_model.cards import CARDS, GIB  # noqa: E402
@@ -41,7 +42,7 @@ from vllm.platforms.hpu import simulated_card  # noqa: E402
 from vllm.utils import FlexibleArgumentParser  # noqa: E402
 from vllm.worker.hpu.launches.planner import launch_shapes  # noqa: E402
 from vllm.worker.hpu.memory.memory import beside_states, divide_memory  # noqa: E402
-from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache  # noqa: E402
+from vllm.worker.kv_cache import cache_dtype, cache_layout  # noqa: E402
 
 
 def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_log_probabilities_run_on_the_device(width):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sampled_tokens_are_compared_with_drafts_and_kept_in_place(shape):
     shape, resident = SHAPES[shape], resident_tokens()
-    names = ("newest", "ends", "counts", "outputs", "drafts")
+    names = ("newest", "ends", "drafts")
 
     def keep(packed: Tensor, token_ids: Tensor, *kept: Tensor) -> Tensor | None:
         for name, tensor in zip(names, kept, strict=True):

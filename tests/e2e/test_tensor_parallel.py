@@ -155,7 +155,11 @@ if __name__ == "__main__":
     path = Path(tmp_path, "program.py")
     path.write_text(program)
     with subprocess.Popen(
-        [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(path)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         rank = psutil.Process(int(process.stdout.readline()))
