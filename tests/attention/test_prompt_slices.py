@@ -1,5 +1,5 @@
 """Prompts that attend in slices of their queries, on the simulated card: the results equal
-those of all queries at once, and a mask never has more queries than a slice."""
+the results of all queries at once, and a mask never has more queries than a slice."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What runners of all devices and tasks share: the sequence of a step and of a launch.
+"""The sequence of a step and of a launch, for runners of all devices and tasks.
 
     step      update the batch, plan launches, run each of them, collect their results
     launch    build inputs, begin results (masks), run the model, send on or finish results
@@ -50,7 +50,7 @@ class StepHandle:
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """The result of the step; waits for it."""
+        """Wait for the step and return its result."""
         if self._output is None:
             if self._before is not None:
                 self._before.result()
@@ -142,12 +142,12 @@ def plan_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerParts:
-    """What a runner is made of; the constructor of each device makes one."""
+    """The parts of a runner; the constructor of each device makes them."""
 
     cache_layout: KVCacheLayout
     batch: InputBatch
     rows: RowParts
-    """What requests bring into the batch."""
+    """Embeddings, adapters and the like of the requests in the batch."""
     launches: Launches[Any, Any]
 
 

@@ -1,5 +1,5 @@
-"""Ragged launches: those of a device that takes any shape. Where the model allows it, a forward
-pass, or a whole step of decodes, is one call of C++.
+"""Ragged batches of a device that takes any shape. A forward pass, or a whole step of decodes, is
+one call of C++ if the model allows it.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,13 +39,13 @@ class StateReader(Protocol):
     """Takes hidden states of the tokens that the model has run."""
 
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Called after each launch of T tokens, in the order of its rows.
+        """Read the result of a forward pass over T tokens, in the order of its rows.
 
         Args:
             launch: which tokens.
             result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, the inputs of the layers that it reads besides the result,
-                ascending. Belong to the reader.
+            inner: [T, hidden] each, the inputs of the other layers that it reads, ascending. They
+                belong to the reader.
         """
         ...
 
@@ -56,7 +56,7 @@ class RaggedOutput(NamedTuple):
     hidden_states: Tensor
     """[T, hidden]"""
     inner: list[Tensor]
-    """[T, hidden] each: inputs of inner layers, up to those of this stage."""
+    """[T, hidden] each: inputs of inner layers, up to the last one of this stage."""
 
 
 class RaggedLaunches:
@@ -220,7 +220,7 @@ class RaggedLaunches:
         assert isinstance(model, CausalLM)
         self.program = fuse(model, self._inner_layers.own)
         if self.program is None or not self.stage.is_last or self._inner_layers.num_before:
-            return  # only the last stage samples; inputs of inner layers come with hidden states
+            return  # only the last stage samples; hidden states bring inputs of inner layers
         head = fuse_head(model, self.program)
         if head is None:
             return

@@ -97,7 +97,7 @@ class PaddedSampling:
         return accepted
 
     def _note_stages(self, batch: int, metadata: SamplingMetadata) -> frozenset[Stage]:
-        """The stages of a launch that were not compiled yet; from here on they are."""
+        """Return the stages of a launch that were not compiled yet; from here on they are."""
         known = self._compiled.setdefault(batch, set())
         missing = stages_of(metadata) - known
         known |= missing
@@ -161,7 +161,7 @@ class PaddedTokens:
         num_output: IntArray,
         drafts: RowDrafts | None,
     ) -> Sampled:
-        """See `SamplesTokens.sample`. Logits have a row for each padded token of a decode."""
+        """Sample from logits that have a row for each padded token of a decode."""
         launch, sampled, num_drafts = given.launch, given.sampled, given.num_drafts
         width = launch.tokens_with_logits
         places = sampled * np.int32(width)

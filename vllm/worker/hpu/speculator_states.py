@@ -10,7 +10,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 
 
 class StatesOnCard:
-    """What a speculator reads: hidden states by slot of the KV cache, and by row of the batch.
+    """Hidden states for a speculator, by slot of the KV cache and by row of the batch.
 
     Args:
         bridge: the card.
@@ -53,5 +53,4 @@ class StatesOnCard:
         del self.by_slot
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """See `StateKeeper`."""
         self.by_slot.index_copy_(0, slots.long(), self._speculator.keep(result, inner))
