@@ -133,7 +133,7 @@ def launch_model(config: VllmConfig) -> LaunchModel:
 
 def resident_tokens() -> ResidentTokens:
     """Of rows whose drafts are made on the card."""
-    return ResidentTokens(MAX_NUM_SEQS, torch.device("cpu"), BLOCK_SIZE, MAX_DRAFTS)
+    return ResidentTokens(MAX_NUM_SEQS, torch.device("cpu"), MAX_DRAFTS)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

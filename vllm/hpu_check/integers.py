@@ -134,7 +134,7 @@ def _verify(
     sampled: IntArray,
 ) -> list[Tensor]:
     """Run both on a device; returns what the rows have then, in the order of `check_drafts`."""
-    resident = ResidentTokens(_NUM_ROWS, device, _BLOCK_SIZE, _MAX_DRAFTS)
+    resident = ResidentTokens(_NUM_ROWS, device, _MAX_DRAFTS)
     resident.drafts.fill_(1)
     token_ids = torch.from_numpy(sampled.ravel()).to(device)
     output = resident.accept(first[0].to(device), first[1], SamplerOutput(token_ids, token_ids))

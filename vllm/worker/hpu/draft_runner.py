@@ -215,8 +215,7 @@ def pad_beside(
 def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> ResidentDrafts:
     """Return the drafts of the rows of a model, on its card."""
     num_rows, device = len(target.batch.num_tokens), target.bridge.device
-    size = target.launches.block_size
-    return ResidentDrafts(target.resident, num_rows, device, size, tokens_ahead)
+    return ResidentDrafts(target.resident, num_rows, device, tokens_ahead)
 
 
 def make_draft_runner(

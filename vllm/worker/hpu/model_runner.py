@@ -100,7 +100,7 @@ class HPUModelRunner(ModelRunner):
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
         limits = config.scheduler
-        self.resident = ResidentTokens(limits.max_num_seqs, bridge.device, block_size, max_drafts)
+        self.resident = ResidentTokens(limits.max_num_seqs, bridge.device, max_drafts)
         padded = HPUModel(
             model,
             block_size,

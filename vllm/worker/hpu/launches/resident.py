@@ -1,4 +1,4 @@
-"""What the card knows of the rows of a batch before the host does.
+"""The newest tokens of the requests in a batch, which a card knows before the host does.
 
 A launch leaves the newest token of each row on the card, where the next launch of the row reads
 it. With drafts it also tells how many of them were right. Every shape depends on the bucket alone.
@@ -22,7 +22,6 @@ class ResidentTokens:
     Args:
         num_rows: of the batch.
         device: the card.
-        block_size: tokens of a block of the KV cache.
         max_drafts: k, drafts of a row that are made on the card; 0: none are.
 
     Attributes:
@@ -35,10 +34,7 @@ class ResidentTokens:
     tokens_ahead = 0
     """See `HPUInputBuilder`."""
 
-    def __init__(
-        self, num_rows: int, device: torch.device, block_size: int, max_drafts: int = 0
-    ) -> None:
-        self._block_size = block_size
+    def __init__(self, num_rows: int, device: torch.device, max_drafts: int = 0) -> None:
         self.max_drafts = max_drafts
         self.beside: list[ResidentTokens] = []
         self.newest = _zeros(num_rows + 1, device)
@@ -133,7 +129,7 @@ class ResidentDrafts(ResidentTokens):
 
     Args:
         target: of the model; without drafts, these are kept here alone, and the host reads them.
-        num_rows, device, block_size: see `ResidentTokens`.
+        num_rows, device: see `ResidentTokens`.
         tokens_ahead: see `HPUInputBuilder`.
     """
 
@@ -142,10 +138,9 @@ class ResidentDrafts(ResidentTokens):
         target: ResidentTokens,
         num_rows: int,
         device: torch.device,
-        block_size: int,
         tokens_ahead: int,
     ) -> None:
-        super().__init__(num_rows, device, block_size)
+        super().__init__(num_rows, device)
         self.tokens_ahead = tokens_ahead
         self.ends = _zeros(num_rows + 1, device)
         self._target = target
