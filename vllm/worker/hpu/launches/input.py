@@ -198,7 +198,6 @@ class HPUInputBuilder:
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
         """[n, Q] which tokens of a decode are on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
-        # Where drafts are in flight, the host may count more tokens than it knows of by now.
         newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
         on_device[:, 0] = self._is_resident[launch.rows] & newest
         if self._has_resident_drafts and launch.num_drafts is not None:
