@@ -1,6 +1,5 @@
 """One load for engines of several ranks, and what is compared of its results."""
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ import psutil
 import pytest
 
 from tests.reach import pids_of
+from tests.shared_memory import assert_no_new_files
 from vllm import LLM, RequestOutput, SamplingParams
 
 ENGINE: dict[str, Any] = {
@@ -83,4 +83,4 @@ def ranks_of(llm: LLM) -> list[int]:
 
 def assert_nothing_left(pids: list[int], files: set[str]) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert set(os.listdir("/dev/shm")) <= files
+    assert_no_new_files(files)

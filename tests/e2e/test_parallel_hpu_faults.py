@@ -31,6 +31,7 @@ from tests.hpu import (
     steps_in_flight,
 )
 from tests.reach import core_of, scheduler_of
+from tests.shared_memory import named_files
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
 from vllm.env import ranks as env_ranks
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def several_cards(folder: str, **values: Any) -> Iterator[Callable[[], LLM]]:
     """Starts an engine of two cards, or of as many as `values` say. Afterwards nothing is left of
     it, however it has ended."""
-    files, before = set(os.listdir("/dev/shm")), set(psutil.Process().children())
+    files, before = named_files(), set(psutil.Process().children())
     started: list[LLM] = []
 
     def start() -> LLM:

@@ -22,6 +22,7 @@ from tests.e2e.ranks import (
 from tests.executor.thread_ranks import ThreadRanks
 from tests.quantized_checkpoints import FORMATS, write
 from tests.reach import core_of, executor_of, scheduler_of
+from tests.shared_memory import named_files
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from tools.save_sharded_state import save
 from vllm import LLM, RequestOutput, envs
@@ -279,7 +280,7 @@ def test_more_stages_than_layers_are_refused(folder):
 @pytest.fixture(scope="module")
 def two(folder: str) -> Iterator[LLM]:
     """An engine of two processes; the last of its tests kills one."""
-    files = set(os.listdir("/dev/shm"))
+    files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, enable_sleep_mode=True, **ENGINE)
     pids = ranks_of(llm)
     yield llm
@@ -325,7 +326,7 @@ def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
 
 
 def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
-    files = set(os.listdir("/dev/shm"))
+    files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)
     (pid,) = ranks_of(llm)
     os.kill(pid, signal.SIGSTOP)
@@ -341,7 +342,7 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
 
 
 def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
-    files = set(os.listdir("/dev/shm"))
+    files = named_files()
     with pytest.raises(
         RuntimeError, match=r"^rank 1 .*failed: RuntimeError: no memory for a graph"
     ):
@@ -363,7 +364,7 @@ def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
     ],
 )
 def test_a_rank_of_four_that_fails_is_the_one_that_is_named(folder, rank, signum, message):
-    files, sizes = set(os.listdir("/dev/shm")), {"tensor_parallel_size": 2}
+    files, sizes = named_files(), {"tensor_parallel_size": 2}
     sizes |= {"pipeline_parallel_size": 2, "distributed_timeout_s": 2.0}
     llm = LLM(folder, **sizes, **ENGINE)
     pids = ranks_of(llm)

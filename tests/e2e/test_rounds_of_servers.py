@@ -5,7 +5,6 @@ it is left: no process, port, file, shared memory, semaphore or block.
 """
 
 import asyncio
-import contextlib
 import itertools
 import os
 import random
@@ -23,6 +22,7 @@ import pytest
 from tests.e2e.server import Server, start_server, wait_until
 from tests.e2e.test_restart_parallel import ranks
 from tests.e2e.test_server_faults import LONG, SHORT, answers_around, send_all
+from tests.shared_memory import assert_no_new_files, named_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
@@ -54,15 +54,9 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def named_memory() -> set[str]:
-    """Shared memory and semaphores with a name: of POSIX those that no process uses, of System V
-    all."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended
-            lines = maps.read_text().splitlines()
-            used |= {line.split()[-1] for line in lines if "/dev/shm" in line}
-    found = {str(path) for path in Path("/dev/shm").rglob("*")} - used
+def system_v_memory() -> set[str]:
+    """Return the shared memory, semaphores and queues of System V."""
+    found = set()
     for kind in ("shm", "sem", "msg"):
         table = Path(f"/proc/sysvipc/{kind}").read_text()
         found |= {f"{kind} {line}" for line in table.splitlines()}
@@ -175,7 +169,8 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_nothing_is_left_of_a_server(way):
-    before, mark = named_memory(), f"{os.getpid()}-{next(_ROUNDS)}"
+    files, before = named_files(), system_v_memory()
+    mark = f"{os.getpid()}-{next(_ROUNDS)}"
     flags = [*FLAGS, "--distributed-timeout-s", "5"]
     if way is restart_after_a_killed_rank:
         flags += ["--restart-engine", "1"]
@@ -188,7 +183,8 @@ def test_nothing_is_left_of_a_server(way):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", server.port))
-    assert named_memory() <= before
+    assert system_v_memory() <= before
+    assert_no_new_files(files)
 
 
 def main(num_rounds: int) -> None:

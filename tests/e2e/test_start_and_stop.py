@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.ranks import ENGINE
+from tests.shared_memory import assert_no_new_files, named_files
 from tests.tiny_models import make_tiny_model
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting
@@ -23,8 +24,6 @@ class Held(NamedTuple):
     """What a process may leave behind."""
 
     children: frozenset[int]
-    files: frozenset[str]
-    """Of shared memory that has a name."""
     num_descriptors: int
     """Files, sockets, pipes, and shared memory without a name."""
     num_ports: int
@@ -38,7 +37,6 @@ class Held(NamedTuple):
         connections = process.net_connections()
         return cls(
             frozenset(child.pid for child in process.children(recursive=True)),
-            frozenset(os.listdir("/dev/shm")),
             process.num_fds(),
             sum(each.status == psutil.CONN_LISTEN for each in connections),
             process.num_threads(),
@@ -90,9 +88,10 @@ def test_nothing_is_left_of_many_starts(num_rounds, whole_every, tmp_path):
     folder = str(make_tiny_model("llama", tmp_path))
     config = EngineArgs(folder, tensor_parallel_size=2, **ENGINE).create_engine_config()
     start_and_stop(config)  # what a process loads once
-    held = Held.now()
+    held, files = Held.now(), named_files()
     for number in range(num_rounds):
         whole, rest = divmod(number, whole_every)
         run = give_up_the_start if rest else WHOLE[whole % len(WHOLE)]
         run(config)
         assert Held.now() == held, f"after round {number}, {run.__name__}"
+        assert_no_new_files(files)

@@ -22,6 +22,7 @@ from tests.e2e.ranks import (
 )
 from tests.executor.thread_ranks import ThreadRanks
 from tests.reach import core_of, scheduler_of
+from tests.shared_memory import named_files
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def two(folder: str) -> Iterator[LLM]:
     """An engine of two processes in a program with time-outs of its own. The last of its tests
     kills one."""
-    files = set(os.listdir("/dev/shm"))
+    files = named_files()
     socket.setdefaulttimeout(0.01)
     try:
         llm = LLM(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **ENGINE)
@@ -112,7 +113,7 @@ def test_a_rank_that_is_killed_ends_all_requests_at_once(two):
 
 
 def test_a_rank_that_cannot_load_is_one_error_that_names_it(folder):
-    files, before = set(os.listdir("/dev/shm")), psutil.Process().children()
+    files, before = named_files(), psutil.Process().children()
     with pytest.raises(ConfigError, match=r"^rank 1: no memory for the weights of this rank$"):
         LLM(
             folder,
@@ -125,7 +126,7 @@ def test_a_rank_that_cannot_load_is_one_error_that_names_it(folder):
 
 
 def test_a_rank_that_is_stopped_is_named_when_time_is_up(folder):
-    files = set(os.listdir("/dev/shm"))
+    files = named_files()
     # In bfloat16 a forward pass is one call, which has to come back.
     settings = ENGINE | {"dtype": "bfloat16", "distributed_timeout_s": 1.0}
     llm = LLM(folder, tensor_parallel_size=2, **settings)
