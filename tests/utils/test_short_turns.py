@@ -23,3 +23,13 @@ def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_en
         ends[number].set()
         threads[number].join(10)
     assert sys.getswitchinterval() == usual
+
+
+def test_work_is_done_at_once_where_no_thread_can_be_started(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = Future()
+    start_in_short_turns(lambda: done.set_result(threading.current_thread()), "test")
+    assert done.result(0) is threading.current_thread()
