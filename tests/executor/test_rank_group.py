@@ -1,4 +1,4 @@
-"""What the engine does when the connection of a rank carries something else than messages."""
+"""The engine ends when the connection of a rank carries something else than messages."""
 
 import socket
 import subprocess

@@ -18,7 +18,7 @@ _PART_BYTES = 2**16
 
 
 class FrameError(Exception):
-    """What has arrived is no frame that the reader takes; str() says why."""
+    """The reader does not accept what has arrived; str() says why."""
 
 
 def frame_header(kind: int, size: int) -> bytes:
