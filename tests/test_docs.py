@@ -1,4 +1,4 @@
-"""The generated pages of docs/ say what the code says."""
+"""The generated pages of docs/ say what the code says, and paths that pages name exist."""
 
 import re
 import shutil
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 from tools import generate_docs
 from vllm.env.compat import COMPAT_VARIABLES
@@ -40,3 +42,35 @@ def test_a_page_that_differs_is_named(monkeypatch, capsys, tmp_path):
     assert generate_docs.main() == 1
     message = "out of date, run tools/generate_docs.py: env_variables.md\n"
     assert capsys.readouterr().err == message
+
+
+def files_of_tree() -> list[str]:
+    """Return the files and folders that pages may name, relative to the repository."""
+    folders = ("vllm", "gaudi_sim", "csrc", "tests", "docs", "tools", "benchmarks")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return [*folders, *(str(path.relative_to(ROOT)) for path in found)]
+
+
+def wrong_paths(text: str, files: list[str]) -> list[str]:
+    """Return the paths in backticks that no file has. A path may leave out its beginning and the
+    ending .py, have `<name>` or `*` for a name, or end with a name of its module: `a/b.Name`."""
+    wrong = []
+    for path in set(re.findall(r"`([\w.<>*-]+/[\w.<>*/-]*)`", text)):
+        pattern = re.sub(r"<\w+>|\\\*", "[^/]*", re.escape(path.rstrip("/")))
+        if any(re.search(rf"(^|/){pattern}(\.\w+)?$", file) for file in files):
+            continue
+        module, _, name = path.rpartition(".")
+        places = [file for file in files if f"/{file}".endswith(f"/{module}.py")]
+        if not any(re.search(rf"(class|def) {name}\b", (ROOT / p).read_text()) for p in places):
+            wrong.append(path)
+    return wrong
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_paths_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    of_users = "`HF_HOME/gguf-metadata`"  # on the machine of a user
+    files = files_of_tree()
+    assert wrong_paths(text.replace(of_users, ""), files) == []
+    gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
+    assert sorted(wrong_paths(gone, files)) == sorted(re.findall("`(.*?)`", gone)[:3])

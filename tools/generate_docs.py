@@ -26,6 +26,7 @@ from tools.structure import imports_between, parse, read_sources  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
+from vllm.entrypoints.calibration.steps import STEPS  # noqa: E402
 from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
 from vllm.entrypoints.shared.server_args import ServerArgs  # noqa: E402
 from vllm.env.bridge import BRIDGE_SETTINGS  # noqa: E402
@@ -313,18 +314,34 @@ def glossary() -> Iterator[str]:
         yield _row(term["use"], term["private"], term.get("means", ""), kinds)
 
 
-_LAYERS_BEGIN = "<!-- layers, by tools/generate_docs.py -->\n"
-_LAYERS_END = "<!-- end of layers -->\n"
-
-
 def design() -> Iterator[str]:
     """Write the page about the design as it is, with the layers of pyproject.toml."""
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    before, begin, rest = page.partition(_LAYERS_BEGIN)
-    _, end, after = rest.partition(_LAYERS_END)
+    yield from _page_with_part("design.md", "layers", _layers_of_package())
+
+
+def quantization() -> Iterator[str]:
+    """Write the page about quantization as it is, with the steps of a calibration."""
+    yield from _page_with_part("quantization.md", "steps", _steps_of_calibration())
+
+
+def _page_with_part(name: str, part: str, lines: Iterator[str]) -> Iterator[str]:
+    """Write a page as it is, with other lines between the comments about a part."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    before, begin, rest = page.partition(f"<!-- {part}, by tools/generate_docs.py -->\n")
+    _, end, after = rest.partition(f"<!-- end of {part} -->\n")
+    assert begin and end, f"docs/{name} has no comments about its {part}"
     yield before + begin.rstrip()
-    yield from _layers_of_package()
+    yield from lines
     yield end + after.rstrip("\n")
+
+
+def _steps_of_calibration() -> Iterator[str]:
+    yield _row("`--step`", "what it does", "needs", "writes")
+    yield "|---|---|---|---|"
+    for name, step in STEPS.items():
+        names = f"`{name}`" if step.script_number is None else f"`{name}`, `{step.script_number}`"
+        only_with = "" if step.flag is None else f"; only with `{step.flag} N`"
+        yield _row(names, f"{step.does}{only_with}", step.needs, step.writes)
 
 
 def _layers_of_package() -> Iterator[str]:
@@ -378,6 +395,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "glossary.md": glossary,
+    "quantization.md": quantization,
     "server_arguments.md": server_arguments,
     "supported_models.md": supported_models,
 }

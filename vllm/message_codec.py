@@ -13,7 +13,11 @@ import numpy as np
 
 from vllm.errors import CapacityError, RequestError, VllmError, WorkerCallError
 
-_Message = TypeVar("_Message")
+_Type = TypeVar("_Type")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base class of messages between processes; the name of the class is the tag."""
 
 
 def encode_array(value: Any) -> Any:
@@ -48,11 +52,16 @@ def decode_array(kind: Any, value: Any) -> Any:
     return array
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+
+encode = _encoder.encode
 """A message as bytes. Raises TypeError when it holds code."""
 
+encode_into = _encoder.encode_into
+"""Encode a message into a bytearray from an offset on. Raises TypeError when it holds code."""
 
-def decoder(kind: type[_Message]) -> msgspec.msgpack.Decoder[_Message]:
+
+def decoder(kind: type[_Type]) -> msgspec.msgpack.Decoder[_Type]:
     """What turns bytes into a message of one type; to be made once and kept."""
     return msgspec.msgpack.Decoder(kind, dec_hook=decode_array)
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input import preparation, slow_lane
@@ -49,7 +49,7 @@ def run(monkeypatch):
     """Run `check(engine, client)` on an engine with a fake core."""
 
     def run(check, *, clients=None, wait=True, **engine_args):
-        clients = clients or [FakeCoreClient(StatsCore(lambda request: [10, 11, 12]))]
+        clients = clients or [FakeCoreClient(FakeEngineCore(lambda request: [10, 11, 12]))]
 
         async def main():
             engine = AsyncLLM(config=make_config(), **engine_args)
@@ -62,7 +62,7 @@ def run(monkeypatch):
             assert all(client.is_closed for client in clients)
 
         # The bundled model has no name here; the config of the fakes is not resolved.
-        with fake_clients(monkeypatch, *clients):
+        with fake_clients(*clients):
             asyncio.run(main())
 
     return run
@@ -314,7 +314,7 @@ def test_a_failed_step_kills_the_core_and_says_why(run):
 
 
 def test_a_core_that_died_is_started_again_as_often_as_allowed(run):
-    clients = [FakeCoreClient(StatsCore()) for _ in range(3)]
+    clients = [FakeCoreClient(FakeEngineCore()) for _ in range(3)]
 
     async def check(engine, client):
         for number, current in enumerate(clients[:2]):
@@ -351,7 +351,7 @@ def test_a_core_that_cannot_be_started_again_is_given_up(run, monkeypatch):
 
 def test_a_wrong_setting_ends_the_start_with_its_message(monkeypatch):
     failure = CoreFailed(message="no memory for the KV cache", is_config_error=True)
-    client = FakeCoreClient(StatsCore(), failure)
+    client = FakeCoreClient(FakeEngineCore(), failure)
 
     async def main():
         engine = AsyncLLM(config=make_config())
@@ -362,7 +362,7 @@ def test_a_wrong_setting_ends_the_start_with_its_message(monkeypatch):
         assert engine.startup.phase == "failed" and client.is_closed
         engine.shutdown()
 
-    with fake_clients(monkeypatch, client):
+    with fake_clients(client):
         asyncio.run(main())
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.engine.test_async_llm_engine import collect, params
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.registry import expose
 from vllm.engine.process.admission import AdmissionLimits
@@ -57,7 +57,7 @@ class Worker:
 
 def make_clients(count=2, **fields):
     clients = [
-        FakeCoreClient(StatsCore(lambda request: [10, 11, 12]), **fields) for _ in range(count)
+        FakeCoreClient(FakeEngineCore(lambda request: [10, 11, 12]), **fields) for _ in range(count)
     ]
     for client in clients:
         client.core.worker = Worker()
@@ -83,7 +83,7 @@ def run(monkeypatch):
             assert all(client.is_closed for client in clients)
             assert [state.num_tokens for state in engine.replica_states()] == [0, 0]
 
-        with fake_clients(monkeypatch, *clients):
+        with fake_clients(*clients):
             asyncio.run(main())
 
     return run
@@ -423,7 +423,7 @@ def test_the_queue_counts_all_replicas(run):
 
 def test_a_replica_that_cannot_start_ends_the_start(monkeypatch):
     failure = CoreFailed(message="no memory for the KV cache", is_config_error=True)
-    clients = [*make_clients(1), FakeCoreClient(StatsCore(), failure)]
+    clients = [*make_clients(1), FakeCoreClient(FakeEngineCore(), failure)]
     config = make_config()
     parallel = replace(config.parallel, data_parallel_size=2)
 
@@ -434,7 +434,7 @@ def test_a_replica_that_cannot_start_ends_the_start(monkeypatch):
         assert engine.errored and all(client.is_closed for client in clients)
         engine.shutdown()
 
-    with fake_clients(monkeypatch, *clients):
+    with fake_clients(*clients):
         asyncio.run(main())
 
 

@@ -13,11 +13,18 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import block_peers
 from vllm.distributed.kv_transfer.block_format import compose
-from vllm.distributed.kv_transfer.block_peers import _REQUEST, BlockPeer
+from vllm.distributed.kv_transfer.block_peers import (
+    BLOCK,
+    END,
+    OTHER_NAMESPACE,
+    REQUEST,
+    BlockPeer,
+)
 from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.resolve.replicas import replica_configs
 from vllm.errors import ConfigError
+from vllm.utils.frames import frame, frame_header, read_frame
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 BLOCKS = [[bytes([number]) * 1000, b"second rank"] for number in range(8)]
@@ -90,7 +97,7 @@ def peer_that_sends(data: bytes | None) -> tuple[int, threading.Thread]:
 
     def answer() -> None:
         with listener, listener.accept()[0] as connection:
-            connection.recv(_REQUEST.size + 3 * 32, socket.MSG_WAITALL)
+            read_frame(connection.recv)
             if data is None:
                 connection.recv(1)
             else:
@@ -101,11 +108,8 @@ def peer_that_sends(data: bytes | None) -> tuple[int, threading.Thread]:
     return listener.getsockname()[1], thread
 
 
-def answer_of(*blocks: bytes, status: int = 0, count: int | None = None) -> bytes:
-    lengths = [struct.pack("<Q", len(block)) for block in blocks]
-    parts = [part for pair in zip(lengths, blocks, strict=True) for part in pair]
-    head = struct.pack("<BI", status, len(blocks) if count is None else count)
-    return head + b"".join(parts)
+def answer_of(*blocks: bytes, end: bytes = frame(END, b"")) -> bytes:
+    return b"".join(frame(BLOCK, block) for block in blocks) + end
 
 
 def sent(number: int) -> bytes:
@@ -120,15 +124,17 @@ ONE = sent(0)
     [
         (b"", 0, "ended early"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", 0, "not an engine of this version"),
-        (answer_of(status=7), 0, "not an engine of this version"),
-        (answer_of(count=9), 0, "not an engine of this version"),
-        (answer_of(ONE, count=2), 1, "ended early"),
-        (answer_of(ONE)[:-1], 0, "ended early"),
+        (answer_of(end=frame(REQUEST, b"")), 0, "not an engine of this version"),
+        (answer_of(ONE, end=frame(OTHER_NAMESPACE, b"")), 1, "differ from those here"),
+        (answer_of(ONE, end=b""), 1, "ended early"),
+        (answer_of(ONE, end=b"")[:-1], 0, "ended early"),
+        (answer_of(ONE), 1, None),
         (answer_of(ONE, ONE), 1, "damaged block"),
         (answer_of(ONE, sent(2)), 1, "damaged block"),
         (answer_of(ONE[:-1] + b"x"), 0, "damaged block"),
         (answer_of(ONE, b""), 1, "damaged block"),
-        (answer_of(count=1) + struct.pack("<Q", 1 << 62), 0, None),
+        (frame_header(BLOCK, 1 << 62), 0, None),
+        (frame_header(BLOCK, 1 << 63), 0, "bytes was announced"),
         (None, 0, "timed out"),
     ],
 )
@@ -177,8 +183,18 @@ def test_a_server_survives_what_is_sent_to_it():
     with connector() as one:
         one.save(KEYS, BLOCKS)
         address = ("127.0.0.1", one._server.port)
-        head = struct.pack("<8s32sI", b"KVPEERS1", b"model", 0xFFFFFFFF)
-        for data in (b"", head, head[:20], *(rng.randbytes(rng.randrange(200)) for _ in range(20))):
+        head = frame(REQUEST, struct.pack("<8s32s", b"KVPEERS2", b"model"))
+        other = frame(REQUEST, struct.pack("<8s32s", b"KVPEERS1", b"model"))
+        long = frame_header(REQUEST, 1 << 30)
+        for data in (
+            b"",
+            head[:-1],
+            head[:20],
+            other,
+            long,
+            frame(REQUEST, b"x"),
+            *(rng.randbytes(rng.randrange(200)) for _ in range(20)),
+        ):
             # The connection may be closed before all is sent.
             with socket.create_connection(address, 30) as connection, suppress(OSError):
                 connection.sendall(data)
@@ -192,7 +208,7 @@ def test_a_peer_has_a_limited_time_for_its_whole_request(monkeypatch):
     hours = itertools.count(step=20.0)
     monkeypatch.setattr(block_peers.time, "monotonic", lambda: next(hours))
     with connector() as one, socket.create_connection(("127.0.0.1", one._server.port), 30) as slow:
-        slow.sendall(struct.pack("<8s32s", b"KVPEERS1", b"model"))  # and the rest never comes
+        slow.sendall(frame_header(REQUEST, 72) + b"KVPEERS2")  # and the rest never comes
         assert slow.recv(1) == b""
 
 

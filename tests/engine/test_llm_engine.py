@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.fakes import FakeEngineCore, make_config
+from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
+from tests.fake_core import FakeEngineCore
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ObservabilityConfig
 from vllm.engine.arg_utils import EngineArgs

@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.process.wire import AddRequests, decode_to_core, encode
@@ -147,7 +147,7 @@ def test_samples_of_a_prompt_send_its_embeddings_once(monkeypatch):
                 sizes.append(len(encode(message)))
             super().send(message)
 
-    client = Client(StatsCore(lambda request: [10, 11]))
+    client = Client(FakeEngineCore(lambda request: [10, 11]))
 
     async def main():
         config = make_config(enable_prompt_embeds=True)
@@ -159,7 +159,7 @@ def test_samples_of_a_prompt_send_its_embeddings_once(monkeypatch):
         finally:
             engine.shutdown()
 
-    with fake_clients(monkeypatch, client):
+    with fake_clients(client):
         asyncio.run(main())
     assert len(client.core.added) == 8
     data = embeds.numpy().tobytes()

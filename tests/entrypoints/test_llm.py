@@ -7,8 +7,9 @@ import warnings
 import pytest
 from tqdm import tqdm
 
-from tests.engine.fakes import FakeEngineCore, make_config
+from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level, sentencepiece
+from tests.fake_core import FakeEngineCore
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.errors import CapacityError, EngineDeadError, PromptTooLongError, RequestError

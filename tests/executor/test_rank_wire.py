@@ -1,4 +1,4 @@
-"""Steps as they are sent to ranks, and what a stream is cut into."""
+"""Steps as they are sent to ranks, and when a rank looks for the next one."""
 
 import socket
 from typing import Any
@@ -9,16 +9,10 @@ import pytest
 
 from vllm.executor.ranks import rank_process
 from vllm.executor.ranks.rank_process import RankLoop
-from vllm.executor.ranks.rank_wire import (
-    CallRank,
-    FrameReader,
-    ReleaseRequests,
-    RunStep,
-    decode_to_rank,
-    framed,
-)
+from vllm.executor.ranks.rank_wire import ReleaseRequests, RunStep, decode_to_rank, framed
 from vllm.messages import BlockMoves, EngineRequest, NewRequest, SchedulerOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.frames import read_frame
 
 
 def ints(*values: int) -> np.ndarray:
@@ -60,10 +54,8 @@ def received(message: Any) -> Any:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(framed(message))
-        reader = FrameReader(theirs)
-        assert reader.receive()
-        (data,) = reader.messages()
-    return decode_to_rank(data)
+        kind, data = read_frame(theirs.recv)
+    return decode_to_rank(data, kind)
 
 
 def plain_values(value: Any) -> Any:
@@ -84,27 +76,6 @@ def test_every_field_of_a_step_arrives():
     for step in steps:
         assert plain_values(received(RunStep(step=step)).step) == plain_values(step)
     assert len(framed(RunStep(step=steps[0]))) < 100 < len(framed(RunStep(step=steps[1])))
-
-
-@pytest.mark.parametrize("part_bytes", [1, 7, 100_000])
-def test_messages_are_whole_however_they_arrive(part_bytes):
-    sent = [
-        ReleaseRequests(request_ids=["a" * 70_000]),
-        CallRank(call_id=1, method="load", arguments=b"", is_user=False),
-    ]
-    data = b"".join(map(framed, sent))
-    got = []
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        reader = FrameReader(theirs)
-        for start in range(0, len(data), part_bytes):
-            ours.sendall(data[start : start + part_bytes])
-            assert reader.receive()
-            got += map(decode_to_rank, reader.messages())
-        ours.close()
-        while reader.receive():
-            got += map(decode_to_rank, reader.messages())
-    assert got == sent
 
 
 class OneStep:

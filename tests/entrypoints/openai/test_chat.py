@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
-from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
+from tests.entrypoints.openai.fakes import MODEL, client_of
 from tests.entrypoints.openai.sse_reader import chunks_of, text_of
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai.chat.serving import router
 
 TOKENIZER = byte_level()
@@ -23,9 +24,9 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 AUTO = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
 
-def engine_that_says(text: str, **args) -> FakeAsyncLLM:
+def engine_that_says(text: str, **args) -> FakeCoreLLM:
     script = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return FakeAsyncLLM(lambda request: [*script, TOKENIZER.eos_token_id], **args)
+    return FakeCoreLLM(lambda request: [*script, TOKENIZER.eos_token_id], **args)
 
 
 def chat(client, **body):
@@ -214,7 +215,8 @@ def test_a_named_tool_gets_the_whole_output_as_arguments():
     assert whole["message"]["content"] == message["content"] == ""
     assert finish_reason == whole["finish_reason"] == "stop"
     assert whole["message"]["tool_calls"][0]["id"].startswith("chatcmpl-tool-")
-    assert engine.seen[0][1].guided_decoding.json == TOOLS[0]["function"]["parameters"]
+    schema = json.loads(engine.seen[0][1].guided_decoding.json)
+    assert schema == TOOLS[0]["function"]["parameters"]
 
 
 CALLS = '[{"name": "wait", "parameters": {"s": "}\\"],"}}, {"name":"look","parameters":{"at":[1]}}]'
@@ -235,7 +237,7 @@ def test_required_tools_are_read_from_the_forced_array(is_parallel):
     assert calls == expected[: 2 if is_parallel else 1]
     assert without_ids(message["tool_calls"]) == calls
     assert finish_reason == whole["finish_reason"] == "tool_calls"
-    schema = engine.seen[0][1].guided_decoding.json
+    schema = json.loads(engine.seen[0][1].guided_decoding.json)
     wait = schema["items"]["anyOf"][1]["properties"]
     assert wait["name"]["enum"] == ["wait"]
     assert wait["parameters"]["properties"]["s"]["$ref"].removeprefix("#/$defs/") in schema["$defs"]
@@ -355,12 +357,11 @@ def test_what_is_wrong_is_refused_by_name(plain_client, fields, param):
 
 def test_a_failure_midway_is_an_event():
     engine = engine_that_says("hello there")
-    engine.fail_at = 1
+    engine.core.fail_at = 1
     with client_of(engine, router) as client:
         *chunks, error = stream(client)
         assert text_of(chunks)
         assert error["error"]["code"] == 500
-        engine.fail_at = 0
         assert client.post(PATH, json={"messages": MESSAGES, "stream": True}).status_code == 500
 
 

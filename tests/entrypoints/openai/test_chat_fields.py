@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from tests.entrypoints.openai.fakes import client_of
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
@@ -29,7 +30,7 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def engine():
-    return FakeAsyncLLM()
+    return FakeCoreLLM()
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def test_a_regex_holds_also_among_several_tools():
     engine = engine_that_says(required("sql", {"input": "12"}))
     with client_of(engine, chat_router) as client:
         chat(client, tools=[custom(format=REGEX), *TOOLS], tool_choice="required")
-    [first, *_] = engine.seen[0][1].guided_decoding.json["items"]["anyOf"]
+    [first, *_] = json.loads(engine.seen[0][1].guided_decoding.json)["items"]["anyOf"]
     assert first["properties"]["parameters"]["properties"]["input"]["pattern"] == r"^(?:\d+)$"
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
-from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.sse_reader import chunks_of
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.openai.completion.serving import router as completion_router
@@ -35,7 +36,7 @@ def describes(model: type, body: dict) -> bool:
     ],
 )
 def test_the_bodies_of_completions_are_those_of_the_classes(router, path, fields, kind):
-    engine = FakeAsyncLLM(lambda request: [*SCRIPT, TOKENIZER.eos_token_id])
+    engine = FakeCoreLLM(lambda request: [*SCRIPT, TOKENIZER.eos_token_id])
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with client_of(engine, router) as client:
         whole = client.post(path, json=fields).json()
@@ -48,7 +49,7 @@ def test_the_bodies_of_completions_are_those_of_the_classes(router, path, fields
 
 def test_calls_of_tools_are_those_of_the_classes():
     script = TOKENIZER(CALL, add_special_tokens=False)["input_ids"]
-    engine = FakeAsyncLLM(lambda request: [*script, TOKENIZER.eos_token_id])
+    engine = FakeCoreLLM(lambda request: [*script, TOKENIZER.eos_token_id])
     fields = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
     args = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     with client_of(engine, chat_router, **args) as client:

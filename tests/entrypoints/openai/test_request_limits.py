@@ -16,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.entrypoints.openai.scripted_engine import (
     TEMPLATE,
@@ -25,6 +24,7 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
@@ -51,7 +51,7 @@ VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2**20
 
 
-class PoolingCore(StatsCore):
+class PoolingCore(FakeEngineCore):
     """Gives every prompt two numbers."""
 
     def step(self) -> EngineOutput:
@@ -201,7 +201,7 @@ class Heartbeat:
 
 def serve(monkeypatch, task: str, check: Any, **settings: Any) -> None:
     """Run `check(client)` on a server whose model has this task."""
-    config, core = make_config(MAX_MODEL_LEN), StatsCore()
+    config, core = make_config(MAX_MODEL_LEN), FakeEngineCore()
     if task != "generate":
         labels = ("no", "yes") if task == "classify" else ()
         pooler = PoolerConfig(task=task, pooling_type="LAST", labels=labels)
@@ -218,7 +218,7 @@ def serve(monkeypatch, task: str, check: Any, **settings: Any) -> None:
         finally:
             engine.shutdown()
 
-    with fake_clients(monkeypatch, FakeCoreClient(core)):
+    with fake_clients(FakeCoreClient(core)):
         asyncio.run(main())
 
 

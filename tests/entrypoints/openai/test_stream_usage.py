@@ -3,8 +3,9 @@
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
-from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.sse_reader import chunks_of
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.openai.completion.serving import router as completion_router
 
@@ -19,7 +20,7 @@ SCRIPT = byte_level()("def foo(x)", add_special_tokens=False)["input_ids"]
 
 @pytest.fixture(scope="module")
 def post():
-    engine = FakeAsyncLLM(lambda request: SCRIPT)
+    engine = FakeCoreLLM(lambda request: SCRIPT)
     with client_of(engine, chat_router, completion_router) as client:
 
         def send(path, **body):

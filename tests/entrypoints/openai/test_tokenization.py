@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
+from tests.entrypoints.openai.fakes import MODEL, client_of
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai.routes import (
     models as serving_models,
 )
@@ -16,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def client():
     routers = (serving_models.router, serving_tokenization.router)
-    with client_of(FakeAsyncLLM(), *routers) as client:
+    with client_of(FakeCoreLLM(), *routers) as client:
         yield client
 
 

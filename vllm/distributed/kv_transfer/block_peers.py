@@ -1,14 +1,16 @@
 """KV blocks between engines, over TCP. A connection has one request and its answer.
 
-    request:  magic, namespace, number of keys, keys of consecutive blocks
-    answer:   status, number of blocks; and for each of them the number of bytes and the block
-              (`block_format`), up to the first one that is not there
+    request:  REQUEST: magic, namespace, keys of consecutive blocks
+    answer:   BLOCK (`block_format`) for each key, up to the first one that is not there; then END.
+              Or OTHER_NAMESPACE
 
-Numbers are little endian. Nothing is sent that can run code, and no more is read than was asked.
+All are frames (`utils/frames`). Nothing is sent that can run code, and no more is read than was
+asked.
 """
 
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +21,27 @@ from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.interface import BlockData
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.utils.frames import (
+    FrameError,
+    frame,
+    frame_header,
+    read_exactly,
+    read_frame,
+    read_header,
+)
 
 logger = init_logger(__name__)
 
-_MAGIC = b"KVPEERS1"
+REQUEST, BLOCK, END, OTHER_NAMESPACE = range(4)
+"""Kinds of frames."""
+
+_MAGIC = b"KVPEERS2"
 _NAMESPACE_BYTES = 32
-_REQUEST = struct.Struct(f"<8s{_NAMESPACE_BYTES}sI")
-_ANSWER = struct.Struct("<BI")
-_LENGTH = struct.Struct("<Q")
+_REQUEST = struct.Struct(f"<8s{_NAMESPACE_BYTES}s")
 _KEY_BYTES = 32
 _MAX_KEYS = 1 << 16
-_OK, _OTHER_NAMESPACE = 0, 1
+_MAX_REQUEST_BYTES = _REQUEST.size + _MAX_KEYS * _KEY_BYTES
+_PART_BYTES = 1 << 20
 
 _SERVER_TIMEOUT_S = 30.0
 """For the request of a peer, which may be slow or gone, and for each part of the answer."""
@@ -112,14 +124,17 @@ class _Answer(BaseRequestHandler):
 
     def _answer(self) -> None:
         left_s = _countdown(_SERVER_TIMEOUT_S, time.monotonic)
-        magic, name, count = _REQUEST.unpack(_receive(self.request, _REQUEST.size, left_s))
-        if magic != _MAGIC or count > _MAX_KEYS:
+        kind, data = read_frame(_receiver(self.request, left_s), _MAX_REQUEST_BYTES)
+        if kind != REQUEST or len(data) < _REQUEST.size:
             return
-        keys = _receive(self.request, count * _KEY_BYTES, left_s)
+        magic, name = _REQUEST.unpack_from(data)
+        if magic != _MAGIC:
+            return
+        keys = data[_REQUEST.size :]
         self.request.settimeout(_SERVER_TIMEOUT_S)
         kept = self.server.blocks_of(name.rstrip(b"\0").decode(errors="replace"))
         if kept is None:
-            self.request.sendall(_ANSWER.pack(_OTHER_NAMESPACE, 0))
+            self.request.sendall(frame(OTHER_NAMESPACE, b""))
             return
         blocks = []
         for start in range(0, len(keys), _KEY_BYTES):
@@ -128,12 +143,12 @@ class _Answer(BaseRequestHandler):
             if block is None:
                 break
             blocks.append((key, block))
-        self.request.sendall(_ANSWER.pack(_OK, len(blocks)))
         for key, block in blocks:
             parts = compose(key, block)
-            self.request.sendall(_LENGTH.pack(sum(map(len, parts))))
+            self.request.sendall(frame_header(BLOCK, sum(map(len, parts))))
             for part in parts:
                 self.request.sendall(part)
+        self.request.sendall(frame(END, b""))
 
 
 class BlockPeer:
@@ -177,7 +192,7 @@ class BlockPeer:
             left_s = _countdown(timeout_s, self._clock)
             most = self._max_bytes if block_bytes is None else block_bytes + MAX_HEAD_BYTES
             self._fetch(namespace, keys[:_MAX_KEYS], left_s, most, found)
-        except (OSError, PeerError) as error:
+        except (OSError, EOFError, FrameError, PeerError) as error:
             self._fail(f"{type(error).__name__}" if not str(error) else str(error))
         else:
             self._recover()
@@ -192,25 +207,28 @@ class BlockPeer:
         found: list[tuple[bytes, BlockData]],
     ) -> None:
         with socket.create_connection(self._address, left_s()) as connection:
-            head = _REQUEST.pack(_MAGIC, _name(namespace), len(keys))
-            connection.sendall(head + b"".join(keys))
-            status, count = _ANSWER.unpack(_receive(connection, _ANSWER.size, left_s))
-            if status == _OTHER_NAMESPACE:
-                raise PeerError(
-                    "its model, weights, or layout of the KV cache (dtype, block_size, "
-                    "tensor_parallel_size) differ from those here"
-                )
-            if status != _OK or count > len(keys):
-                raise PeerError("it is not an engine of this version with a TCPConnector")
+            connection.sendall(
+                frame(REQUEST, _REQUEST.pack(_MAGIC, _name(namespace)) + b"".join(keys))
+            )
+            read = _receiver(connection, left_s)
             num_bytes = 0
-            for key in keys[:count]:
-                (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, left_s))
-                num_bytes += length
+            for key in keys:
+                kind, size = read_header(read, sys.maxsize)
+                if kind == END:
+                    return
+                if kind == OTHER_NAMESPACE:
+                    raise PeerError(
+                        "its model, weights, or layout of the KV cache (dtype, block_size, "
+                        "tensor_parallel_size) differ from those here"
+                    )
+                if kind != BLOCK:
+                    raise PeerError("it is not an engine of this version with a TCPConnector")
+                num_bytes += size
                 if num_bytes > self._max_bytes:
                     return
-                if length > most_bytes:
+                if size > most_bytes:
                     raise PeerError("it sent a block of another size")
-                block = parse(key, _receive(connection, length, left_s))
+                block = parse(key, read_exactly(read, size))
                 if block is None:
                     raise PeerError("it sent a damaged block")
                 found.append((key, block))
@@ -248,17 +266,15 @@ def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float
     return left_s
 
 
-def _receive(connection: socket.socket, num_bytes: int, left_s: Callable[[], float]) -> bytes:
-    """So many bytes. Memory is taken as they come, whatever was announced.
+def _receiver(connection: socket.socket, left_s: Callable[[], float]) -> Callable[[int], bytes]:
+    """Return what reads at most so many bytes.
 
     Args:
         left_s: seconds until the deadline, asked before each part; it raises when it is over.
     """
-    data = bytearray()
-    while len(data) < num_bytes:
+
+    def read(size: int) -> bytes:
         connection.settimeout(left_s())
-        part = connection.recv(min(num_bytes - len(data), 1 << 20))
-        if not part:
-            raise PeerError("the connection ended early")
-        data += part
-    return bytes(data)
+        return connection.recv(min(size, _PART_BYTES))
+
+    return read

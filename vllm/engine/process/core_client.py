@@ -9,7 +9,7 @@ import zmq
 from vllm.config import VllmConfig
 from vllm.engine.process.core_launch import take_core
 from vllm.engine.process.wire import (
-    START_LENGTH,
+    START,
     FromCore,
     StartCore,
     ToCore,
@@ -17,6 +17,7 @@ from vllm.engine.process.wire import (
     encode,
 )
 from vllm.logger import current_format
+from vllm.utils.frames import frame
 
 
 class CoreClient:
@@ -55,7 +56,7 @@ class CoreClient:
         assert self.process.stdin is not None
         # The process has ended, and may have been closed since: `on_death` reports it.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(START_LENGTH.pack(len(data)) + data)
+            self.process.stdin.write(frame(START, data))
             self.process.stdin.flush()
 
     def attach(

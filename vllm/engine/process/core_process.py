@@ -25,7 +25,6 @@ from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, known_ids
 from vllm.engine.process import socket_folder
 from vllm.engine.process.wire import (
-    START_LENGTH,
     AbortRequests,
     AddRequests,
     CallCore,
@@ -49,6 +48,7 @@ from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
+from vllm.utils.frames import read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process.child_process import end_with_parent, leave_signals_to_parent
@@ -191,7 +191,7 @@ def main(address: str, parent: int) -> int:
         import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
     keep_for_good(collect=False)
     try:
-        start = decode_to_core(_read_first())
+        start = decode_to_core(_read_start())
         assert isinstance(start, StartCore)
         use_format(start.log_format)
         return _run(start, connection)
@@ -320,18 +320,11 @@ def _progress(phase: str, done: int, total: int, eta_seconds: float | None) -> C
     return CoreProgress(phase=phase, done=done, total=total, eta_seconds=eta_seconds)
 
 
-def _read_first() -> bytes:
-    (length,) = START_LENGTH.unpack(_read_exactly(START_LENGTH.size))
-    return _read_exactly(length)
-
-
-def _read_exactly(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.read(_STDIN, size - len(data))
-        if not part:
-            sys.exit(1)  # the parent has died
-        data += part
+def _read_start() -> bytes:
+    try:
+        _, data = read_frame(lambda size: os.read(_STDIN, size))
+    except EOFError:
+        sys.exit(1)  # the parent has died
     return data
 
 

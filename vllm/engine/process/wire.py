@@ -2,51 +2,47 @@
 
 API process -> core     StartCore, AddRequests, AbortRequests, CallCore
 core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused, CallResult
+
+`StartCore` is a frame on standard input (`utils/frames`), the others are frames of ZMQ.
 """
 
-import struct
 from typing import Any
 
 import msgspec
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.message_codec import CallError, decode_array, encode_array
+from vllm.message_codec import CallError, Message, decode_array, encode_array
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
-START_LENGTH = struct.Struct("<Q")
-"""Header of `StartCore` on standard input: its length in bytes. Other messages are frames of
-ZMQ."""
+START = 0
+"""Kind of the frame of `StartCore`."""
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base class of the messages; the name of the class is the tag."""
-
-
-class StartCore(_Message, frozen=True, kw_only=True):
+class StartCore(Message, frozen=True, kw_only=True):
     """The first message: load the model."""
 
     config: VllmConfig
-    models: dict[str, str] = {}
+    models: dict[str, str] = msgspec.field(default_factory=dict)
     """Architectures that plug-ins have registered: name -> "module:Class"."""
     log_format: str = "text"
     """Of the log lines; see `logger.use_format`."""
 
 
-class AddRequests(_Message, frozen=True, kw_only=True):
+class AddRequests(Message, frozen=True, kw_only=True):
     """Queue requests. A request is sent once, for all its samples: the core splits it (`fan_out`).
     The core answers `Refused` for each request that it refuses."""
 
     requests: list[EngineRequest]
 
 
-class AbortRequests(_Message, frozen=True, kw_only=True):
+class AbortRequests(Message, frozen=True, kw_only=True):
     """Abort requests; unknown ids are ignored."""
 
     request_ids: list[str]
 
 
-class CallCore(_Message, frozen=True, kw_only=True):
+class CallCore(Message, frozen=True, kw_only=True):
     """Run one of `core_process.CALLS`."""
 
     call_id: int
@@ -55,7 +51,7 @@ class CallCore(_Message, frozen=True, kw_only=True):
     """Arguments from `encode_arguments`; empty: none."""
 
 
-class CoreProgress(_Message, frozen=True, kw_only=True):
+class CoreProgress(Message, frozen=True, kw_only=True):
     """Progress of the start."""
 
     phase: str
@@ -66,13 +62,13 @@ class CoreProgress(_Message, frozen=True, kw_only=True):
     """Estimated seconds until the core is ready; None: not known."""
 
 
-class CoreReady(_Message, frozen=True, kw_only=True):
+class CoreReady(Message, frozen=True, kw_only=True):
     """The core is ready to compute requests."""
 
     stats: SchedulerStats
 
 
-class CoreFailed(_Message, frozen=True, kw_only=True):
+class CoreFailed(Message, frozen=True, kw_only=True):
     """The core has failed and ends."""
 
     message: str
@@ -80,14 +76,14 @@ class CoreFailed(_Message, frozen=True, kw_only=True):
     """The settings are wrong, so a restart will not help."""
 
 
-class CoreOutput(_Message, frozen=True, kw_only=True):
+class CoreOutput(Message, frozen=True, kw_only=True):
     """The output of one step."""
 
     output: EngineOutput
     stats: SchedulerStats
 
 
-class Refused(_Message, frozen=True, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True):
     """A request was not queued."""
 
     request_id: str
@@ -100,7 +96,7 @@ class Refused(_Message, frozen=True, kw_only=True):
     """Field of the request that is at fault."""
 
 
-class CallResult(_Message, frozen=True, kw_only=True):
+class CallResult(Message, frozen=True, kw_only=True):
     """The result of a `CallCore`."""
 
     call_id: int

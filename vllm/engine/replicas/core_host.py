@@ -24,14 +24,14 @@ from vllm.engine.replicas.far_wire import (
     Ended,
     FarError,
     Hello,
-    frame,
+    check_kind,
     notice_loss,
-    read_frame,
 )
 from vllm.engine.resolve.replicas import replica_configs
 from vllm.executor.facts import difference, facts_of_replica
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.frames import FrameError, frame, read_frame_async
 
 logger = init_logger(__name__)
 
@@ -97,7 +97,7 @@ class CoreHost:
                 await self._pass_on(core, reader)
         except (OSError, EOFError):
             logger.info("replica %d: the server has ended the connection", replica)
-        except (FarError, msgspec.MsgspecError) as error:
+        except (FarError, FrameError, msgspec.MsgspecError) as error:
             logger.error("replica %d: what the server has sent cannot be used: %s", replica, error)
         finally:
             if core is not None:
@@ -113,11 +113,10 @@ class CoreHost:
         Raises:
             FarError: the server refuses this machine.
         """
-        kind, data = await read_frame(reader)
+        kind, data = await read_frame_async(reader)
         if kind == ENDED:
             raise FarError(msgspec.msgpack.decode(data, type=Ended).cause)
-        if kind != BEGIN:
-            raise FarError("its first message is not the one that starts a replica")
+        check_kind(kind, BEGIN)
         replica = config.parallel.data_parallel_rank
         differs = difference(
             facts_of_replica(config), msgspec.msgpack.decode(data, type=Begin).facts
@@ -148,9 +147,9 @@ class CoreHost:
 
     async def _pass_on(self, core: CoreClient, reader: asyncio.StreamReader) -> None:
         while True:
-            kind, data = await read_frame(reader)
-            if kind == MESSAGE:
-                core.send_raw(data)
+            kind, data = await read_frame_async(reader)
+            check_kind(kind, MESSAGE)
+            core.send_raw(data)
 
 
 def run_host(config: VllmConfig) -> int:

@@ -20,13 +20,13 @@ from vllm.engine.replicas.far_wire import (
     Ended,
     FarError,
     Hello,
-    frame,
+    check_kind,
     notice_loss,
-    read_frame,
 )
 from vllm.errors import ConfigError
 from vllm.executor.facts import facts_of_replica
 from vllm.logger import init_logger
+from vllm.utils.frames import FrameError, frame, read_frame_async
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -99,15 +99,15 @@ class FarCore:
         cause = "the connection to its machine was lost"
         try:
             while True:
-                kind, data = await read_frame(self._reader)
+                kind, data = await read_frame_async(self._reader)
                 if kind == ENDED:
                     cause = msgspec.msgpack.decode(data, type=Ended).cause
                     break
-                if kind == MESSAGE:
-                    on_message(decode_from_core(data))
+                check_kind(kind, MESSAGE)
+                on_message(decode_from_core(data))
         except (OSError, EOFError):
             pass  # the cause is known
-        except (FarError, msgspec.MsgspecError) as error:
+        except (FarError, FrameError, msgspec.MsgspecError) as error:
             cause = f"its machine has sent what cannot be read: {error}"
         if not self._is_closed:
             on_death(cause)
@@ -182,9 +182,16 @@ class FarCores:
         peer = writer.get_extra_info("peername")
         try:
             notice_loss(writer)
-            kind, data = await asyncio.wait_for(read_frame(reader, _HELLO_BYTES), _HELLO_S)
+            kind, data = await asyncio.wait_for(read_frame_async(reader, _HELLO_BYTES), _HELLO_S)
             hello = self._check(kind, data)
-        except (FarError, OSError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
+        except (
+            FarError,
+            FrameError,
+            OSError,
+            EOFError,
+            TimeoutError,
+            asyncio.TimeoutError,
+        ) as error:
             logger.warning("a connection from %s was refused: %s", peer, error or "it was too slow")
             with contextlib.suppress(OSError):
                 writer.write(frame(ENDED, msgspec.msgpack.encode(Ended(str(error)))))
@@ -206,8 +213,7 @@ class FarCores:
         Raises:
             FarError: it cannot be used.
         """
-        if kind != HELLO:
-            raise FarError("what was sent is no message of this protocol")
+        check_kind(kind, HELLO)
         try:
             hello = msgspec.msgpack.decode(data, type=Hello)
         except msgspec.MsgspecError as error:

@@ -5,20 +5,16 @@ is one replica.
     server -> machine    Begin: start the core. Then messages to the core.
     machine -> server    messages from the core, and Ended when its process has ended
 
-Every frame is its length, 8 bytes, little endian, a kind of one byte, and msgpack: `Hello`,
-`Begin`, the messages of `wire` as they are, or `Ended`. No pickle, no code.
+All are frames (`utils/frames`), whose content is msgpack: `Hello`, `Begin`, the messages of `wire`
+as they are, or `Ended`. No pickle, no code.
 """
 
 import asyncio
 import socket
-import struct
 
 import msgspec
 
 from vllm.version import __version__
-
-_HEADER = struct.Struct("<QB")
-_MAX_BYTES = 2**32
 
 HELLO, BEGIN, MESSAGE, ENDED = range(4)
 """Kinds of frames."""
@@ -28,7 +24,8 @@ _KEEPALIVE_PROBES = 3
 
 
 class FarError(Exception):
-    """The other end does not speak this protocol, or another version of it; str() says why."""
+    """The other end speaks another protocol, or another version of this one, or refuses; str()
+    says why."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -51,24 +48,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     cause: str
 
 
-def frame(kind: int, data: bytes) -> bytes:
-    """The bytes of a frame."""
-    return _HEADER.pack(len(data), kind) + data
-
-
-async def read_frame(
-    reader: asyncio.StreamReader, max_bytes: int = _MAX_BYTES
-) -> tuple[int, bytes]:
-    """Kind and content of the next frame.
-
-    Raises:
-        FarError: it is larger than `max_bytes`, or of an unknown kind.
-        OSError, EOFError: the connection has ended.
-    """
-    size, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if size > max_bytes or kind > ENDED:
-        raise FarError("what was sent is no message of this protocol")
-    return kind, await reader.readexactly(size)
+def check_kind(kind: int, expected: int) -> None:
+    """Raise FarError where another kind of frame has arrived than is expected here."""
+    if kind != expected:
+        raise FarError(f"a frame of kind {kind} was sent, where kind {expected} is expected")
 
 
 def notice_loss(writer: asyncio.StreamWriter) -> None:

@@ -1,13 +1,4 @@
-"""The steps of a calibration, in order, each of which can be done again or alone.
-
-prepare      texts -> samples of tokens, and the files of QUANT_CONFIG
-measure      run the model on the samples, and write the largest absolute values
-postprocess  values of attention follow from those of the caches
-unify        measurements for fewer ranks (only with --unify-ranks)
-expand       measurements for more ranks (only with --expand-ranks)
-quantize     load the model in FP8, which writes its scales
-evaluate     perplexity of held-out samples, before and after
-"""
+"""Runs the steps of a calibration (`steps`), all in order, or one again."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -27,13 +18,12 @@ from vllm.entrypoints.calibration.dataset import (
 )
 from vllm.entrypoints.calibration.folder import CalibrationFolder
 from vllm.entrypoints.calibration.perplexity import perplexity
+from vllm.entrypoints.calibration.steps import STEPS, steps_before
 from vllm.errors import ConfigError
 from vllm.inputs import TokensPrompt
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-STEPS = ("prepare", "measure", "postprocess", "unify", "expand", "quantize", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +96,11 @@ class Calibration:
             "ranks": self.world_size,
         }
 
-    def run(self, steps: tuple[str, ...]) -> dict[str, Any]:
+    def run(self, step: str | None = None) -> dict[str, Any]:
         """Do the steps that are not done yet.
 
         Args:
-            steps: all of STEPS, or one, which is done again.
+            step: to do again, and no other; None: all.
 
         Returns:
             The state of the calibration.
@@ -120,28 +110,40 @@ class Calibration:
         """
         state = self.folder.read_state()
         inputs = self._inputs
-        if len(steps) == 1 and state and self.settings.dataset is None:
+        if step is not None and state and self.settings.dataset is None:
             inputs = {**inputs, "dataset": state.get("inputs", {}).get("dataset")}
         if state.get("inputs") != inputs:
             state = {"inputs": inputs, "done": []}
         if state.get("scale_method") != self.settings.scale_method:
-            state["done"] = [s for s in state["done"] if s not in ("quantize", "evaluate")]
+            state["done"] = [s for s in state["done"] if s in steps_before("quantize")]
         state["scale_method"] = self.settings.scale_method
         self._write_configs()  # also of earlier runs: the folder may have another place by now
-        for number, step in enumerate(steps, start=1):
-            ranks = {"unify": self.settings.unify_ranks, "expand": self.settings.expand_ranks}
-            if len(steps) > 1 and ranks.get(step, 0) is None:
-                continue  # not asked for
-            if len(steps) > 1 and step in state["done"]:
-                self.say(f"step {number} of {len(steps)}, {step}: done before")
+        if step is not None:
+            self._do(step, f"step 1 of 1, {step}", state)
+            return state
+        for number, name in enumerate(STEPS, start=1):
+            if not self._is_asked_for(name):
                 continue
-            self.say(f"step {number} of {len(steps)}, {step}")
-            # What follows from this step has to be done again.
-            state["done"] = [s for s in state["done"] if STEPS.index(s) < STEPS.index(step)]
-            getattr(self, f"_{step}")(state)
-            state["done"].append(step)
-            self.folder.write_state(state)
+            line = f"step {number} of {len(STEPS)}, {name}"
+            if name in state["done"]:
+                self.say(f"{line}: done before")
+            else:
+                self._do(name, line, state)
         return state
+
+    def _is_asked_for(self, name: str) -> bool:
+        setting = STEPS[name].only_with
+        return setting is None or getattr(self.settings, setting) is not None
+
+    def _do(self, name: str, line: str, state: dict[str, Any]) -> None:
+        if not self._is_asked_for(name):
+            raise ConfigError(f"--step {name} needs {STEPS[name].flag}: for how many devices")
+        self.say(line)
+        # What follows from this step has to be done again.
+        state["done"] = [s for s in state["done"] if s in steps_before(name)]
+        getattr(self, f"_{name}")(state)
+        state["done"].append(name)
+        self.folder.write_state(state)
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -197,14 +199,12 @@ class Calibration:
         self.folder.postprocess(self.world_size)
 
     def _unify(self, state: dict[str, Any]) -> None:
-        if self.settings.unify_ranks is None:
-            raise ConfigError("--step unify needs --unify-ranks: for how many devices")
+        assert self.settings.unify_ranks is not None, "the step is left out"
         shares_experts = self.settings.unify_experts or bool(self.engine.enable_expert_parallel)
         self.folder.unify(self.world_size, self.settings.unify_ranks, shares_experts=shares_experts)
 
     def _expand(self, state: dict[str, Any]) -> None:
-        if self.settings.expand_ranks is None:
-            raise ConfigError("--step expand needs --expand-ranks: for how many devices")
+        assert self.settings.expand_ranks is not None, "the step is left out"
         self.folder.expand(self.world_size, self.settings.expand_ranks)
 
     def _quantize(self, state: dict[str, Any]) -> None:

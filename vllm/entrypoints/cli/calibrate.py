@@ -6,19 +6,13 @@ import sys
 from vllm.config.families import FAMILIES
 from vllm.config.quantization.inc import SCALE_METHODS
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.calibration.steps import STEPS, Step
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
-_STEPS = ("prepare", "measure", "postprocess", "unify", "expand", "quantize", "evaluate")
 _STEP_NUMBERS = {
-    "1": "prepare",
-    "2": "measure",
-    "3": "postprocess",
-    "4": "quantize",
-    "5": "unify",
-    "6": "expand",
+    step.script_number: name for name, step in STEPS.items() if step.script_number is not None
 }
-"""Numbers that the steps have in the calibration scripts for Gaudi."""
 _DEVICES = ("g2", "g3")
 
 
@@ -31,6 +25,12 @@ def _blocked_by_default() -> str:
     return "; ".join(
         f"{', '.join(names)} for {' and '.join(types)}" for names, types in families.items()
     )
+
+
+def _step_help(step: Step) -> str:
+    number = "" if step.script_number is None else f" ({step.script_number})"
+    only_with = "" if step.flag is None else f" (only with {step.flag} N)"
+    return f"{step.name}{number} to {step.does.replace('`', '')}{only_with}"
 
 
 def add_parser(
@@ -54,9 +54,9 @@ def add_parser(
     group.add_argument("-o", "--out", metavar="FOLDER", required=True, help="folder for the files")
     group.add_argument(
         "--step",
-        choices=(*_STEPS, *_STEP_NUMBERS),
-        help="do one step again, by its name or by its number in the scripts for Gaudi (default: "
-        "all in order)",
+        choices=(*STEPS, *sorted(_STEP_NUMBERS)),
+        help="do one step again, by its name or by its number in the scripts for Gaudi: "
+        f"{'; '.join(map(_step_help, STEPS.values()))} (default: all in order)",
     )
     group.add_argument(
         "--device-for-scales",
@@ -125,9 +125,8 @@ def add_parser(
 def run(args: argparse.Namespace) -> None:
     """Calibrate, and print what to run then."""
     from vllm.entrypoints.calibration.folder import CalibrationFolder
-    from vllm.entrypoints.calibration.run import STEPS, Calibration, CalibrationSettings
+    from vllm.entrypoints.calibration.run import Calibration, CalibrationSettings
 
-    assert STEPS == _STEPS
     for name in ("num_samples", "sample_tokens", "output_tokens", "batch_size"):
         if getattr(args, name) < 1:
             raise ConfigError(
@@ -155,8 +154,8 @@ def run(args: argparse.Namespace) -> None:
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
-    steps = STEPS if args.step is None else (_STEP_NUMBERS.get(args.step, args.step),)
-    state = Calibration(engine, folder, settings, say).run(steps)
+    step = _STEP_NUMBERS.get(args.step, args.step)
+    state = Calibration(engine, folder, settings, say).run(step)
     if "evaluate" in state["done"]:
         found = state["perplexity"]
         change = 100 * (found["after"] / found["before"] - 1)

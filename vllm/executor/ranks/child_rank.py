@@ -9,8 +9,9 @@ from vllm import envs
 from vllm.distributed import Meeting
 from vllm.env import ranks as env_ranks
 from vllm.executor.ranks import rank_process
-from vllm.executor.ranks.rank_wire import FrameReader, RankFailed
+from vllm.executor.ranks.rank_wire import RankFailed
 from vllm.logger import configure_again, current_format
+from vllm.utils.frames import FrameReader
 from vllm.utils.process.blocking_sockets import blocking_pair, limit_waits
 from vllm.utils.process.child_process import describe_exit, is_stopped
 from vllm.utils.process.forked_process import ForkedProcess

@@ -19,13 +19,17 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
+import msgspec
+
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, ranks_text
 from vllm.errors import ConfigError, VllmError
 from vllm.executor.ranks.child_rank import END_TIMEOUT_S, ChildRank
 from vllm.executor.ranks.rank_wire import (
     CallRank,
+    FromRank,
     PrepareRequest,
+    RankFailed,
     RankResult,
     StartRank,
     StepResult,
@@ -38,6 +42,7 @@ from vllm.message_codec import decode_value, encode_arguments
 from vllm.messages import EngineRequest, ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.clean_up import on_failure
+from vllm.utils.frames import FrameError
 
 logger = init_logger(__name__)
 
@@ -325,18 +330,25 @@ class RankGroup:
             is_open = each.reader.receive()
         except OSError:  # it ended with messages of ours unread
             is_open = False
-        for data in each.reader.messages():
-            message = decode_from_rank(data)
-            if isinstance(message, RankResult):
-                self._finish(each.rank, message)
-            elif isinstance(message, StepResult):
-                with self._lock:
-                    step = self._steps.pop(message.output.step_id, None)
-                if step is not None:
-                    step.set_result(message.output)
-            else:
-                each.last_words = message
+        try:
+            for _, data in each.reader.frames():
+                self._take(each, decode_from_rank(data))
+        except (FrameError, msgspec.MsgspecError) as error:
+            text = f"its messages cannot be read: {error}"
+            each.last_words = RankFailed(message=text, is_config_error=False)
+            return False
         return is_open
+
+    def _take(self, each: ChildRank, message: FromRank) -> None:
+        if isinstance(message, RankResult):
+            self._finish(each.rank, message)
+        elif isinstance(message, StepResult):
+            with self._lock:
+                step = self._steps.pop(message.output.step_id, None)
+            if step is not None:
+                step.set_result(message.output)
+        else:
+            each.last_words = message
 
     def _finish(self, rank: int, message: RankResult) -> None:
         with self._lock:

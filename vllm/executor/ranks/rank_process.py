@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vllm.executor.ranks.rank_wire import (
-    FrameReader,
     FromRank,
     RankFailed,
     StartRank,
@@ -25,6 +24,7 @@ from vllm.executor.ranks.rank_wire import (
     framed,
 )
 from vllm.logger import init_logger
+from vllm.utils.frames import FrameReader
 from vllm.utils.process.blocking_sockets import blocking_socket
 from vllm.utils.process.child_process import name_process, obey_parent
 
@@ -60,8 +60,8 @@ class RankLoop:
         """Handle messages until the engine closes the connection."""
         while True:
             began = time.perf_counter()
-            for data in self._reader.messages():
-                self._handle(decode_to_rank(data))
+            for kind, data in self._reader.frames():
+                self._handle(decode_to_rank(data, kind))
             server = self._server
             if server is not None and server.has_step and not self._has_message():
                 server.finish_step()

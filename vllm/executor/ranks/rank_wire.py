@@ -7,9 +7,8 @@ rank -> engine     RankResult for each CallRank and PrepareRequest, StepResult f
                    of a pipeline, RankFailed at the end
 """
 
-import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 
 from vllm.config import VllmConfig
-from vllm.message_codec import CallError, decode_array, decoder, encode_array
+from vllm.message_codec import CallError, Message, decode_array, decoder, encode_into
 from vllm.messages import (
     EngineRequest,
     ModelRunnerOutput,
@@ -25,22 +24,13 @@ from vllm.messages import (
     SchedulerOutput,
     StepTokens,
 )
+from vllm.utils.frames import begin_frame, end_frame, frame_header
 
-_HEADER = struct.Struct("<Q")
-_PART_BYTES = 2**16
-_NUMBERS = struct.Struct("<B3xiiiq")
-"""Before the arrays of a step: the mark, `num_decodes`, number of rows and of `block_rows`, and
-`step_id`. They are int32 in the byte order of the machine."""
-_FRAMED_NUMBERS = struct.Struct("<QB3xiiiq")
-"""The same behind the length of the message."""
-_NUMBERS_MARK = 0xC1
-"""No message in msgpack begins with it."""
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base class of the messages; the name of the class is the tag."""
+MESSAGE, NUMBERS = 0, 1
+"""Kinds of frames: msgpack, or the numbers of a step."""
+_NUMBERS = struct.Struct("<iiiq")
+"""Before the arrays of a step: `num_decodes`, number of rows and of `block_rows`, and `step_id`.
+The arrays are int32 in the byte order of the machine."""
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +46,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks that share layers with it are on the machine, too."""
 
 
-class StartRank(_Message, frozen=True, kw_only=True):
+class StartRank(Message, frozen=True, kw_only=True):
     """The first message: make the worker."""
 
     config: VllmConfig
@@ -67,20 +57,20 @@ class StartRank(_Message, frozen=True, kw_only=True):
     """On its machine; None: all ranks are on one machine."""
 
 
-class RunStep(_Message, frozen=True, kw_only=True):
+class RunStep(Message, frozen=True, kw_only=True):
     """Run a step. There is no answer: the result of rank 0 counts, or of the first rank of the last
     stage, which answers with a StepResult."""
 
     step: SchedulerOutput
 
 
-class RecordTokens(_Message, frozen=True, kw_only=True):
+class RecordTokens(Message, frozen=True, kw_only=True):
     """Note what the last stage has sampled; to all other stages, before the rows run again."""
 
     tokens: StepTokens
 
 
-class CallRank(_Message, frozen=True, kw_only=True):
+class CallRank(Message, frozen=True, kw_only=True):
     """Call a method of the worker, after the steps before it."""
 
     call_id: int
@@ -91,7 +81,7 @@ class CallRank(_Message, frozen=True, kw_only=True):
     """The caller is not the engine: the method and the arguments are checked first."""
 
 
-class PrepareRequest(_Message, frozen=True, kw_only=True):
+class PrepareRequest(Message, frozen=True, kw_only=True):
     """Load in the background what a request needs."""
 
     request: EngineRequest
@@ -100,13 +90,13 @@ class PrepareRequest(_Message, frozen=True, kw_only=True):
     answer."""
 
 
-class ReleaseRequests(_Message, frozen=True, kw_only=True):
+class ReleaseRequests(Message, frozen=True, kw_only=True):
     """Requests have ended; keep no longer what they have needed."""
 
     request_ids: list[str]
 
 
-class RankResult(_Message, frozen=True, kw_only=True):
+class RankResult(Message, frozen=True, kw_only=True):
     """The answer to a `CallRank` or a `PrepareRequest`."""
 
     call_id: int
@@ -116,7 +106,7 @@ class RankResult(_Message, frozen=True, kw_only=True):
     """The call has failed; the rank goes on."""
 
 
-class StepResult(_Message, frozen=True, kw_only=True):
+class StepResult(Message, frozen=True, kw_only=True):
     """The result of a step."""
 
     output: ModelRunnerOutput
@@ -124,7 +114,7 @@ class StepResult(_Message, frozen=True, kw_only=True):
     """Of the rank that sends it."""
 
 
-class RankFailed(_Message, frozen=True, kw_only=True):
+class RankFailed(Message, frozen=True, kw_only=True):
     """The rank has failed and ends."""
 
     message: str
@@ -141,14 +131,13 @@ _decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).decode
 
 
-def framed(message: _Message) -> bytes | bytearray:
-    """A message as it is sent: its length before it."""
-    if isinstance(message, RunStep) and (data := _framed_numbers(message.step)):
-        return data
-    framed = bytearray(_HEADER.size)
-    _encoder.encode_into(message, framed, _HEADER.size)
-    _HEADER.pack_into(framed, 0, len(framed) - _HEADER.size)
-    return framed
+def framed(message: ToRank | FromRank) -> bytes | bytearray:
+    """A message as it is sent: a frame."""
+    if isinstance(message, RunStep) and (numbers := _framed_numbers(message.step)):
+        return numbers
+    data = begin_frame()
+    encode_into(message, data, len(data))
+    return end_frame(data, MESSAGE)
 
 
 def _framed_numbers(step: SchedulerOutput) -> bytes | None:
@@ -168,20 +157,24 @@ def _framed_numbers(step: SchedulerOutput) -> bytes | None:
     rows, block_rows, block_ids = step.rows, step.block_rows, step.block_ids
     n, m = len(rows), len(block_rows)
     size = _NUMBERS.size + 4 * (3 * n + m + len(block_ids))
-    sizes = _FRAMED_NUMBERS.pack(size, _NUMBERS_MARK, step.num_decodes, n, m, step.step_id)
+    sizes = _NUMBERS.pack(step.num_decodes, n, m, step.step_id)
     parts: Any = rows, step.num_computed_tokens, step.num_scheduled_tokens, block_rows, block_ids
-    return b"".join((sizes, *parts))
+    return b"".join((frame_header(NUMBERS, size), sizes, *parts))
 
 
-def decode_to_rank(data: bytes) -> ToRank:
-    """The message that `framed` was given, without its length.
+def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
+    """The message that `framed` was given.
+
+    Args:
+        data: content of the frame.
+        kind: of the frame.
 
     Raises:
         msgspec.ValidationError: the data are no such message.
     """
-    if data[0] != _NUMBERS_MARK:
+    if kind != NUMBERS:
         return _decode_to_rank(data)
-    _, num_decodes, n, m, step_id = _NUMBERS.unpack_from(data)
+    num_decodes, n, m, step_id = _NUMBERS.unpack_from(data)
     numbers = np.frombuffer(data, np.int32, offset=_NUMBERS.size)
     step = SchedulerOutput(
         step_id=step_id,
@@ -195,37 +188,6 @@ def decode_to_rank(data: bytes) -> ToRank:
         block_ids=numbers[3 * n + m :],
     )
     return RunStep(step=step)
-
-
-class FrameReader:
-    """Cuts what a socket receives into messages.
-
-    Args:
-        connection: a stream.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._data = bytearray()
-        self._part = memoryview(bytearray(_PART_BYTES))
-
-    def receive(self) -> bool:
-        """Take what has arrived; waits for the first byte if the socket does. Returns False when
-        the other end is closed."""
-        count = self._connection.recv_into(self._part)
-        self._data += self._part[:count]
-        return count > 0
-
-    def messages(self) -> Iterator[bytes]:
-        """The messages that are complete; each is given once."""
-        while len(self._data) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._data)
-            end = _HEADER.size + length
-            if len(self._data) < end:
-                return
-            message = bytes(self._data[_HEADER.size : end])
-            del self._data[:end]
-            yield message
 
 
 @cache

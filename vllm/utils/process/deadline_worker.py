@@ -21,10 +21,10 @@ import threading
 import time
 import weakref
 
+from vllm.utils.frames import frame, read_frame
 from vllm.utils.process.fork_server import (
     ALARM_GRACE_S,
     FAILED,
-    HEADER,
     OK,
     CallFailed,
     Child,
@@ -33,7 +33,7 @@ from vllm.utils.process.fork_server import (
     Handler,
     WorkerDied,
     WorkerError,
-    receive,
+    receive_frame,
     send,
 )
 
@@ -131,12 +131,9 @@ class DeadlineWorker:
     def _exchange(self, child: Child, argument: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         try:
-            frame = _LIMITS.pack(timeout_s, self._max_memory_bytes) + argument
-            send(child.connection, HEADER.pack(OK, len(frame)) + frame, deadline)
-            status, length = HEADER.unpack(receive(child.connection, HEADER.size, deadline))
-            if length > _MAX_ANSWER_BYTES:
-                raise WorkerDied(f"the worker process answered with {length} bytes")
-            answer = receive(child.connection, length, deadline)
+            limits = _LIMITS.pack(timeout_s, self._max_memory_bytes)
+            send(child.connection, frame(OK, limits + argument), deadline)
+            status, answer = receive_frame(child.connection, deadline, _MAX_ANSWER_BYTES)
         except BaseException as error:
             # A part of an answer may have been sent, which must not be read as the next answer.
             self._kill()
@@ -170,19 +167,22 @@ def _is_open(connection: socket.socket) -> bool:
 def _serve_calls(handler: Handler, connection: socket.socket) -> None:
     """Answer calls until the connection is closed."""
     is_limited = False
-    while header := connection.recv(HEADER.size, socket.MSG_WAITALL):
-        frame = connection.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
-        timeout_s, max_memory_bytes = _LIMITS.unpack_from(frame)
+    while True:
+        try:
+            _, call = read_frame(connection.recv)
+        except EOFError:
+            return
+        timeout_s, max_memory_bytes = _LIMITS.unpack_from(call)
         if not is_limited:
             _limit_memory(max_memory_bytes)
             is_limited = True
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
         try:
-            answer, status = handler(frame[_LIMITS.size :]), OK
+            answer, status = handler(call[_LIMITS.size :]), OK
         except Exception as error:  # every error is reported to the caller
             answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.sendall(HEADER.pack(status, len(answer)) + answer)
+        connection.sendall(frame(status, answer))
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -33,15 +33,15 @@ from typing import Any
 import msgspec
 
 from vllm.errors import VllmError
+from vllm.utils.frames import MAX_BYTES, FrameError, frame, read_exactly, read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.process.blocking_sockets import blocking_pair
 from vllm.utils.process.child_process import describe_exit
 
 Handler = Callable[[bytes], bytes]
 
-HEADER = struct.Struct("<BQ")
-"""Status and length of the following message."""
 OK, FAILED = 0, 1
+"""Kinds of frames."""
 ALARM_GRACE_S = 2.0
 """The parent's deadline comes first; the alarm is for when there is no parent."""
 
@@ -52,6 +52,8 @@ _FORK_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 1.0
 """From the end of a connection to the end of the process that has closed it."""
 _TOO_LONG = "the call took too long"
+_ENDED = "the worker process has ended: out of memory, or a crash"
+_PART_BYTES = 2**20
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from vllm.utils.process.fork_server import _serve; _serve()"
@@ -153,7 +155,7 @@ class ForkServer:
                 while self._dead:
                     send(control, _COMMAND.pack(_REAP, self._dead.pop()), deadline)
                 socket.send_fds(control, [_COMMAND.pack(_FORK, 0)], [theirs.fileno()])
-                _, pid = _COMMAND.unpack(receive(control, _COMMAND.size, deadline))
+                _, pid = _COMMAND.unpack(_receive(control, _COMMAND.size, deadline))
             except BaseException as error:
                 ours.close()
                 self._kill()
@@ -203,9 +205,8 @@ class ForkServer:
         self._release = weakref.finalize(self, _end, process, control)
         try:
             deadline = time.monotonic() + self._start_timeout_s
-            send(control, HEADER.pack(OK, len(self._start_message)) + self._start_message, deadline)
-            status, length = HEADER.unpack(receive(control, HEADER.size, deadline))
-            answer = receive(control, length, deadline)
+            send(control, frame(OK, self._start_message), deadline)
+            status, answer = receive_frame(control, deadline)
         except BaseException as error:
             is_end = isinstance(error, (OSError, WorkerDied)) and not isinstance(
                 error, TimeoutError
@@ -251,24 +252,42 @@ def send(connection: socket.socket, data: bytes, deadline: float) -> None:
         raise DeadlineExceeded(_TOO_LONG) from None
 
 
-def receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Receive exactly this many bytes.
+def receive_frame(
+    connection: socket.socket, deadline: float, max_bytes: int = MAX_BYTES
+) -> tuple[int, bytes]:
+    """Receive a frame: its kind and content.
 
     Raises:
-        DeadlineExceeded: they do not arrive in time.
-        WorkerDied: the other end is closed.
+        DeadlineExceeded: it does not arrive in time.
+        WorkerDied: the other end is closed, or sends a longer message than `max_bytes`.
     """
-    parts = bytearray()
-    while len(parts) < size:
+    try:
+        return read_frame(_receiver(connection, deadline), max_bytes)
+    except EOFError:
+        raise WorkerDied(_ENDED) from None
+    except FrameError as error:
+        raise WorkerDied(f"the answer of the worker process cannot be read: {error}") from None
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive exactly this many bytes; raises as `receive_frame`."""
+    try:
+        return read_exactly(_receiver(connection, deadline), size)
+    except EOFError:
+        raise WorkerDied(_ENDED) from None
+
+
+def _receiver(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
+    """Return what reads at most so many bytes; raises DeadlineExceeded after the deadline."""
+
+    def read(size: int) -> bytes:
         _set_timeout(connection, deadline)
         try:
-            part = connection.recv(min(size - len(parts), 2**20))
+            return connection.recv(min(size, _PART_BYTES))
         except TimeoutError:
             raise DeadlineExceeded(_TOO_LONG) from None
-        if not part:
-            raise WorkerDied("the worker process has ended: out of memory, or a crash")
-        parts += part
-    return bytes(parts)
+
+    return read
 
 
 def _set_timeout(connection: socket.socket, deadline: float) -> None:
@@ -286,10 +305,10 @@ def _serve() -> None:
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    header = control.recv(HEADER.size, socket.MSG_WAITALL)
-    if len(header) < HEADER.size:
+    try:
+        _, message = read_frame(control.recv)
+    except EOFError:
         return
-    message = control.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
     start = msgspec.msgpack.decode(message, type=_Start)
     signal.setitimer(signal.ITIMER_REAL, start.timeout_s + ALARM_GRACE_S)
     try:
@@ -297,14 +316,14 @@ def _serve() -> None:
             handler = _find(start.target)(start.setup)
     except Exception as error:  # every error is reported to the parent
         text = (str(error) or repr(error)).encode(errors="replace")
-        control.sendall(HEADER.pack(FAILED, len(text)) + text)
+        control.sendall(frame(FAILED, text))
         return
     serve_child = _find(start.child)
     signal.setitimer(signal.ITIMER_REAL, 0)
     # Children share the memory that the garbage collector does not write to.
     gc.collect()
     gc.freeze()
-    control.sendall(HEADER.pack(OK, 0))
+    control.sendall(frame(OK, b""))
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _COMMAND.size, 1)
         if not data:

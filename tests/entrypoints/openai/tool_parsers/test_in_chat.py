@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from tests.engine.tokenizers_for_tests import byte_level
+from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.tool_parsers.formats import CALLS, OUTPUTS
+from tests.fake_core import FakeCoreLLM
 from vllm.entrypoints.openai.chat import serving as serving_chat
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
@@ -14,9 +16,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 def answer(text, body, **args):
     """(message, message put together from a stream) of a model that says this text."""
-    engine = FakeAsyncLLM(max_model_len=2048)
-    tokens = engine.tokenizer.encode(text, add_special_tokens=False)
-    engine.core.reply = lambda request: tokens
+    tokens = byte_level().encode(text, add_special_tokens=False)
+    engine = FakeCoreLLM(lambda request: tokens, max_model_len=2048)
     body = {
         "messages": [{"role": "user", "content": "Hi"}],
         "max_tokens": len(tokens),

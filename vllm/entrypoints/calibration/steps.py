@@ -1,0 +1,94 @@
+"""The steps of a calibration, in their order.
+
+The run, the help of `vllm calibrate` and the table of docs/quantization.md read them here. A step
+has a method of its name in `run.Calibration`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step, which can be done again."""
+
+    name: str
+    does: str
+    """The help text."""
+    needs: str
+    writes: str
+    script_number: str | None = None
+    """Its number in the calibration scripts for Gaudi."""
+    only_with: str | None = None
+    """Setting without which the step is left out."""
+
+    @property
+    def flag(self) -> str | None:
+        """Return the flag of `only_with`."""
+        return None if self.only_with is None else f"--{self.only_with.replace('_', '-')}"
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step(
+            name="prepare",
+            script_number="1",
+            does="cut the texts into samples of tokens, and hold a fifth of them out",
+            needs="`--dataset`",
+            writes="`calibration_samples.jsonl`, `evaluation_samples.jsonl`",
+        ),
+        Step(
+            name="measure",
+            script_number="2",
+            does="run the model, and measure the largest inputs and weights of linear layers, keys "
+            "and values",
+            needs="the samples",
+            writes="`gN/inc_output_hooks_maxabs_RANK_WORLD.json`",
+        ),
+        Step(
+            name="postprocess",
+            script_number="3",
+            does="give the matmuls of attention the ranges of the caches that they read, in files "
+            "that have such modules",
+            needs="the measurements",
+            writes="the same files",
+        ),
+        Step(
+            name="unify",
+            script_number="5",
+            only_with="unify_ranks",
+            does="turn the measurements of more ranks into those of N, which divides them: the "
+            "largest of neighbours",
+            needs="the measurements",
+            writes="files for N ranks",
+        ),
+        Step(
+            name="expand",
+            script_number="6",
+            only_with="expand_ranks",
+            does="turn the measurements of fewer ranks into those of N, which share the experts",
+            needs="the measurements",
+            writes="files for N ranks",
+        ),
+        Step(
+            name="quantize",
+            script_number="4",
+            does="load the model in FP8, which computes its scales",
+            needs="the measurements",
+            writes="`gN/inc_output_hooks_maxabs_METHOD_RANK_WORLD.json`",
+        ),
+        Step(
+            name="evaluate",
+            does="compute the perplexity of the texts that were held out, before and after",
+            needs="the samples that were held out, and the scales",
+            writes="the perplexity, in `calibration_gN.json`",
+        ),
+    )
+}
+"""Name -> step."""
+
+
+def steps_before(name: str) -> list[str]:
+    """Return the names of the steps before one."""
+    names = list(STEPS)
+    return names[: names.index(name)]
