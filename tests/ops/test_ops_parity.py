@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.expert_options import ExpertGroups, Routing
 from vllm.ops.interface import Ops
@@ -86,7 +87,7 @@ class PagedCache:
         scale = query.shape[-1] ** -0.5
         tables, seq_lens = self.block_tables[rows], self.seq_lens[rows]
         return ops.paged_attention_decode(
-            query[rows], self.keys, self.values, tables, seq_lens, scale, window
+            query[rows], self.keys, self.values, tables, seq_lens, AttentionOptions(scale, window)
         )
 
 
@@ -292,7 +293,7 @@ def test_not_a_number_may_have_any_bits(ops, bits):
     assert cache.decode(ops, query, None).isnan().all()
     tables = cache.block_tables
     new = ops.paged_attention_prefill(
-        query, cache.keys, cache.values, tables, [0, 1], [40], 1, None
+        query, cache.keys, cache.values, tables, [0, 1], [40], AttentionOptions(1.0)
     )
     assert new.isnan().all()
 
@@ -391,8 +392,9 @@ def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     query, _, _ = packed_qkv(starts[-1] + 2, 6, 2, 16, dtype)  # two rows of padding
     query[starts[-1] :] = float("nan")
+    options = AttentionOptions(0.25, window)
     got = NATIVE.paged_attention_prefill(
-        query, cache.keys, cache.values, cache.block_tables, starts, seq_lens, 0.25, window
+        query, cache.keys, cache.values, cache.block_tables, starts, seq_lens, options
     )
     for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         for i in range(query_len):
@@ -402,8 +404,7 @@ def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window
                 cache.values,
                 cache.block_tables[b : b + 1],
                 torch.tensor([seq_len - query_len + i + 1], dtype=torch.int32),
-                0.25,
-                window,
+                options,
             )
             assert_close(got[starts[b] + i], want[0])
     assert not got[starts[-1] :].any()

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.cpu.attention import (
-    AttentionOptions,
-    fp8_arguments,
-    paged_attention_decode,
-    paged_attention_prefill,
-)
+from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
+from vllm.ops.cpu.attention import fp8_arguments, paged_attention_decode, paged_attention_prefill
 from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
@@ -338,25 +334,15 @@ class CPUOps(NativeOps):
         value_cache: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        options = AttentionOptions(
-            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scales, value_scales, sinks, chunk_size),
-        )
         if kernels is None:
             return super().paged_attention_decode(
-                query, key_cache, value_cache, block_tables, seq_lens, *options
+                query, key_cache, value_cache, block_tables, seq_lens, options, tensors
             )
-        args = (query, key_cache, value_cache, block_tables, seq_lens, options)
+        args = (query, key_cache, value_cache, block_tables, seq_lens, options, tensors)
         return paged_attention_decode(kernels, *args)
 
     def paged_attention_prefill(
@@ -367,25 +353,14 @@ class CPUOps(NativeOps):
         block_tables: Tensor,
         query_start_loc: Sequence[int] | np.ndarray,
         seq_lens: Sequence[int] | np.ndarray,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        options = AttentionOptions(
-            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scales, value_scales, sinks, chunk_size),
-        )
+        caches = (key_cache, value_cache, block_tables)
+        args = (query, *caches, query_start_loc, seq_lens, options, tensors)
         if kernels is None:
-            return super().paged_attention_prefill(
-                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
-            )
-        args = (query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options)
+            return super().paged_attention_prefill(*args)
         return paged_attention_prefill(kernels, *args)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.cpu.attention import cache_type
+from vllm.ops.cpu.attention import cache_type, option_fields
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.linear import PackedWeight
@@ -25,8 +25,6 @@ from vllm.ops.cpu.weight_format import WeightFormat
 from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
-
-_MAX_WINDOW = 2**31 - 1
 
 Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 """What an operation reads besides rows."""
@@ -359,9 +357,10 @@ class Recorder(CPUOps):
         )
         operands.setdefault("value_cache", operands["key_cache"])
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
-        for name, numbers in by_head.items():
-            if numbers is not None:
-                operands[name] = self._dense(numbers, query.sizes[0], dtype=torch.float32)
+        for name, given in by_head.items():
+            if given is not None:
+                operands[name] = self._dense(given, query.sizes[0], dtype=torch.float32)
+        numbers: dict[str, Any] = option_fields(layer.options, shape[3])
         return self._rows(
             "attend",
             (query.sizes[0], value_size),
@@ -371,11 +370,9 @@ class Recorder(CPUOps):
             value_size=value_size,
             group=group,
             num_kv_heads=shape[2],
-            scalar=layer.scale,
+            scalar=numbers.pop("scale"),
             cache_type=of_cache,
-            soft_cap=layer.logits_soft_cap or 0.0,
-            sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
-            chunk_size=layer.chunk_size or 0,
+            **numbers,
         )
 
     def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
