@@ -64,7 +64,10 @@ class AttentionOptions:
     @property
     def reach(self) -> int | None:
         """Keys that a query may see, its own included; None: no limit."""
-        return min((size for size in self.sight if size is not None), default=None)
+        window, chunk = self.sliding_window, self.chunk_size
+        if window is None or chunk is None:
+            return chunk if window is None else window
+        return min(window, chunk)
 
     @property
     def lone_window(self) -> int | None:

@@ -31,7 +31,13 @@ from vllm.ops.cpu.row_operations import (
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.cpu.weight_format import can_pack
-from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.expert_options import (
+    NO_BIASES,
+    SILU_EXPERTS,
+    ExpertBiases,
+    ExpertOptions,
+    RoutingOptions,
+)
 from vllm.ops.low_rank import (
     AdaptedHeads,
     AdaptedLayer,
@@ -90,14 +96,12 @@ class CPUOps(NativeOps):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
-        first_expert: int | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         if dtype not in self._kernels:
             return None
-        return pack_stored_experts(gate, up, down, first_expert, gate_up_bias, down_bias, options)
+        return pack_stored_experts(gate, up, down, biases, options)
 
     def prepare_adapter(
         self,
@@ -176,30 +180,28 @@ class CPUOps(NativeOps):
     def route(
         self,
         logits: Tensor,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(logits)
-        if run is None or not self._can_choose(top_k, groups):
-            return super().route(logits, top_k, routing, scale, groups, bias)
-        check_choice(top_k, logits, groups, bias)
+        if run is None or not self._can_choose(options):
+            return super().route(logits, options, bias)
+        check_choice(logits, options, bias)
         chosen = run(
             "route",
             logits,
-            top_k=top_k,
-            groups=groups,
+            top_k=options.top_k,
+            groups=options.groups,
             table=bias,
-            option=ROUTINGS[routing],
-            scalar=scale,
+            option=ROUTINGS[options.weights],
+            scalar=options.scale,
         )
-        return choices_in(chosen, top_k)
+        return choices_in(chosen, options.top_k)
 
-    def _can_choose(self, top_k: int, groups: ExpertGroups) -> bool:
+    def _can_choose(self, options: RoutingOptions) -> bool:
         """Whether the kernels have room for so many."""
-        return top_k <= self._max_top_k and groups.num_groups <= self._max_groups
+        has_room = options.groups.num_groups <= self._max_groups
+        return has_room and options.top_k <= self._max_top_k
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
         run = self._rows_of(x)

@@ -22,7 +22,7 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.cpu.weight_format import WeightFormat
-from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
+from vllm.ops.expert_options import RoutingOptions
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
 
@@ -245,16 +245,13 @@ class Recorder(CPUOps):
     def route(
         self,
         logits: Any,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> Any:
         if not isinstance(logits, Rows):
-            return super().route(logits, top_k, routing, scale, groups, bias)
-        (num_experts,) = logits.sizes
-        if not 1 <= top_k <= num_experts or not self._can_choose(top_k, groups):
+            return super().route(logits, options, bias)
+        (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
+        if not 1 <= top_k <= num_experts or not self._can_choose(options):
             raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen from {groups}")
         table = None if bias is None else self._dense(bias, num_experts, dtype=torch.float32)
         out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
@@ -270,8 +267,8 @@ class Recorder(CPUOps):
             num_groups=groups.num_groups,
             top_groups=groups.top_groups,
             is_float=logits.dtype != self.dtype,
-            option=ROUTINGS[routing],
-            scalar=scale,
+            option=ROUTINGS[options.weights],
+            scalar=options.scale,
         )
         return out, out  # ids and weights are one
 

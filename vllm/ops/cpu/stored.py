@@ -10,7 +10,7 @@ from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.linear import ByteGroups, PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.weight_format import MAX_INT8_INPUTS, WeightFormat
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
@@ -68,9 +68,7 @@ def pack_stored_experts(
     gate: Sequence[StoredWeight],
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
-    first_expert: int | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    biases: ExpertBiases = NO_BIASES,
     options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
     """Gated experts as the kernels read them; None: no kernel multiplies with them.
@@ -90,7 +88,7 @@ def pack_stored_experts(
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
-    return PackedExperts(gates, ups, downs, gate_up_bias, down_bias, options, first_expert)
+    return PackedExperts(gates, ups, downs, biases, options)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.hpu.experts import CardExperts, kept_bias
+from vllm.ops.expert_options import ExpertBiases
+from vllm.ops.hpu.experts import CardExperts, CardLayer
 from vllm.ops.hpu.narrow_rows import NarrowRows, as_grouped, narrow_rows
 from vllm.ops.stored_weight import (
     GroupedWeight,
@@ -25,38 +26,30 @@ from vllm.ops.stored_weight import (
 )
 
 
-class HPUNarrowExperts(nn.Module):
+class HPUNarrowExperts(CardLayer):
     """Gated experts of numbers of 4 or 8 bits.
 
     Args:
         gate_up: of all experts, gate then up.
         down: of all experts.
-        gate_up_bias, down_bias: see `Ops.moe`.
-        card: how it computes them.
+        biases, card: see `CardLayer`.
     """
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         gate_up: "_NarrowStack",
         down: "_NarrowStack",
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        biases: ExpertBiases,
         card: CardExperts,
     ) -> None:
-        super().__init__()
-        self.gate_up, self.down, self._card = gate_up, down, card
-        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
-        self.register_parameter("down_bias", kept_bias(down_bias))
+        super().__init__(card, biases)
+        self.gate_up, self.down = gate_up, down
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See `PreparedExperts`."""
         gate_up, down = (each.dense(x.dtype) for each in (self.gate_up, self.down))
         return self._card.moe(
-            *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
-            has_inputs_first=True,
+            *(x, topk_ids, topk_weights, gate_up, down, self._biases), has_inputs_first=True
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -73,8 +66,7 @@ def prepare_narrow_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     dtype: torch.dtype,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    biases: ExpertBiases,
     card: CardExperts,
 ) -> HPUNarrowExperts | None:
     """The experts as the card has them; None: it has them in the dtype of the inputs only.
@@ -82,13 +74,13 @@ def prepare_narrow_experts(
     Args:
         gate, up, down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        gate_up_bias, down_bias, card: see `HPUNarrowExperts`.
+        biases, card: see `CardLayer`.
     """
     both = [_side_by_side(*pair) for pair in zip(gate, up, strict=True)]
     stacks = [_stack(weights, card, dtype) for weights in (both, down)]
     if stacks[0] is None or stacks[1] is None:
         return None
-    return HPUNarrowExperts(stacks[0], stacks[1], gate_up_bias, down_bias, card)
+    return HPUNarrowExperts(stacks[0], stacks[1], biases, card)
 
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
