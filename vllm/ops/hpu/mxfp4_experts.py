@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import NATIVE, CardExperts, CardLayer, in_turn
-from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight
+from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight, all_of
 
 _BLOCK_BYTES = 16
 _E8M0_BIAS = 127
@@ -131,24 +131,15 @@ def prepare_mxfp4_experts(
     if dtype != torch.bfloat16 or not has_operator or not all(stored):
         return None
     gates, ups, downs = stored
-    both = [
-        Mxfp4Weight(
-            blocks=torch.cat((first.blocks, second.blocks)),
-            scales=torch.cat((first.scales, second.scales)),
-        )
-        for first, second in zip(gates, ups, strict=True)
-    ]
+    pairs = (first.joined(second) for first, second in zip(gates, ups, strict=True))
+    both = [weight for weight in pairs if weight is not None]  # all, as they are of one kind
     return HPUMxfp4Experts(both, downs, biases, card)
 
 
 def _whole_blocks(weights: Sequence[StoredWeight]) -> list[Mxfp4Weight]:
     """Return the weights if all are MXFP4 in whole blocks, which a rank may have parts of."""
-    found = [
-        weight
-        for weight in weights
-        if isinstance(weight, Mxfp4Weight) and weight.blocks.shape[-1] == _BLOCK_BYTES
-    ]
-    return found if len(found) == len(weights) else []
+    found = all_of(Mxfp4Weight, weights) or []
+    return found if all(weight.blocks.shape[-1] == _BLOCK_BYTES for weight in found) else []
 
 
 def _stacked(weights: Sequence[Mxfp4Weight]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ time is wide. Shapes depend on the arguments alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,16 +13,8 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import CardExperts, CardLayer
-from vllm.ops.hpu.narrow_rows import NarrowRows, as_grouped, narrow_rows
-from vllm.ops.stored_weight import (
-    GroupedWeight,
-    GroupScales,
-    MinimumWeight,
-    Mxfp4Weight,
-    StoredWeight,
-    has_equal_groups,
-    in_equal_groups,
-)
+from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.stored_weight import StoredWeight
 
 
 class HPUNarrowExperts(CardLayer):
@@ -85,56 +76,7 @@ def prepare_narrow_experts(
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
     """Gate and up as one weight; None: they are stored in other ways, or have other groups."""
-    if isinstance(gate, Mxfp4Weight) and isinstance(up, Mxfp4Weight):
-        blocks, scales = _joined(gate.blocks, up.blocks), _joined(gate.scales, up.scales)
-        return Mxfp4Weight(blocks=blocks, scales=scales)
-    if isinstance(gate, MinimumWeight) and isinstance(up, MinimumWeight):
-        return _minimums_side_by_side(gate, up)
-    return _groups_side_by_side(as_grouped(gate), as_grouped(up))
-
-
-def _groups_side_by_side(
-    gate: GroupedWeight | None, up: GroupedWeight | None
-) -> GroupedWeight | None:
-    if gate is None or up is None or gate.scales.shape != up.scales.shape:
-        return None
-    orders = (gate.groups, up.groups)
-    is_same = orders == (None, None) or (
-        orders[0] is not None and orders[1] is not None and torch.equal(orders[0], orders[1])
-    )
-    if not is_same or (gate.bits, gate.is_awq) != (up.bits, up.is_awq):
-        return None
-    words, scales, zeros = (
-        torch.cat(pair, dim=1)
-        for pair in ((gate.words, up.words), (gate.scales, up.scales), (gate.zeros, up.zeros))
-    )
-    return replace(gate, words=words, scales=scales, zeros=zeros)
-
-
-def _minimums_side_by_side(gate: MinimumWeight, up: MinimumWeight) -> MinimumWeight | None:
-    pairs = ((gate.scales, up.scales), (gate.minimums, up.minimums))
-    shapes = [
-        {(each.factors.shape[1:], each.multipliers.shape[1:]) for each in pair} for pair in pairs
-    ]
-    if any(len(each) > 1 for each in shapes):
-        return None
-    scales, minimums = (
-        GroupScales(
-            factors=_joined(first.factors, second.factors),
-            multipliers=_joined(first.multipliers, second.multipliers),
-        )
-        for first, second in pairs
-    )
-    return MinimumWeight(
-        codes=_joined(gate.codes, up.codes),
-        bits=max(gate.bits, up.bits),
-        scales=scales,
-        minimums=minimums,
-    )
-
-
-def _joined(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second))
+    return (gate.as_grouped() or gate).joined(up.as_grouped() or up)
 
 
 def _stack(
@@ -146,16 +88,12 @@ def _stack(
     for number, weight in enumerate(weights):
         if weight is None:
             return None
-        given = as_grouped(weight) or weight
-        place = torch.arange(num_in)
-        if isinstance(given, GroupedWeight) and given.groups is not None:
-            if not has_equal_groups(given):
-                return None
-            found = in_equal_groups(given, num_in)
-            assert found is not None, "no columns are added to equal groups"
-            given, order = found
-            place = order.argsort()
-        in_groups.append(given)
+        found = (weight.as_grouped() or weight).with_neighbours(None)
+        if found is None:
+            return None
+        in_groups.append(found[0])
+        order = found[1]
+        place = torch.arange(num_in) if order is None else order.argsort()
         places.append(place + number * num_in)
     rows = narrow_rows(in_groups, card.kernels, dtype)
     return None if rows is None else _NarrowStack(rows, places)

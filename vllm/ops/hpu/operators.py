@@ -16,7 +16,7 @@ from vllm.ops.hpu.narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedWeight
-from vllm.ops.stored_weight import Fp8Weight, StoredWeight
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight, all_of
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -76,12 +76,9 @@ class HPUOps(NativeOps):
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         self.expect_experts(options)
-        gates, ups, downs = (
-            [weight for weight in weights if isinstance(weight, Fp8Weight)]
-            for weights in (gate, up, down)
-        )
+        gates, ups, downs = (all_of(Fp8Weight, weights) for weights in (gate, up, down))
         card = self._card(options)
-        if not len(gates) == len(ups) == len(downs) == len(gate):
+        if gates is None or ups is None or downs is None:
             packed = prepare_mxfp4_experts(gate, up, down, dtype, biases, card)
             return packed or prepare_narrow_experts(gate, up, down, dtype, biases, card)
         return HPUFp8Experts(gates, ups, downs, biases, self._fp8_max, card)

@@ -5,6 +5,7 @@ the arguments alone, so that every step can be captured in a graph.
 """
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import NamedTuple
 
 import torch
@@ -16,14 +17,7 @@ from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import CardExperts, CardLayer
 from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
 from vllm.ops.native.experts import sum_of_experts
-from vllm.ops.stored_weight import (
-    Fp8Weight,
-    GroupedWeight,
-    StackedWeight,
-    StoredWeight,
-    in_equal_groups,
-    round_to_fp8,
-)
+from vllm.ops.stored_weight import Fp8Weight, StackedWeight, StoredWeight, round_to_fp8
 from vllm.platforms.habana.bridge import FusedKernels
 
 _GROUP = 32
@@ -227,6 +221,7 @@ HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
 """A quantized weight of a linear layer as the card multiplies with it."""
 
 
+@singledispatch
 def prepare_on_host(
     weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
 ) -> HPUWeight | None:
@@ -238,17 +233,24 @@ def prepare_on_host(
         fp8_max: the largest number of its e4m3.
         dtype: of the inputs.
     """
-    if isinstance(weight, Fp8Weight):
-        return HPUFp8Weight(weight, kernels, fp8_max)
-    if isinstance(weight, StackedWeight):
-        parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
-        found = [part for part in parts if part is not None]
-        return HPUStackedWeight(found) if len(found) == len(parts) else None
-    order = None
-    if isinstance(weight, GroupedWeight) and weight.groups is not None:
-        even = in_equal_groups(weight, _GROUP)
-        if even is None:
-            return None
-        weight, order = even
-    rows = narrow_rows([weight], kernels, dtype)
-    return None if rows is None else HPUNarrowWeight(rows, order)
+    even = weight.with_neighbours(_GROUP)
+    if even is None:
+        return None
+    rows = narrow_rows([even[0]], kernels, dtype)
+    return None if rows is None else HPUNarrowWeight(rows, even[1])
+
+
+@prepare_on_host.register
+def _prepare_fp8(
+    weight: Fp8Weight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    return HPUFp8Weight(weight, kernels, fp8_max)
+
+
+@prepare_on_host.register
+def _prepare_stacked(
+    weight: StackedWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
+    found = [part for part in parts if part is not None]
+    return HPUStackedWeight(found) if len(found) == len(parts) else None
