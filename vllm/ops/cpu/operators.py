@@ -30,6 +30,7 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.symbols import Rows
 from vllm.ops.cpu.weight_format import can_pack
 from vllm.ops.expert_options import (
     NO_BIASES,
@@ -73,9 +74,12 @@ class CPUOps(NativeOps):
         self._max_groups = 0 if library is None else int(library.plain.kMaxExpertGroups)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
-    def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
-        """What runs an operation on the rows of x, called as `RowOperations`; None: torch does."""
-        return self._row_operations.get(x.dtype) if x.is_cpu else None
+    def _rows_of(self, x: Any) -> Callable[..., Any] | None:
+        """What runs an operation on the rows of x, or records it, called as `RowOperations`; None:
+        torch does."""
+        if x.is_cpu:
+            return self._row_operations.get(x.dtype)
+        return x.recorder.row_operation if isinstance(x, Rows) else None
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         is_packed = dtype in self._kernels and not is_rounding_inputs(weight)

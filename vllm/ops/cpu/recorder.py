@@ -233,7 +233,7 @@ class Recorder(CPUOps):
 
     def clip(self, x: Rows, limit: float) -> Rows:
         """Elements up to a limit and down to its negative."""
-        return self._row_operation("clip", x, scalar=limit)
+        return self.row_operation("clip", x, scalar=limit)
 
     def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
         if not isinstance(x, Rows):
@@ -286,7 +286,7 @@ class Recorder(CPUOps):
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
             raise NotFusibleError("relu in place cannot be recorded")
-        return self._row_operation("relu", x)
+        return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
         """The sum of two rows, either of which may be given first; or of rows and a tensor with the
@@ -296,13 +296,13 @@ class Recorder(CPUOps):
         if isinstance(y, Tensor):
             operands = {"weight": self._dense(y, *x.sizes)}
             return self._rows("add_weights", x.sizes, x, operands=operands)
-        return self._row_operation("add", x, y)
+        return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
         """Rows times a number."""
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
-        return self._row_operation("scale", x, scalar=factor)
+        return self.row_operation("scale", x, scalar=factor)
 
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
@@ -377,10 +377,7 @@ class Recorder(CPUOps):
             raise NotFusibleError("an embedding is looked up by ids alone")
         return self.lookup(ids, weight)
 
-    def _rows_of(self, x: Any) -> Callable[..., Any] | None:
-        return self._row_operation if isinstance(x, Symbol) else super()._rows_of(x)
-
-    def _row_operation(
+    def row_operation(
         self,
         kind: str,
         x: Rows,
