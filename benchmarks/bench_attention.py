@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
@@ -88,16 +89,14 @@ def call_of(shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype) -> Calla
     num_tokens = shape.batch * shape.query_len
     packed = torch.randn(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_size)
     query = packed.to(dtype)[:, : shape.num_heads]
-    scale = shape.head_size**-0.5
+    options = AttentionOptions(sliding_window=shape.sliding_window)
     if shape.query_len == 1:
         lens = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32)
-        return lambda ops: ops.paged_attention_decode(
-            query, keys, values, tables, lens, scale, shape.sliding_window
-        )
+        return lambda ops: ops.paged_attention_decode(query, keys, values, tables, lens, options)
     starts = np.arange(shape.batch + 1, dtype=np.int32) * shape.query_len
     host_lens = np.full(shape.batch, shape.seq_len, dtype=np.int32)
     return lambda ops: ops.paged_attention_prefill(
-        query, keys, values, tables, starts, host_lens, scale, shape.sliding_window
+        query, keys, values, tables, starts, host_lens, options
     )
 
 

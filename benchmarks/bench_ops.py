@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
@@ -97,13 +98,13 @@ def decode_case(
     tables = (torch.randperm(num_blocks - 1) + 1).view(batch, max_blocks).int()
     seq_lens = torch.full((batch,), seq_len, dtype=torch.int32)
     query = torch.randn(batch, NUM_HEADS, HEAD_SIZE, dtype=dtype)
-    visible = min(seq_len, window or seq_len)
+    visible, options = min(seq_len, window or seq_len), AttentionOptions(sliding_window=window)
     return Case(
         "paged_attention_decode",
         f"B={batch} len={seq_len} G={num_kv_heads} W={window}",
         2 * batch * visible * num_kv_heads * HEAD_SIZE * dtype.itemsize,
         lambda ops: ops.paged_attention_decode(
-            query, cache[0], cache[1], tables, seq_lens, HEAD_SIZE**-0.5, window
+            query, cache[0], cache[1], tables, seq_lens, options
         ),
     )
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.attention.launches import UNUSED, random_cache
+from tests.attention.options import split_options
 from vllm.attention import Attention, LaunchContext
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.flat_pa import derive_decode_blocks
@@ -20,6 +21,7 @@ from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
 from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
 from vllm.attention.backends.sdpa import torch_sdpa
 from vllm.errors import ConfigError
+from vllm.ops.attention_options import AttentionOptions
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_no_heads_have_no_slopes():
 def test_decode_continues_what_a_prompt_began(num_heads, window):
     """Two chunks of a prompt and its last tokens one by one equal the prompt in one piece."""
     torch.manual_seed(0)
-    length, slopes = 43, alibi_slopes(num_heads)
+    length, slopes, options = 43, alibi_slopes(num_heads), AttentionOptions(0.25, window)
     query = torch.randn(1, length, num_heads, 16)
     key, value = torch.randn(2, 1, length, 2, 16)
     tables = np.array([[3, 1, 2]])
@@ -66,15 +68,15 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
         part = slice(start, stop)
         launch = build_prefill_metadata(tables, [start], [stop - start], 1, stop - start, 2, 16)
         metadata = launch.to("cpu")
-        mask = prefill_mask(metadata, 16, window, slopes)
+        mask = prefill_mask(metadata, 16, options, slopes)
         new = (query[:, part], key[:, part], value[:, part])
         blocks = derive_prefill_blocks(metadata, 16)
         outputs.append(prefill_attention(*new, *caches, blocks, mask, 0.25)[0])
     for position in range(39, length):
         metadata = build_decode_metadata(tables, [position + 1], 1, 4, 16).to("cpu")
-        blocks = derive_decode_blocks(metadata, 16, torch.float32, window)
+        blocks = derive_decode_blocks(metadata, 16, torch.float32, options)
         new = (query[:, position], key[:, position], value[:, position])
-        outputs.append(decode_attention(*new, *caches, blocks, 0.25, alibi_slopes=slopes))
+        outputs.append(decode_attention(*new, *caches, blocks, options, alibi_slopes=slopes))
     torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
 
 
@@ -88,8 +90,8 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(
 ):
     torch.manual_seed(0)
     length, tables = 43, np.array([[3, 1, 2]])
-    options = {"sliding_window": window, "alibi_slopes": slopes, "logits_soft_cap": soft_cap}
-    layer = Attention(6, 16, 2, **options)
+    options = AttentionOptions(sliding_window=window, logits_soft_cap=soft_cap)
+    layer = Attention(6, 16, 2, options, alibi_slopes=slopes)
     query, key, value = torch.randn(length, 10, 16).to(dtype).split([6, 2, 2], dim=1)
     want = layer(query.float(), key.float(), value.float())
     layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused, dtype=dtype) for unused in UNUSED))
@@ -127,7 +129,8 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(
 @pytest.mark.parametrize("kind", ["rows", "merged", "two queries"])
 def test_sinks_and_chunks_are_those_of_the_prompt_in_one_piece(options, kind):
     torch.manual_seed(0)
-    tables, layer = np.array([[3, 1, 2]]), Attention(6, 16, 2, **options)
+    static, tensors = split_options(options)
+    tables, layer = np.array([[3, 1, 2]]), Attention(6, 16, 2, static, **tensors)
     query, key, value = torch.randn(43, 10, 16).split([6, 2, 2], dim=1)
     want = layer(query, key, value)
     layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused) for unused in UNUSED))
@@ -156,7 +159,7 @@ def test_sinks_and_chunks_are_those_of_the_prompt_in_one_piece(options, kind):
 
 def test_layers_with_slopes_of_their_own_are_refused():
     layers = [Attention(4, 16, 4, alibi_slopes=alibi_slopes(4) * factor) for factor in (1, 2)]
-    assert list(layer_kinds(layers[:1])) == [(None, True, None, False, False)]
+    assert list(layer_kinds(layers[:1])) == [((None, None), False, True, False)]
     with pytest.raises(ConfigError, match=r"different ALiBi slopes.*run it on cpu"):
         layer_kinds(layers)
 
@@ -174,7 +177,7 @@ def test_random_caches_of_alibi_rows_do_not_see_each_other():
         blocks = derive_decode_blocks(metadata, 16, torch.float32)
         caches = [x.clone() for x in cache.flat]
         return decode_attention(
-            query[rows], *new[:, rows], *caches, blocks, 0.25, alibi_slopes=slopes
+            query[rows], *new[:, rows], *caches, blocks, AttentionOptions(0.25), alibi_slopes=slopes
         )
 
     together = decode(slice(0, 3))

@@ -20,7 +20,7 @@ def test_a_launch_is_its_prompts_one_by_one(lens):
         got = layer(q, k, v)
     for first, last in itertools.pairwise(starts):
         part = slice(first, last)
-        scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * layer.scale
+        scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * layer.head_size**-0.5
         want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[part])
         torch.testing.assert_close(got[part], want)
         torch.testing.assert_close(layer(q[part], k[part], v[part]), want)

@@ -20,10 +20,12 @@ from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     count_decode_blocks,
 )
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
 SCALE = HEAD_SIZE**-0.5
+OPTIONS = AttentionOptions(SCALE)
 # Scores, weights and partial results are rounded to bf16; the reference rounds only at the end.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -79,12 +81,13 @@ def flat(
     """Flat attention of the query and of random padded rows after it."""
     num_padded = launch.slot_mapping.shape[0] - len(query)
     padded = torch.cat((query, torch.randn(num_padded, *query.shape[1:]).to(query.dtype)))
-    blocks = derive_decode_blocks(launch, cache.block_size, query.dtype, window)
+    options = AttentionOptions(scale, window)
+    blocks = derive_decode_blocks(launch, cache.block_size, query.dtype, options)
     out = flat_paged_attention(
         padded,
         *cache.flat,
         blocks,
-        scale,
+        options,
         alibi_slopes=slopes,
         **MODES[mode],
     )
@@ -102,8 +105,7 @@ def reference(
         cache.values,
         torch.from_numpy(cache.tables),
         torch.from_numpy(cache.seq_lens),
-        scale,
-        window,
+        AttentionOptions(scale, window),
     )
 
 
@@ -251,7 +253,7 @@ def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
             slot = (cache.tables[row, (length - 1) // 16], (length - 1) % 16)
             mirror.keys[slot], mirror.values[slot] = new[0, row], new[1, row]
     blocks = derive_decode_blocks(launch, 16, dtype)
-    got = decode_attention(query, *new, *cache.flat, blocks, SCALE)
+    got = decode_attention(query, *new, *cache.flat, blocks, OPTIONS)
     want = reference(query[:4], mirror)
     torch.testing.assert_close(got[:4], want, **TOLERANCES[dtype])
     torch.testing.assert_close(cache.keys[1:], mirror.keys[1:], equal_nan=True)
@@ -276,7 +278,7 @@ def test_a_decode_reads_keys_and_values_once_and_writes_one_token(is_contiguous,
     blocks = derive_decode_blocks(launch, 16, torch.float32)
     query, new = torch.randn(4, 8, HEAD_SIZE), torch.randn(2, 4, num_kv_heads, HEAD_SIZE)
     with CacheTraffic(*cache.flat) as traffic:
-        decode_attention(query, *new, *cache.flat, blocks, SCALE)
+        decode_attention(query, *new, *cache.flat, blocks, OPTIONS)
     ideal = (factor * lengths.sum() + 4) * cache.keys[0, 0].nbytes * 2
     assert ideal <= traffic.num_bytes <= 1.05 * ideal
 
@@ -298,7 +300,7 @@ def test_values_that_are_not_finite_stay_with_their_token(is_contiguous):
     write_kv_cache(bad[3:4], values[3:4], *cache.flat, slots[3:4])
     blocks = derive_decode_blocks(launch, 16, query.dtype)
     padded = torch.cat((query, torch.zeros(3, 4, HEAD_SIZE)))
-    assert flat_paged_attention(padded, *cache.flat, blocks, SCALE)[0].isnan().all()
+    assert flat_paged_attention(padded, *cache.flat, blocks, OPTIONS)[0].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -320,20 +322,20 @@ def test_the_guard_of_the_next_test_sees_what_it_should(act):
 
 def test_nothing_happens_on_the_host_and_shapes_are_static():
     cache = random_cache([15, 16, 0, 40], shared_blocks=1)
-    slopes = torch.ones(4)
+    slopes, options = torch.ones(4), AttentionOptions(SCALE, 20)
     for is_contiguous in (True, False):
         launch = decode_launch(cache, is_contiguous)
         query, new = torch.randn(7, 4, HEAD_SIZE), torch.randn(7, 2, HEAD_SIZE)
         for mode in MODES:
             with StaticOnly():
-                blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
+                blocks = derive_decode_blocks(launch, 16, query.dtype, options)
                 decode_attention(
                     query,
                     new,
                     new,
                     *cache.flat,
                     blocks,
-                    SCALE,
+                    options,
                     alibi_slopes=slopes,
                     **MODES[mode],
                 )
@@ -341,7 +343,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
 
 def test_runs_without_content():
     """On the meta device: nothing depends on what a tensor holds."""
-    cache = random_cache([15, 40], shared_blocks=1)
+    cache, options = random_cache([15, 40], shared_blocks=1), AttentionOptions(SCALE, 20)
     for is_contiguous in (True, False):
         on_cpu = decode_launch(cache, is_contiguous)
         launch = HPUDecodeMetadata(**{k: v.to("meta") for k, v in vars(on_cpu).items()})
@@ -349,8 +351,8 @@ def test_runs_without_content():
         new = torch.empty(5, 2, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
         caches = (torch.empty(9 * 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
         for mode in MODES:
-            blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
-            out = decode_attention(query, new, new, *caches, blocks, SCALE, **MODES[mode])
+            blocks = derive_decode_blocks(launch, 16, query.dtype, options)
+            out = decode_attention(query, new, new, *caches, blocks, options, **MODES[mode])
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
 
@@ -360,7 +362,7 @@ def test_one_graph_of_a_bucket_serves_every_step(mode):
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *fields: Tensor) -> Tensor:
         blocks = derive_decode_blocks(HPUDecodeMetadata(*fields), 16, query.dtype)
-        return flat_paged_attention(query, keys, values, blocks, SCALE, **MODES[mode])
+        return flat_paged_attention(query, keys, values, blocks, OPTIONS, **MODES[mode])
 
     query = torch.randn(4, 4, HEAD_SIZE)
     graph = None
@@ -383,6 +385,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is
     counts = np.array([4, 1, 3, 2, 4], np.int32)
     cache = random_cache([4, 16, 18, 33, 100])
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.05]) if has_slopes else None
+    options = AttentionOptions(SCALE, window)
     num_rows = len(counts)
     rows = decode_launch(cache, is_contiguous, spare=num_padded)
     launch = build_decode_metadata(
@@ -400,7 +403,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is
     positions = np.zeros((num_rows + num_padded, query_len), np.int32)
     positions[:num_rows] = start[:, None] + column
     blocks = derive_decode_blocks(
-        launch, cache.block_size, torch.float32, window, torch.from_numpy(positions)
+        launch, cache.block_size, torch.float32, options, torch.from_numpy(positions)
     )
     query = torch.randn(num_rows + num_padded, query_len, 4, HEAD_SIZE)
     with StaticOnly():
@@ -408,7 +411,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(has_slopes, window, is
             query.flatten(0, 1),
             *cache.flat,
             blocks,
-            SCALE,
+            options,
             alibi_slopes=slopes,
             **MODES[mode],
         ).view(query.shape)
@@ -445,7 +448,7 @@ def test_values_that_are_the_first_numbers_of_the_keys(is_contiguous, dtype):
 
     query = random_query(cache, 4)
     padded = torch.cat((query, torch.zeros(len(blocks.slots) - 3, 4, HEAD_SIZE, dtype=dtype)))
-    got = flat_paged_attention(padded, key_cache, value_size, blocks, SCALE)[:3]
+    got = flat_paged_attention(padded, key_cache, value_size, blocks, OPTIONS)[:3]
     values = cache.keys[..., :value_size]
     want = NativeOps().paged_attention_decode(
         query,
@@ -453,8 +456,7 @@ def test_values_that_are_the_first_numbers_of_the_keys(is_contiguous, dtype):
         values,
         torch.from_numpy(cache.tables),
         torch.from_numpy(cache.seq_lens),
-        SCALE,
-        None,
+        OPTIONS,
     )
     assert got.shape == want.shape == (3, 4, value_size)
     torch.testing.assert_close(got, want, **TOLERANCES[dtype])
@@ -480,6 +482,6 @@ def test_drafts_over_a_latent_cache_are_those_over_two_caches():
     query = torch.randn(3 * query_len, 4, HEAD_SIZE)
     keys, _ = cache.flat
     keys.nan_to_num_(0.0)
-    both = [flat_paged_attention(query, keys, v, blocks, SCALE) for v in (keys[..., :12], 12)]
+    both = [flat_paged_attention(query, keys, v, blocks, OPTIONS) for v in (keys[..., :12], 12)]
     assert both[1].shape == (9, 4, 12)
     assert torch.equal(*both)

@@ -17,6 +17,7 @@ from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kind
 from vllm.attention.backends.sdpa import bridge_sdpa, naive_sdpa
 from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.ops import get_ops, set_ops
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 
@@ -41,7 +42,7 @@ def attend(device: str, kernel, context: int, cached: torch.dtype, is_measured=T
     contexts = np.full(len(LENS), context, np.int32)
     cache = random_cache((contexts + LENS).tolist(), KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     keys, values = (x.nan_to_num(0).clamp(-6, 6) for x in cache.flat)
-    layer = Attention(HEADS, HEAD_SIZE, KV_HEADS, **options)
+    layer = Attention(HEADS, HEAD_SIZE, KV_HEADS, AttentionOptions(**options))
     layer.set_cache_scales(SCALES["key"], SCALES["value"])
     layer.measured_scales = (SCALES["query"], SCALES["weights"]) if is_measured else None
     if cached == FP8:

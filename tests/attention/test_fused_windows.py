@@ -14,6 +14,7 @@ from vllm.attention.backends.hpu_metadata import build_prefill_metadata
 from vllm.attention.backends.metadata import AttentionLayer
 from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import FusedSDPA, SDPAKernel, bridge_sdpa, naive_sdpa
+from vllm.ops.attention_options import AttentionOptions
 
 pytestmark = needs_simulated_device
 
@@ -32,10 +33,9 @@ class Layer:
 
     def __init__(self, cache, device: str, window: int | None, sinks: Tensor | None) -> None:
         self.key_cache, self.value_cache = (x.to(device) for x in cache.flat)
-        self.sliding_window, self.scale = window, SCALE
+        self.options = AttentionOptions(SCALE, window)
         self.sinks = None if sinks is None else sinks.to(device)
-        self.alibi_slopes = self.chunk_size = self.logits_soft_cap = self.cache_scales = None
-        self.prompt_scales = None
+        self.alibi_slopes = self.cache_scales = self.prompt_scales = None
 
 
 def attend(

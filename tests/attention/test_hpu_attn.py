@@ -34,6 +34,7 @@ from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     build_prefill_metadata,
 )
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
@@ -125,8 +126,7 @@ class Prefill:
             torch.from_numpy(self.full.tables),
             np.cumsum([0, *self.query_lens]),
             self.full.seq_lens,
-            SCALE,
-            window,
+            AttentionOptions(SCALE, window),
         )
 
 
@@ -138,7 +138,7 @@ class Prefill:
 @pytest.mark.parametrize("rows", ROWS)
 def test_prefill_agrees_with_reference(rows, window, block_size, num_heads, dtype, kernel):
     prefill = Prefill(ROWS[rows], num_heads, block_size, dtype)
-    mask = prefill_mask(prefill.metadata, block_size, window)
+    mask = prefill_mask(prefill.metadata, block_size, AttentionOptions(sliding_window=window))
     assert (mask is None) == (rows == "prompts" and window is None)
     got = prefill.run(mask, KERNELS[kernel])
     torch.testing.assert_close(got, prefill.reference(window), **TOLERANCES[dtype])
@@ -161,8 +161,7 @@ def test_context_that_another_row_of_the_launch_writes():
         torch.from_numpy(tables),
         [0, 20, 24],
         [20, 20],
-        SCALE,
-        None,
+        AttentionOptions(SCALE),
     )
     torch.testing.assert_close(torch.cat((out[0], out[1, :4])), want, rtol=1e-5, atol=1e-5)
 
@@ -186,7 +185,10 @@ def test_lengths_reach_the_kernel_only_without_a_mask():
 def test_alibi(rows, window, kernel):
     prefill = Prefill(ROWS[rows])
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    got = prefill.run(prefill_mask(prefill.metadata, 16, window, slopes), KERNELS[kernel])
+    got = prefill.run(
+        prefill_mask(prefill.metadata, 16, AttentionOptions(sliding_window=window), slopes),
+        KERNELS[kernel],
+    )
     wants = []
     for row, (context, count) in enumerate(ROWS[rows]):
         length = context + count
@@ -227,7 +229,7 @@ def test_caches_are_written_as_they_are_and_not_through_a_view(is_prefill):
             mask = prefill_mask(prefill.metadata, 16)
             return prefill_attention(query, key, value, *caches, prefill.blocks, mask, SCALE)
         blocks = derive_decode_blocks(launch, 16, query.dtype)
-        return decode_attention(query, key, value, *caches, blocks, SCALE)
+        return decode_attention(query, key, value, *caches, blocks, AttentionOptions(SCALE))
 
     new = (prefill.query, prefill.key, prefill.value)
     if not is_prefill:
@@ -249,7 +251,9 @@ def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
         for window, slopes in [(None, None), (10, None), (10, torch.ones(4))]:
             with StaticOnly():
                 blocks = derive_prefill_blocks(prefill.metadata, 16)
-                mask = prefill_mask(prefill.metadata, 16, window, slopes)
+                mask = prefill_mask(
+                    prefill.metadata, 16, AttentionOptions(sliding_window=window), slopes
+                )
                 prefill_attention(*arguments, blocks, mask, SCALE, kernel)
 
 
@@ -264,7 +268,9 @@ def test_runs_without_content(rows):
     blocks = derive_prefill_blocks(metadata, 16)
     for kernel in KERNELS.values():
         for slopes in (None, torch.ones(4, device="meta")):
-            mask = prefill_mask(metadata, 16, 10, slopes, query.dtype)
+            mask = prefill_mask(
+                metadata, 16, AttentionOptions(sliding_window=10), slopes, query.dtype
+            )
             out = prefill_attention(query, key, value, *caches, blocks, mask, SCALE, kernel)
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
@@ -274,7 +280,7 @@ def test_one_graph_of_a_bucket_serves_every_step():
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         metadata = HPUPrefillMetadata(*rest[2:])
-        mask = prefill_mask(metadata, 16, sliding_window=25)
+        mask = prefill_mask(metadata, 16, AttentionOptions(sliding_window=25))
         blocks = derive_prefill_blocks(metadata, 16)
         return prefill_attention(query, key, value, *rest[:2], blocks, mask, SCALE)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.attention.options import split_options
 from vllm.attention import Attention, LaunchContext, ReadsContext, share_context, text_positions
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.native_attn import RaggedMetadata
@@ -120,7 +121,8 @@ def test_positions_may_have_a_row_for_each_kind_of_position():
 @pytest.mark.parametrize("option", OPTIONS)
 def test_chunks_and_decodes_are_the_prompt_in_one_piece(ops, option):
     torch.manual_seed(0)
-    layer = Attention(6, 16, 2, **OPTIONS[option])
+    options, tensors = split_options(OPTIONS[option])
+    layer = Attention(6, 16, 2, options, **tensors)
     query, key, value = torch.randn(LENGTH, 10, 16).split([6, 2, 2], dim=1)
     want = layer(query, key, value)
     caches = torch.full((2, 3, BLOCK_SIZE, 2, 16), float("nan"))

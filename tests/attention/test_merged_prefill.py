@@ -22,6 +22,7 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.sdpa import SDPAKernel, bridge_sdpa, naive_sdpa, torch_sdpa
 from vllm.messages import NULL_BLOCK_ID
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
@@ -70,7 +71,9 @@ class Merged:
     ) -> Tensor:
         metadata, block_size = self.arrays.to("cpu"), self.cache.block_size
         with StaticOnly():
-            mask = derive_merged_sight(metadata, block_size).mask(window, slopes, self.query.dtype)
+            options = AttentionOptions(SCALE, window)
+            sight = derive_merged_sight(metadata, block_size)
+            mask = sight.mask(options, slopes, self.query.dtype)
             blocks = derive_merged_blocks(metadata, block_size)
             out = prefill_attention(*self.tensors, blocks, mask, SCALE, kernel)[0]
         assert (out.shape, out.dtype) == (self.query.shape, self.query.dtype)
@@ -85,8 +88,7 @@ class Merged:
             torch.from_numpy(self.full.tables),
             np.cumsum([0, *self.query_lens]),
             self.full.seq_lens,
-            SCALE,
-            window,
+            AttentionOptions(SCALE, window),
         )
 
 
@@ -198,7 +200,12 @@ def test_context_that_another_prompt_of_the_launch_writes():
     one_row = (x[None] for x in (query, *new))
     out = prefill_attention(*one_row, *map(flat, caches), blocks, mask, SCALE)[0]
     want = NativeOps().paged_attention_prefill(
-        query[:24], *caches, torch.from_numpy(tables), [0, 20, 24], [20, 20], SCALE, None
+        query[:24],
+        *caches,
+        torch.from_numpy(tables),
+        [0, 20, 24],
+        [20, 20],
+        AttentionOptions(SCALE),
     )
     torch.testing.assert_close(out[:24], want, rtol=1e-5, atol=1e-5)
 
@@ -228,7 +235,7 @@ def test_alibi(prompts, window):
 @pytest.mark.parametrize("window", [None, 4])
 def test_every_query_sees_something(window):
     metadata = merged(PROMPTS["without context"]).arrays.to("cpu")
-    assert derive_merged_sight(metadata, 16).mask(window).any(-1).all()
+    assert derive_merged_sight(metadata, 16).mask(AttentionOptions(SCALE, window)).any(-1).all()
 
 
 class Attention(nn.Module):
@@ -236,10 +243,10 @@ class Attention(nn.Module):
 
     def __init__(self, kernel: SDPAKernel, window: int | None) -> None:
         super().__init__()
-        self.kernel, self.window = kernel, window
+        self.kernel, self.options = kernel, AttentionOptions(SCALE, window)
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: MergedPrefillMetadata) -> Tensor:
-        mask = derive_merged_sight(metadata, 16).mask(self.window)
+        mask = derive_merged_sight(metadata, 16).mask(self.options)
         blocks = derive_merged_blocks(metadata, 16)
         return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)[0]
 

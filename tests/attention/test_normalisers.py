@@ -14,6 +14,7 @@ from vllm.attention.backends.flat_pa import (
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, count_decode_blocks
 from vllm.attention.backends.normalisers import NORMALISERS, parse_normaliser
 from vllm.errors import ConfigError
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
 SCALE = 0.25
@@ -41,7 +42,7 @@ def decode_blocks(
         ).to("cpu"),
         cache.block_size,
         dtype,
-        window,
+        AttentionOptions(SCALE, window),
     )
 
 
@@ -51,7 +52,9 @@ def attend(
     normaliser = setting if isinstance(setting, float) else parse_normaliser(setting)
     padded = torch.cat((query, torch.randn(2, *query.shape[1:]).to(query.dtype)))
     with StaticOnly():
-        out = flat_paged_attention(padded, *cache.flat, blocks, scale, normaliser=normaliser)
+        out = flat_paged_attention(
+            padded, *cache.flat, blocks, AttentionOptions(scale), normaliser=normaliser
+        )
     assert (out[len(query) :] == 0).all(), "padded rows are zero"
     return out[: len(query)]
 
@@ -99,20 +102,16 @@ def test_a_soft_cap_keeps_scores_of_any_size_within_reach_of_every_normaliser(se
     cache = random_cache([70, 300, 5])
     query = torch.randn(3, 4, 16) * 3000
     blocks = decode_blocks(cache, torch.float32, is_contiguous=False, window=80)
-    padded = torch.cat((query, torch.zeros(2, 4, 16)))
+    padded, options = torch.cat((query, torch.zeros(2, 4, 16))), AttentionOptions(SCALE, 80, 30.0)
     normaliser = parse_normaliser(setting) if isinstance(setting, str) else setting
-    got = flat_paged_attention(
-        padded, *cache.flat, blocks, SCALE, soft_cap=30.0, normaliser=normaliser
-    )
+    got = flat_paged_attention(padded, *cache.flat, blocks, options, normaliser=normaliser)
     want = NativeOps().paged_attention_decode(
         query,
         cache.keys,
         cache.values,
         torch.from_numpy(cache.tables).int(),
         torch.from_numpy(cache.seq_lens).int(),
-        SCALE,
-        80,
-        logits_soft_cap=30.0,
+        options,
     )
     torch.testing.assert_close(got[:3], want, rtol=1e-5, atol=1e-5)
 
@@ -135,8 +134,7 @@ def test_ordinary_scores_give_the_exact_result(setting, dtype, tolerance, window
         cache.values,
         torch.from_numpy(cache.tables),
         torch.from_numpy(cache.seq_lens),
-        SCALE,
-        window,
+        AttentionOptions(SCALE, window),
     )
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 

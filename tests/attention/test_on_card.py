@@ -25,6 +25,7 @@ from vllm.attention.backends.hpu_metadata import (
 )
 from vllm.attention.backends.normalisers import NORMALISERS
 from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
 
@@ -51,11 +52,11 @@ def on_card(*tensors: Tensor) -> tuple[Tensor, ...]:
 class Decode(nn.Module):
     def __init__(self, window: int | None, options: dict[str, Any]) -> None:
         super().__init__()
-        self.window, self.options = window, options
+        self.options, self.variant = AttentionOptions(SCALE, window), options
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: HPUDecodeMetadata) -> Tensor:
-        blocks = derive_decode_blocks(metadata, 16, tensors[0].dtype, self.window)
-        return decode_attention(*tensors, blocks, SCALE, **self.options)
+        blocks = derive_decode_blocks(metadata, 16, tensors[0].dtype, self.options)
+        return decode_attention(*tensors, blocks, self.options, **self.variant)
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
@@ -87,8 +88,7 @@ def test_one_graph_of_a_decode_serves_every_step(card, variant, window, is_conti
             *caches,
             torch.from_numpy(cache.tables),
             torch.from_numpy(cache.seq_lens),
-            SCALE,
-            window,
+            AttentionOptions(SCALE, window),
         )
         torch.testing.assert_close(out.cpu()[:3], want, rtol=1e-5, atol=1e-5)
     counters = card.counters()
@@ -98,10 +98,10 @@ def test_one_graph_of_a_decode_serves_every_step(card, variant, window, is_conti
 class Prefill(nn.Module):
     def __init__(self, card: SimBridge, window: int | None) -> None:
         super().__init__()
-        self.kernel, self.window = bridge_sdpa(card.kernels), window
+        self.kernel, self.options = bridge_sdpa(card.kernels), AttentionOptions(SCALE, window)
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: HPUPrefillMetadata) -> Tensor:
-        mask = prefill_mask(metadata, 16, self.window)
+        mask = prefill_mask(metadata, 16, self.options)
         blocks = derive_prefill_blocks(metadata, 16)
         return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)
 
@@ -132,8 +132,7 @@ def test_one_graph_of_a_prefill_serves_every_step(card, num_context, window):
             torch.from_numpy(cache.tables),
             np.cumsum([0, *queries]),
             cache.seq_lens,
-            SCALE,
-            window,
+            AttentionOptions(SCALE, window),
         )
         got = out.cpu()
         assert got.isfinite().all(), "padding is finite"

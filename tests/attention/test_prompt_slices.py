@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gaudi_sim.bridge import SimBridge
 from tests.attention.launches import random_cache
+from tests.attention.options import split_options
 from tests.hpu import needs_simulated_device
 from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
 from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
@@ -39,14 +40,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 class Layer:
     """The options that a launch reads from an attention layer."""
 
-    sliding_window = chunk_size = alibi_slopes = logits_soft_cap = sinks = cache_scales = None
-    prompt_scales = None
-    scale = 0.25
+    alibi_slopes = sinks = cache_scales = prompt_scales = None
 
     def __init__(self, cache, **options) -> None:
         self.key_cache, self.value_cache = (x.to("hpu") for x in cache.flat)
-        for name, value in options.items():
-            setattr(self, name, value.to("hpu") if isinstance(value, Tensor) else value)
+        self.options, tensors = split_options({"scale": 0.25} | options)
+        for name, value in tensors.items():
+            setattr(self, name, value.to("hpu"))
 
 
 class Launch:

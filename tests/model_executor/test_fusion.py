@@ -1,6 +1,7 @@
 """A decoder in one call against its modules: the same bits, for every option and any launch."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -435,7 +436,7 @@ def change_epsilon(model: nn.Module) -> None:
 def attend_with_slopes_and_soft_cap(model: nn.Module) -> None:
     layer = attention_layers(model)[1]
     layer.alibi_slopes = torch.linspace(0.1, 0.5, layer.num_heads)
-    layer.logits_soft_cap = 2.0
+    layer.options = replace(layer.options, logits_soft_cap=2.0)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from vllm.model_executor.models.deepseek import deepseek_routing
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.expert_options import ExpertGroups, RoutingOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.worker.kv_cache import cache_layout
 
@@ -114,13 +115,14 @@ def test_experts_are_those_of_transformers(num_groups, top_groups, is_normalized
     ours = GroupedRouter(
         32,
         Routing(
-            num_experts=24,
-            top_k=5,
-            weights="sigmoid_of_chosen" if is_normalized else "sigmoid",
-            num_groups=num_groups,
-            top_groups=top_groups,
+            24,
+            RoutingOptions(
+                top_k=5,
+                weights="sigmoid_of_chosen" if is_normalized else "sigmoid",
+                scale=2.5,
+                groups=ExpertGroups(num_groups, top_groups),
+            ),
             has_bias=True,
-            scale=2.5,
         ),
     )
     for router in (theirs, ours):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
@@ -85,9 +86,9 @@ def prompts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         tables = torch.randperm(24).int().view(3, 8)
         starts, ends = [0, 5, 95, 96], [12, 120, 77]
         for window, cap in ((None, None), (20, 3.0)):
-            options = {"sliding_window": window, "logits_soft_cap": cap, "scale": 0.125}
+            options = AttentionOptions(0.125, window, cap)
             run = partial(
-                ops.paged_attention_prefill, query, *blocks, tables, starts, ends, **options
+                ops.paged_attention_prefill, query, *blocks, tables, starts, ends, options
             )
             yield f"prompt attention, heads of {head_size}, window {window}", run
 

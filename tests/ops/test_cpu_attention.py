@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.options import operator_options
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
@@ -88,8 +89,7 @@ class Prompts:
             self.tables[[b for b, _, _ in chunks]],
             starts,
             [end for _, _, end in chunks],
-            scale=self.heads.size**-0.5,
-            **options,
+            *operator_options(**options),
         )
         assert not out[starts[-1] :].any(), "padding rows are zero"
         return list(out[: starts[-1]].split(lens))
@@ -102,8 +102,7 @@ class Prompts:
             self.values,
             self.tables,
             torch.tensor(self.seq_lens, dtype=torch.int32),
-            scale=self.heads.size**-0.5,
-            **options,
+            *operator_options(**options),
         )
 
     def last_of_formula(self, options: dict[str, Any]) -> Tensor:
@@ -315,10 +314,10 @@ def test_what_does_not_fit_is_refused(ops):
             "block_tables": prompts.tables,
             "query_start_loc": [0, 10, 30],
             "seq_lens": [20, 20],
-            "scale": 1.0,
-            "sliding_window": None,
         }
-        return ops.paged_attention_prefill(**(arguments | changes))
+        known = {name: changes.pop(name) for name in arguments.keys() & changes.keys()}
+        options = operator_options(scale=1.0, **changes)
+        return ops.paged_attention_prefill(*(arguments | known).values(), *options)
 
     assert not prefill().isnan().any()
     for changes, message in [

@@ -13,7 +13,7 @@ from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.cpu.weight_format import WeightFormat
-from vllm.ops.expert_options import ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import StoredWeight
 
@@ -77,17 +77,18 @@ def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden
 )
 def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
     gate_up, down = experts_of(6, 96, 104, dtype)
-    for biases in ((torch.randn(6, 208).to(dtype), torch.randn(6, 96).to(dtype)), (None, None)):
-        packed = PackedExperts.pack(gate_up.clone(), down.clone(), None, *biases, options)
+    added = ExpertBiases(torch.randn(6, 208).to(dtype), torch.randn(6, 96).to(dtype))
+    for biases in (added, NO_BIASES):
+        packed = PackedExperts.pack(gate_up.clone(), down.clone(), None, biases, options)
         for num_tokens in (1, 7, 64):
             x = torch.randn(num_tokens, 96).to(dtype)
             choices = choices_of(num_tokens, 6, 2)
             got = packed.forward(x, *choices)
-            want = NATIVE.moe(x, *choices, gate_up, down, *biases, options)
+            want = NATIVE.moe(x, *choices, gate_up, down, biases, options)
             tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
             torch.testing.assert_close(got, want, rtol=tolerance, atol=2 * tolerance)
     with pytest.raises(ValueError, match=r"a bias is \[5, 208\].*\[6, 208\]"):
-        PackedExperts.pack(gate_up, down, None, torch.randn(5, 208).to(dtype))
+        PackedExperts.pack(gate_up, down, None, ExpertBiases(torch.randn(5, 208).to(dtype)))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -96,23 +97,25 @@ def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
 def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_inputs):
     gate_up, down = experts_of(7, 96, 72, FLOAT32)
     biases = torch.randn(7, 144).to(dtype), torch.randn(7, 96).to(dtype)
-    options = ExpertOptions(scales_inputs=scales_inputs)
     x = torch.randn(9, 96).to(dtype)
     topk_ids, topk_weights = choices_of(9, 7, 2)
     topk_ids[0] = torch.tensor([5, 4])  # of the last part alone
     parts = torch.zeros(9, 96)
     for first, end in ((0, 3), (3, 4), (4, 7)):
+        options = ExpertOptions(scales_inputs=scales_inputs, first_expert=first)
         own = [part[first:end].to(dtype) for part in (gate_up, down, *biases)]
+        added = ExpertBiases(*own[2:])
         packed = PackedExperts.pack(
-            *(part.clone() for part in own[:2]), weight_format, *own[2:], options, first
+            *(part.clone() for part in own[:2]), weight_format, added, options
         )
         got = packed.forward(x, topk_ids, topk_weights)
-        alone = NATIVE.moe(x, topk_ids, topk_weights, *own, options, first)
+        alone = NATIVE.moe(x, topk_ids, topk_weights, *own[:2], added, options)
         tolerance = 2**-4 if weight_format else 1e-5 if dtype is FLOAT32 else 2**-6
         torch.testing.assert_close(got, alone, rtol=tolerance, atol=4 * tolerance)
         assert bool((got[0] == 0).all()) == (first != 4)
         parts += alone.float()
-    all_of_them = (gate_up.to(dtype), down.to(dtype), *biases)
+    all_of_them = (gate_up.to(dtype), down.to(dtype), ExpertBiases(*biases))
+    options = ExpertOptions(scales_inputs=scales_inputs)
     want = NATIVE.moe(x, topk_ids, topk_weights, *all_of_them, options).float()
     torch.testing.assert_close(parts, want, rtol=2**-6, atol=2**-5)
 

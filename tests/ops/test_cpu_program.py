@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.cpu.program import Program
@@ -98,12 +99,9 @@ def record_layer(recorder: Recorder, layer: Layer, cos_sin: Tensor, x: Rows) -> 
     attention = SimpleNamespace(
         key_cache=layer.key_cache,
         value_cache=layer.value_cache,
-        scale=HEAD_SIZE**-0.5,
-        sliding_window=None,
+        options=AttentionOptions(),
         alibi_slopes=None,
-        logits_soft_cap=None,
         sinks=None,
-        chunk_size=None,
         cache_group=0,
     )
     attended = recorder.attend(attention, query, key, value).flatten(1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.options import operator_options
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
@@ -112,16 +113,15 @@ class Launch:
         ends = torch.tensor(self.seq_lens).cumsum(0) - 1
         lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         return ops.paged_attention_decode(
-            *(self.query[ends].to(dtype), self.keys, self.values, self.tables, lens, 0.2, None),
-            **scales_of(self.keys.shape[2]),
+            *(self.query[ends].to(dtype), self.keys, self.values, self.tables, lens),
+            *operator_options(scale=0.2, **scales_of(self.keys.shape[2])),
         )
 
     def prefill(self, ops: Ops, dtype: torch.dtype) -> Tensor:
         starts = [0, *torch.tensor(self.seq_lens).cumsum(0).tolist()]
         return ops.paged_attention_prefill(
             *(self.query.to(dtype), self.keys, self.values, self.tables, starts, self.seq_lens),
-            *(0.2, None),
-            **scales_of(self.keys.shape[2]),
+            *operator_options(scale=0.2, **scales_of(self.keys.shape[2])),
         )
 
 
@@ -176,11 +176,7 @@ def test_scales_of_other_heads_are_refused(ops):
             launch.values,
             launch.tables,
             lens,
-            1.0,
-            None,
-            None,
-            None,
-            torch.ones(3),
+            *operator_options(scale=1.0, key_scales=torch.ones(3)),
         )
 
 
@@ -192,9 +188,10 @@ def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
     values = numbers[None, None, None]  # the value of the only key, so it is the result
     keys = torch.zeros_like(values, dtype=torch.uint8).view(fp8)
     query, tables = torch.ones(1, 1, len(numbers), dtype=dtype), torch.zeros(1, 1).int()
-    got = ops.paged_attention_decode(query, keys, values, tables, torch.ones(1).int(), 1.0, None)
+    options = operator_options(scale=1.0)
+    got = ops.paged_attention_decode(query, keys, values, tables, torch.ones(1).int(), *options)
     assert torch.equal(got[0, 0], numbers.to(dtype))
-    got = ops.paged_attention_prefill(query, keys, values, tables, [0, 1], [1], 1.0, None)
+    got = ops.paged_attention_prefill(query, keys, values, tables, [0, 1], [1], *options)
     assert torch.equal(got[0, 0], numbers.to(dtype))
 
 

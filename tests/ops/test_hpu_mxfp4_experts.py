@@ -4,12 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from gaudi_sim.bridge import SimBridge
 from tests.hpu import needs_simulated_device
-from tests.ops.test_hpu_ops import CLAMPED, SCALED, CountsOfExperts, assert_products, mxfp4_experts
-from vllm.ops.expert_options import SILU_EXPERTS
+from tests.ops.test_hpu_ops import (
+    CLAMPED,
+    OTHERS_FIRST,
+    ROUTING,
+    SCALED,
+    CountsOfExperts,
+    assert_products,
+    mxfp4_experts,
+)
+from vllm.ops.expert_options import NO_BIASES, ExpertBiases
 from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
 from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu.operators import HPUOps
@@ -27,15 +34,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def added() -> tuple[Tensor, Tensor]:
-    return torch.randn(3, 2 * SIZE).bfloat16(), torch.randn(3, HIDDEN).bfloat16()
+def added() -> ExpertBiases:
+    return ExpertBiases(torch.randn(3, 2 * SIZE).bfloat16(), torch.randn(3, HIDDEN).bfloat16())
 
 
 CASES = {
-    "silu": (SILU_EXPERTS, lambda: (None, None)),
+    "silu": (OTHERS_FIRST, lambda: NO_BIASES),
     "clamped, biases": (CLAMPED, added),
-    "clamped, one bias": (CLAMPED, lambda: (added()[0], None)),
-    "clamped": (CLAMPED, lambda: (None, None)),
+    "clamped, one bias": (CLAMPED, lambda: ExpertBiases(added().gate_up)),
+    "clamped": (CLAMPED, lambda: NO_BIASES),
 }
 
 
@@ -48,15 +55,13 @@ def test_they_stay_packed_and_give_what_torch_gives(case, mode):
     ops = HPUOps(bridge)
     ops._kernels = counted = CountsOfExperts(bridge.kernels)
     stored, biases = [mxfp4_experts(*shape) for shape in SHAPES], make_biases()
-    experts = ops.prepare_experts(*stored, torch.bfloat16, 2, *biases, options)
+    experts = ops.prepare_experts(*stored, torch.bfloat16, biases, options)
     assert isinstance(experts, HPUMxfp4Experts)
     packed = sum(p.nbytes for p in experts.parameters() if p.dtype == torch.uint8)
     assert packed == 3 * 3 * SIZE * HIDDEN * 17 // 32
     gate, up, down = (torch.stack([w.dequantize() for w in part]).bfloat16() for part in stored)
-    x, routed = torch.randn(9, HIDDEN).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
-    want = NATIVE.moe(
-        *(x, *routed, torch.cat([gate, up], dim=1), down, *biases, options), first_expert=2
-    )
+    x, routed = torch.randn(9, HIDDEN).bfloat16(), NATIVE.route(torch.randn(9, 5), ROUTING)
+    want = NATIVE.moe(x, *routed, torch.cat([gate, up], dim=1), down, biases, options)
     forward = experts.to("hpu").forward
     if mode == "compiled":
         forward = torch.compile(forward, backend="hpu_backend", dynamic=False, fullgraph=True)
@@ -76,14 +81,14 @@ def test_what_the_operator_does_not_take_is_widened():
         for w in stored[2]
     ]
     cases = {
-        "inputs are scaled": (stored, torch.bfloat16, SCALED, (None, None), {}),
-        "silu with biases": (stored, torch.bfloat16, SILU_EXPERTS, added(), {}),
-        "float32": (stored, torch.float32, SILU_EXPERTS, (None, None), {}),
+        "inputs are scaled": (stored, torch.bfloat16, SCALED, NO_BIASES, {}),
+        "silu with biases": (stored, torch.bfloat16, OTHERS_FIRST, added(), {}),
+        "float32": (stored, torch.float32, OTHERS_FIRST, NO_BIASES, {}),
         "parts of blocks": ([*stored[:2], parts], torch.bfloat16, CLAMPED, added(), {}),
         "older": (stored, torch.bfloat16, CLAMPED, added(), {"release": (1, 23)}),
     }
     for case, (weights, dtype, options, biases, bridge_options) in cases.items():
         if bridge_options:
             bridge = SimBridge("gaudi2", is_lazy=True, **bridge_options)
-        experts = HPUOps(bridge).prepare_experts(*weights, dtype, 2, *biases, options)
+        experts = HPUOps(bridge).prepare_experts(*weights, dtype, biases, options)
         assert isinstance(experts, HPUNarrowExperts), case

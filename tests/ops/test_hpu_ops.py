@@ -23,7 +23,7 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_agrees_with_reference,
     test_silu_and_mul_of_extreme_gates,
 )
-from vllm.ops.expert_options import ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions, RoutingOptions
 from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts
@@ -41,6 +41,9 @@ from vllm.ops.stored_weight import (
 from vllm.platforms.habana.bridge import FusedKernels
 
 NATIVE = NativeOps()
+ROUTING = RoutingOptions(top_k=3, weights="softmax")
+OTHERS_FIRST = ExpertOptions(first_expert=2)
+"""Those of the first ids are on other ranks."""
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7},
@@ -212,15 +215,16 @@ def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, 
     monkeypatch.setattr(ops, "_kernels", kernels)
     x, gate_up, down = torch.randn(9, 32), torch.randn(5, 48, 32) / 6, torch.randn(5, 32, 24) / 5
     given = [t.to(dtype) for t in (x, gate_up, down)]
-    routed = NATIVE.route(torch.randn(9, 5), 3, "softmax_of_chosen")
-    biases = [torch.randn(5, 48).to(dtype), torch.randn(5, 32).to(dtype)]
+    routed = NATIVE.route(torch.randn(9, 5), RoutingOptions(top_k=3, weights="softmax_of_chosen"))
+    added = ExpertBiases(torch.randn(5, 48).to(dtype), torch.randn(5, 32).to(dtype))
     for options in (ExpertOptions(), ExpertOptions(limit=1.0), ExpertOptions(scales_inputs=True)):
         ops.expect_experts(options)
-        for more in ([], biases):
-            before = kernels.calls
-            want = NATIVE.moe(given[0], *routed, *given[1:], *(more or (None, None)), options)
-            tensors = [t.to("hpu") for t in (given[0], *routed, *given[1:], *more)]
-            got = ops.moe(*tensors, *([] if more else (None, None)), options)
+        for biases in (NO_BIASES, added):
+            before, more = kernels.calls, biases is not NO_BIASES
+            want = NATIVE.moe(given[0], *routed, *given[1:], biases, options)
+            tensors = [t.to("hpu") for t in (given[0], *routed, *given[1:])]
+            on_card = ExpertBiases(*(t.to("hpu") for t in biases)) if more else biases
+            got = ops.moe(*tensors, on_card, options)
             torch.testing.assert_close(got.cpu(), want, rtol=0, atol=TOLERANCES[dtype]["atol"] * 8)
             has_one = options.limit or (options == ExpertOptions() and not more)
             assert kernels.calls - before == bool(has_one and bridge.is_lazy)
@@ -263,13 +267,13 @@ def test_experts_in_fp8_stay_in_fp8(card, block_inputs, is_lazy):
         for shape in ((size, hidden), (size, hidden), (hidden, size))
     ]
     ops._kernels = counted = CountsOfExperts(bridge.kernels)
-    experts = ops.prepare_experts(*stored, torch.bfloat16, 2)
+    experts = ops.prepare_experts(*stored, torch.bfloat16, options=OTHERS_FIRST)
     assert isinstance(experts, HPUFp8Experts)
     numbers = [p for name, p in experts.named_parameters() if "scale" not in name]
     assert {p.dtype for p in numbers} == {torch.float8_e4m3fn}
-    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), ROUTING)
     gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
-    want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, first_expert=2)
+    want = NATIVE.moe(x.float(), *routed, torch.cat([gate, up], dim=1), down, options=OTHERS_FIRST)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
     assert got.dtype == x.dtype
     # Inputs, what is between the products and numbers of Gaudi 2 are rounded to 3 bits.
@@ -356,8 +360,8 @@ NARROW = {
     "Q4_K": (partial(minimum_experts, bits=4), torch.int32),
     "Q5_K": (partial(minimum_experts, bits=5), torch.int8),
 }
-CLAMPED = ExpertOptions(limit=1.0)
-SCALED = ExpertOptions(scales_inputs=True)
+CLAMPED = ExpertOptions(limit=1.0, first_expert=2)
+SCALED = ExpertOptions(scales_inputs=True, first_expert=2)
 
 
 @pytest.mark.parametrize("kind", NARROW)
@@ -376,24 +380,24 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     gate, up, down = (
         torch.stack([w.dequantize() for w in weights]).bfloat16() for weights in (gates, ups, downs)
     )
-    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
-    added = torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16()
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), ROUTING)
+    added = ExpertBiases(torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16())
     for options, biases in (
-        *((ExpertOptions(), (None, None)), (CLAMPED, added)),
-        *((CLAMPED, (added[0], None)), (SCALED, (None, None)), (ExpertOptions(), added)),
+        *((OTHERS_FIRST, NO_BIASES), (CLAMPED, added)),
+        *((CLAMPED, ExpertBiases(added[0])), (SCALED, NO_BIASES), (OTHERS_FIRST, added)),
     ):
-        experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, 2, *biases, options)
+        experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, biases, options)
         assert isinstance(experts, HPUNarrowExperts)
         parameters = experts.named_parameters()
         numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
         assert [p.dtype for p in numbers] == [dtype] * 2
         both = torch.cat([gate, up], dim=1)
-        want = NATIVE.moe(x, *routed, both, down, *biases, options, first_expert=2).float()
+        want = NATIVE.moe(x, *routed, both, down, biases, options).float()
         before = counted.calls
         got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
         assert got.dtype == x.dtype
         assert (got.float() - want).norm() < 0.01 * want.norm()
-        has_one = options == CLAMPED or (options == ExpertOptions() and biases == (None, None))
+        has_one = options == CLAMPED or (options == OTHERS_FIRST and biases == NO_BIASES)
         assert counted.calls - before == (has_one and is_lazy)
         assert_products(experts, gate, up, down, 0.01)
     exact = ops.prepare_experts(gates, ups, downs, torch.float32).to("hpu")
@@ -402,7 +406,7 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
         assert torch.equal(widened.T, weight.dequantize())
 
 
-@pytest.mark.parametrize("options", [CLAMPED, ExpertOptions()])
+@pytest.mark.parametrize("options", [CLAMPED, OTHERS_FIRST])
 @torch.inference_mode()
 def test_experts_in_fp8_with_biases_are_products_of_fp8(options):
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
@@ -410,13 +414,13 @@ def test_experts_in_fp8_with_biases_are_products_of_fp8(options):
     shapes = ((size, hidden), (size, hidden), (hidden, size))
     stored = [fp8_experts(*shape, shape[1]) for shape in shapes]
     biases = torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16()
-    experts = ops.prepare_experts(*stored, torch.bfloat16, 2, *biases, options)
+    experts = ops.prepare_experts(*stored, torch.bfloat16, ExpertBiases(*biases), options)
     assert isinstance(experts, HPUFp8Experts)
-    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), 3, "softmax")
+    x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), ROUTING)
     gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
     both = torch.cat([gate, up], dim=1)
-    given = x.float(), *routed, both, down, *(bias.float() for bias in biases)
-    want = NATIVE.moe(*given, options, first_expert=2)
+    given = x.float(), *routed, both, down, ExpertBiases(*(bias.float() for bias in biases))
+    want = NATIVE.moe(*given, options)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu().float()
     assert (got - want).norm() < 0.1 * want.norm()
 

@@ -5,6 +5,7 @@ against each other.
 """
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.expert_options import ExpertGroups, Routing
+from vllm.ops.expert_options import ExpertGroups, Routing, RoutingOptions
 from vllm.ops.interface import Ops
 from vllm.ops.native.operators import NativeOps
 
@@ -86,7 +88,7 @@ class PagedCache:
         scale = query.shape[-1] ** -0.5
         tables, seq_lens = self.block_tables[rows], self.seq_lens[rows]
         return ops.paged_attention_decode(
-            query[rows], self.keys, self.values, tables, seq_lens, scale, window
+            query[rows], self.keys, self.values, tables, seq_lens, AttentionOptions(scale, window)
         )
 
 
@@ -208,19 +210,21 @@ def test_route_agrees_with_reference(ops, routing, dtype):
         if len(logits[0].unique()) < num_experts:
             continue
         for scale in (1.0, 2.5):
-            want_ids, want = NATIVE.route(logits, top_k, routing, scale)
-            ids, weights = ops.route(logits, top_k, routing, scale)
+            options = RoutingOptions(top_k=top_k, weights=routing, scale=scale)
+            want_ids, want = NATIVE.route(logits, options)
+            ids, weights = ops.route(logits, options)
             assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
             assert torch.equal(ids, want_ids)
             torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
     for implementation in (ops, NATIVE):
         with pytest.raises(ValueError, match="top_k is 6; it must be from 1 to 5"):
-            implementation.route(torch.randn(2, 5), 6, routing)
+            implementation.route(torch.randn(2, 5), RoutingOptions(top_k=6, weights=routing))
 
 
 def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
     nan = float("nan")
-    ids, _ = ops.route(torch.tensor([[nan, 1, nan, 2], [nan] * 4]), 3, "softmax_of_chosen")
+    options = RoutingOptions(top_k=3, weights="softmax_of_chosen")
+    ids, _ = ops.route(torch.tensor([[nan, 1, nan, 2], [nan] * 4]), options)
     assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
@@ -252,12 +256,16 @@ def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, d
         for added in (None, bias):
             if added is None and len(logits[0].unique()) < num_experts:
                 continue
-            args = (logits, 5, routing, 2.5, ExpertGroups(*groups), added)
-            (ids, weights), (want_ids, want) = ops.route(*args), NATIVE.route(*args)
+            options = RoutingOptions(
+                top_k=5, weights=routing, scale=2.5, groups=ExpertGroups(*groups)
+            )
+            (ids, weights), (want_ids, want) = (
+                table.route(logits, options, added) for table in (ops, NATIVE)
+            )
             assert torch.equal(ids, want_ids)
             torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="24 experts cannot be chosen from"):
-        ops.route(torch.randn(2, 24), 2, routing, groups=ExpertGroups(5, 2))
+        ops.route(torch.randn(2, 24), replace(options, groups=ExpertGroups(5, 2)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -292,7 +300,7 @@ def test_not_a_number_may_have_any_bits(ops, bits):
     assert cache.decode(ops, query, None).isnan().all()
     tables = cache.block_tables
     new = ops.paged_attention_prefill(
-        query, cache.keys, cache.values, tables, [0, 1], [40], 1, None
+        query, cache.keys, cache.values, tables, [0, 1], [40], AttentionOptions(1.0)
     )
     assert new.isnan().all()
 
@@ -391,8 +399,9 @@ def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     query, _, _ = packed_qkv(starts[-1] + 2, 6, 2, 16, dtype)  # two rows of padding
     query[starts[-1] :] = float("nan")
+    options = AttentionOptions(0.25, window)
     got = NATIVE.paged_attention_prefill(
-        query, cache.keys, cache.values, cache.block_tables, starts, seq_lens, 0.25, window
+        query, cache.keys, cache.values, cache.block_tables, starts, seq_lens, options
     )
     for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         for i in range(query_len):
@@ -402,8 +411,7 @@ def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window
                 cache.values,
                 cache.block_tables[b : b + 1],
                 torch.tensor([seq_len - query_len + i + 1], dtype=torch.int32),
-                0.25,
-                window,
+                options,
             )
             assert_close(got[starts[b] + i], want[0])
     assert not got[starts[-1] :].any()

@@ -20,7 +20,6 @@ from vllm.ops.stored_weight import (
     MinimumWeight,
     Mxfp4Weight,
     StackedWeight,
-    in_equal_groups,
     pack_bits,
     round_to_fp8,
 )
@@ -106,7 +105,7 @@ def test_parts_of_groups_from_everywhere_are_the_product_of_sorted_inputs(isa, b
         zeros=torch.randint(0, 1 << bits, (5, 72), dtype=torch.int16),
         groups=groups[torch.randperm(num_in)].int(),
     )
-    equal, order = in_equal_groups(weight, 32)
+    equal, order = weight.with_neighbours(32)
     packed, even, dense = pack_stored(weight), pack_stored(equal), weight.dequantize()
     assert torch.equal(packed.rows(torch.arange(72), torch.float32), dense)
     for dtype in (torch.float32, torch.bfloat16):

@@ -11,7 +11,7 @@ from gaudi_sim.vendor import kernels as simulated_kernels
 from tests.hpu import captured_log
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa, naive_sdpa
 from vllm.errors import ConfigError
-from vllm.ops.expert_options import ExpertOptions
+from vllm.ops.expert_options import ExpertBiases, ExpertOptions
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms import hpu
@@ -225,10 +225,12 @@ def test_experts_with_biases_are_plain_matmuls_where_the_operator_is_wrong(lazy,
     assert line.startswith("mixture_of_experts with biases is not used, ")
     assert line.endswith("one matmul of torch after the other computes the experts")
     given = (torch.randn(3, 32), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
-    given += (torch.randn(2, 48, 32), torch.randn(2, 32, 24), torch.randn(2, 48))
-    given += (torch.randn(2, 32),)
-    got = ops.moe(*(x.to("hpu") for x in given), options).cpu()
-    torch.testing.assert_close(got, NativeOps().moe(*given, options), rtol=1e-4, atol=1e-3)
+    given += (torch.randn(2, 48, 32), torch.randn(2, 32, 24))
+    biases = ExpertBiases(torch.randn(2, 48), torch.randn(2, 32))
+    on_card = ExpertBiases(*(x.to("hpu") for x in biases))
+    got = ops.moe(*(x.to("hpu") for x in given), on_card, options).cpu()
+    want = NativeOps().moe(*given, biases, options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_trials_leave_the_random_numbers_of_the_process_alone(lazy):

@@ -12,6 +12,7 @@ from vllm.attention.cached_layer import layers_with_cache
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from vllm.ops.attention_options import AttentionOptions
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.worker.hpu.memory.memory import beside_states
@@ -108,16 +109,20 @@ def test_caches_are_zero_and_belong_to_one_layer_each():
     assert len({t.data_ptr() for t in tensors}) == 4
 
 
+def windowed(window: int | None) -> Attention:
+    return Attention(4, 8, 2, AttentionOptions(sliding_window=window))
+
+
 def test_layers_with_different_windows_share_one_memory_in_groups_of_equal_size():
     windows = [32, 32, None, 32, 32]
-    layers = [Attention(4, 8, 2, sliding_window=window) for window in windows]
+    layers = [windowed(window) for window in windows]
     layout = bind(layers, torch.float32, num_blocks=5)
     assert [group.window for group in layout.groups] == [None, *[32] * 4]
     assert [layer.cache_group for layer in layers] == [1, 2, 0, 3, 4]
     assert layout.block_bytes == 2 * 16 * 2 * 8 * 4
     assert len({layer.key_cache.data_ptr() for layer in layers}) == 1
     # Two of each kind: a block has room for two layers.
-    layers = [Attention(4, 8, 2, sliding_window=window) for window in (None, 32, None, 32)]
+    layers = [windowed(window) for window in (None, 32, None, 32)]
     layout = bind(layers, torch.float32, num_blocks=5)
     assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
     first, second, third, fourth = (layer.key_cache.data_ptr() for layer in layers)
@@ -127,7 +132,7 @@ def test_layers_with_different_windows_share_one_memory_in_groups_of_equal_size(
 
 
 def test_a_window_that_no_request_outgrows_is_no_window():
-    layers = [Attention(4, 8, 2, sliding_window=window) for window in (64, None)]
+    layers = [windowed(window) for window in (64, None)]
     layout = cache_layout(make_config(), layers, torch.float32)
     assert layout.groups == (KVCacheGroup(None, (0, 1)),)
 

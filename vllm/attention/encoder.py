@@ -8,6 +8,7 @@ from vllm.attention.backends.encoder_attn import full_attention
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec
+from vllm.ops.attention_options import PLAIN_ATTENTION
 
 
 class EncoderAttention(CachedLayer, ReadsContext):
@@ -27,11 +28,9 @@ class EncoderAttention(CachedLayer, ReadsContext):
     key_cache: Tensor | None = None
     """Never there; makes this an `AttentionLayer` like the others."""
     value_cache: Tensor | int | None = None
-    sliding_window: int | None = None
+    options = PLAIN_ATTENTION
     alibi_slopes: Tensor | None = None
-    logits_soft_cap: float | None = None
     sinks: Tensor | None = None
-    chunk_size: int | None = None
     key_scales: Tensor = torch.ones(1)
     value_scales: Tensor = key_scales
     cache_scales: CacheScales | None = None
@@ -42,7 +41,6 @@ class EncoderAttention(CachedLayer, ReadsContext):
         self.launch = ContextHolder()
         self.num_heads = num_heads
         self.head_size = head_size
-        self.scale: float = head_size**-0.5
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Nothing."""
@@ -52,5 +50,6 @@ class EncoderAttention(CachedLayer, ReadsContext):
         context = self.launch.context
         if context is None or context.attention is None:
             # All tokens are one prompt.
-            return full_attention(query[None], key[None], value[None], None, self.scale)[0]
+            scale = self.options.scale_of(self.head_size)
+            return full_attention(query[None], key[None], value[None], None, scale)[0]
         return context.attention.attend(self, query, key, value)

@@ -10,6 +10,7 @@ import torch
 
 from vllm.attention.layer import Attention
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
+from vllm.ops.attention_options import AttentionOptions
 
 
 class LatentAttention(Attention):
@@ -33,7 +34,7 @@ class LatentAttention(Attention):
     """V: the first V numbers of a key are its value."""
 
     def __init__(self, num_heads: int, latent_size: int, rotary_size: int, scale: float) -> None:
-        super().__init__(num_heads, latent_size + rotary_size, 1, scale)
+        super().__init__(num_heads, latent_size + rotary_size, 1, AttentionOptions(scale))
         self.value_cache = latent_size
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:

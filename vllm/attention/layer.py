@@ -11,6 +11,7 @@ from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
 from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 
 class Attention(CachedLayer, ReadsContext):
@@ -22,14 +23,11 @@ class Attention(CachedLayer, ReadsContext):
         num_heads: H.
         head_size: D.
         num_kv_heads: G.
-        scale: multiplies query @ key. None: 1 / sqrt(D).
-        sliding_window: most recent keys a query sees, itself included; None for all.
+        options: what is computed besides products and a softmax.
         alibi_slopes: [H] float32, ALiBi slopes: what is subtracted from the score of each head
             per token of distance; None without ALiBi.
-        logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
         sinks: [H] float32, the score of one more key of each head, whose value is zero; None
             without. A parameter of the checkpoint, which the caller shares with this layer.
-        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
@@ -60,12 +58,10 @@ class Attention(CachedLayer, ReadsContext):
         num_heads: int,
         head_size: int,
         num_kv_heads: int,
-        scale: float | None = None,
-        sliding_window: int | None = None,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        *,
         alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
         sinks: nn.Parameter | None = None,
-        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         self.launch = ContextHolder()
@@ -74,13 +70,10 @@ class Attention(CachedLayer, ReadsContext):
         self.num_heads = num_heads
         self.head_size = head_size
         self.num_kv_heads = num_kv_heads
-        self.scale = head_size**-0.5 if scale is None else scale
-        self.sliding_window = sliding_window
+        self.options = options
         # Not of the checkpoint, and float32 whatever the dtype of the model.
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.logits_soft_cap = logits_soft_cap
         self.register_parameter("sinks", sinks)
-        self.chunk_size = chunk_size
         # Plain attributes on the host, whatever the device of the model.
         self.key_scales, self.value_scales = torch.ones(
             2, num_kv_heads, dtype=torch.float32, device="cpu"
@@ -93,9 +86,10 @@ class Attention(CachedLayer, ReadsContext):
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Keys and values of all tokens, or of those in the window."""
         shape, name = (self.num_kv_heads, self.head_size), str(dtype).removeprefix("torch.")
-        kind = CacheKind.FULL if self.sliding_window is None else CacheKind.SLIDING_WINDOW
+        window = self.options.sliding_window
+        kind = CacheKind.FULL if window is None else CacheKind.SLIDING_WINDOW
         tensor = CacheTensor(shape, name, dtype.itemsize)
-        return KVCacheSpec(kind, (tensor, tensor), self.sliding_window)
+        return KVCacheSpec(kind, (tensor, tensor), window)
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
         """See `CachedLayer.bind_kv_cache`."""

@@ -26,6 +26,7 @@ from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.hpu_check.check import LIMITS, MAX_STEP_S, Comparison, Outcome
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import IntArray
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 
@@ -87,6 +88,7 @@ def _decode(
     window: int | None,
 ) -> tuple[Tensor, Tensor, float]:
     num_rows, device, dtype = len(seq_lens), bridge.device, cache.keys.dtype
+    options = AttentionOptions(sliding_window=window)
     counts = count_decode_blocks(cache.tables, seq_lens, _BLOCK_SIZE)
     metadata = build_decode_metadata(
         cache.tables,
@@ -107,8 +109,8 @@ def _decode(
         _padded(value).to(device),
         key_cache,
         value_cache,
-        derive_decode_blocks(metadata, _BLOCK_SIZE, dtype, window),
-        _SCALE,
+        derive_decode_blocks(metadata, _BLOCK_SIZE, dtype, options),
+        options,
     )
     got = run()
     want = _NATIVE.paged_attention_decode(
@@ -117,8 +119,7 @@ def _decode(
         cache.values.float(),
         torch.from_numpy(cache.tables),
         torch.from_numpy(seq_lens),
-        _SCALE,
-        window,
+        options,
     )
     padded = torch.cat((want, torch.zeros(_PADDING, _HEADS, _HEAD_SIZE)))
     return got, padded, shortest_s(bridge, run)
@@ -151,6 +152,7 @@ def _prefill(
     window: int | None,
 ) -> tuple[Tensor, Tensor, float]:
     device, dtype, query_len = bridge.device, cache.keys.dtype, 64
+    options = AttentionOptions(sliding_window=window)
     batch = len(query_lens) + _PADDING
     num_context_blocks = -(-int(context_lens.max()) // _BLOCK_SIZE)
     metadata = build_prefill_metadata(
@@ -172,7 +174,7 @@ def _prefill(
         key_cache,
         value_cache,
         derive_prefill_blocks(metadata, _BLOCK_SIZE),
-        prefill_mask(metadata, _BLOCK_SIZE, window),
+        prefill_mask(metadata, _BLOCK_SIZE, options),
         _SCALE,
         bridge_sdpa(bridge.kernels),
     )
@@ -184,8 +186,7 @@ def _prefill(
         torch.from_numpy(cache.tables),
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens + query_lens,
-        _SCALE,
-        window,
+        options,
     )
     # What was stored is compared too, as further heads: nothing has read it here.
     stored = [x.cpu()[new_slots] for x in (key_cache, value_cache)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
-from vllm.ops.expert_options import ExpertOptions
+from vllm.ops.expert_options import ExpertBiases, ExpertOptions
 from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
 from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu.operators import HPUOps
@@ -85,20 +85,25 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
     gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)
     both = torch.cat([gate, up], dim=1)
     want = NativeOps().moe(
-        x.float(), ids, weights, both, down, first.float(), second.float(), options
+        *(x.float(), ids, weights, both, down),
+        ExpertBiases(first.float(), second.float()),
+        options,
     )
     ops = HPUOps(bridge)
     prepared = ops.prepare_experts(
-        stored[0], stored[1], stored[2], torch.bfloat16, None, first, second, options
+        *(stored[0], stored[1], stored[2], torch.bfloat16),
+        ExpertBiases(first, second),
+        options,
     )
     assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
     given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]
     dense: list[Any] = [
         t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
     ]
+    on_card = ExpertBiases(*dense[2:])
     moe: Any = ops.moe
     calls: dict[str, Callable[[], Tensor]] = {
-        "dense": partial(moe, *given, *dense, options),
+        "dense": partial(moe, *given, *dense[:2], on_card, options),
         "MXFP4": partial(prepared.to(bridge.device).forward, *given),
     }
     for name, call in calls.items():

@@ -46,6 +46,5 @@ class ExpertsWithAdapters(ExpertsMethod):
             return y
         products = self.inner.products(layer)
         assert products is not None
-        biases = layer.gate_up_bias, layer.bias_of_sum()
-        single = SingleExperts(products, layer.options, *biases)
+        single = SingleExperts(products, layer.options, layer.biases)
         return context.adapters.adapt_experts(self.adapted, single, x, ids, weights, y)

@@ -1,7 +1,7 @@
 """The contract of the operators of attention: rotations, the KV cache, and attention to it.
 
 Letters used in shapes: T tokens of one launch, B requests, H query heads, G key/value heads
-(H is a multiple of G), D head size, N blocks of the cache, S block size, W sliding window.
+(H is a multiple of G), D head size, N blocks of the cache, S block size.
 Float tensors of one call have one dtype unless a line says otherwise. Rows may be strided (a
 slice of a packed QKV tensor): only the dimensions after the first have to be dense.
 
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+
+from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
@@ -108,14 +110,8 @@ class AttentionOps(ABC):
         value_cache: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         """Attention of one new token per request over everything its request has cached.
 
@@ -131,26 +127,15 @@ class AttentionOps(ABC):
             block_tables: [B, max_blocks], int32. Entries after the last block of a request are
                 never used as content but must be valid block ids (NULL_BLOCK_ID).
             seq_lens: [B], int32, the new token included. 0 marks a padding row.
-            scale: multiplies query @ key, usually 1 / sqrt(D).
-            sliding_window: None sees all keys; W sees the W most recent ones, itself included.
-            alibi_slopes: [H] float32, dense: each score gets minus the slope of its head times
-                the distance of the key (after the soft cap); None without ALiBi.
-            logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
-            key_scales: [G] float32 on the host, dense: multiplies what an fp8 cache holds of each
-                head; None: 1. No effect on another cache.
-            value_scales: the same.
-            sinks: [H] float32, dense: the score of one more key of each head, whose value is zero
-                (after soft cap and ALiBi); None without sinks (Xiao et al. 2023, arXiv
-                2309.17453).
-            chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
+            options: of the layer.
+            tensors: of the layer.
 
         Returns:
             [B, H, V], new and dense. Padding rows are zero. What the unused part of a block
             holds (even NaN) has no effect.
 
         Raises:
-            ValueError: H is not a multiple of G, or shapes, dtypes, the window or the cap are
-                wrong.
+            ValueError: H is not a multiple of G, or shapes or dtypes are wrong.
         """
 
     @abstractmethod
@@ -162,14 +147,8 @@ class AttentionOps(ABC):
         block_tables: Tensor,
         query_start_loc: Sequence[int] | np.ndarray,
         seq_lens: Sequence[int] | np.ndarray,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         """Causal attention of several new tokens per request, ragged.
 
@@ -184,15 +163,8 @@ class AttentionOps(ABC):
             block_tables: [B, max_blocks], int32.
             query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
             seq_lens: [B], on the host: context and new tokens.
-            scale: multiplies query @ key, usually 1 / sqrt(D).
-            sliding_window: None sees all earlier keys; W sees the W most recent ones of each
-                query token, itself included.
-            alibi_slopes: as for decode.
-            logits_soft_cap: as for decode.
-            key_scales: as for decode.
-            value_scales: as for decode.
-            sinks: as for decode.
-            chunk_size: as for decode.
+            options: of the layer.
+            tensors: of the layer.
 
         Returns:
             [T, H, V], new and dense. Rows from query_start_loc[B] on (padding) are zero.

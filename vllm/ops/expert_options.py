@@ -1,7 +1,9 @@
 """How tokens choose experts, and what an expert computes besides its products."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
 """The weight of a chosen expert: its part of a softmax over all experts, or over the chosen ones;
@@ -19,6 +21,14 @@ class ExpertOptions:
     gates up to this and ups between its negative and this (GPT-OSS), rounded once."""
     scales_inputs: bool = False
     """The weight of a choice multiplies x (Llama 4), and not the result."""
+    first_expert: int | None = None
+    """Id of the first of the experts of this rank. Other ids are those of experts of other ranks,
+    whose part of the sum is left out. None: there are no others."""
+
+    @property
+    def is_silu(self) -> bool:
+        """Whether an expert computes what those of most families do."""
+        return self.limit is None and not self.scales_inputs
 
 
 @dataclass(frozen=True)
@@ -33,5 +43,31 @@ class ExpertGroups:
 ONE_GROUP = ExpertGroups(1, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """How each token chooses its experts, and how much they count."""
+
+    top_k: int
+    """Experts of a token, from 1 to all."""
+    weights: Routing
+    """Computed in float32."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+    groups: ExpertGroups = ONE_GROUP
+    """From which of the experts a token chooses."""
+
+
 SILU_EXPERTS = ExpertOptions()
 """Those of most families."""
+
+
+class ExpertBiases(NamedTuple):
+    """What is added to the products of E experts of intermediate size I."""
+
+    gate_up: Tensor | None = None
+    """[E, 2 * I], to the first product, gate then up."""
+    down: Tensor | None = None
+    """[E, hidden], to the second one."""
+
+
+NO_BIASES = ExpertBiases()

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_interface import AttentionOps
-from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.expert_options import (
+    NO_BIASES,
+    SILU_EXPERTS,
+    ExpertBiases,
+    ExpertOptions,
+    RoutingOptions,
+)
 from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
@@ -200,20 +206,14 @@ class Ops(AttentionOps):
     def route(
         self,
         logits: Tensor,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: those with the largest logits.
 
         Args:
             logits: [T, E]. Not changed.
-            top_k: k, from 1 to E.
-            routing: how much a chosen expert counts; computed in float32.
-            scale: multiplies the weights.
-            groups: from which of the experts a token chooses.
+            options: how many, from which, and how much they count.
             bias: [E] float32: choices are by the score of each expert, which is its part of the
                 softmax or its sigmoid, plus this. Weights are without it.
 
@@ -307,9 +307,7 @@ class Ops(AttentionOps):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
-        first_expert: int | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         """Bring the quantized weights of gated experts into the layout that runs.
@@ -318,7 +316,7 @@ class Ops(AttentionOps):
             gate, up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
-            first_expert, gate_up_bias, down_bias, options: as in `moe`.
+            biases, options: as in `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.
@@ -376,10 +374,8 @@ class Ops(AttentionOps):
         topk_weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
-        first_expert: int | None = None,
     ) -> Tensor:
         """The sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
         experts of intermediate size I.
@@ -392,11 +388,8 @@ class Ops(AttentionOps):
             topk_weights: [T, k], float32.
             gate_up: [E, 2 * I, hidden], gate then up.
             down: [E, hidden, I].
-            gate_up_bias: [E, 2 * I], added to the first product, or None.
-            down_bias: [E, hidden], added to the second one, or None.
-            options: act, and what the weights multiply.
-            first_expert: id of the first of these E experts. Other ids are those of experts of
-                other ranks, whose part of the sum is left out. None: there are no others.
+            biases: of the products.
+            options: act, what the weights multiply, and which experts these are.
 
         Returns:
             [T, hidden], new and dense.

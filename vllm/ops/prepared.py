@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vllm.ops.expert_options import ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions
 
 
 class PreparedWeight(Protocol):
@@ -57,20 +57,18 @@ class SingleExperts:
     products: ExpertProducts
     options: ExpertOptions
     """What is computed between the products, and where the weight of a choice counts."""
-    gate_up_bias: Tensor | None = None
-    """[E, 2 * I]"""
-    down_bias: Tensor | None = None
-    """[E, hidden], as this rank adds it."""
+    biases: ExpertBiases = NO_BIASES
+    """As this rank adds them."""
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, 2 * I], new. The expert is the one of this number on this rank."""
         y = self.products.multiply_gate_up(expert, x)
-        return y if self.gate_up_bias is None else y + self.gate_up_bias[expert]
+        return y if self.biases.gate_up is None else y + self.biases.gate_up[expert]
 
     def down(self, expert: int, x: Tensor) -> Tensor:
         """[n, I] -> [n, hidden], new."""
         y = self.products.multiply_down(expert, x)
-        return y if self.down_bias is None else y + self.down_bias[expert]
+        return y if self.biases.down is None else y + self.biases.down[expert]
 
 
 class PreparedHeads(Protocol):

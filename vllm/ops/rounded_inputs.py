@@ -5,14 +5,13 @@ of inputs becomes a part of those of the weight: the result is that of an FP8 pr
 order of its sums.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
-from vllm.ops import get_ops
-from vllm.ops.prepared import PreparedWeight
+from vllm.ops.interface import Ops
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
 
@@ -26,21 +25,20 @@ class RoundedInputs:
 
     Args:
         weight: `is_rounding_inputs`.
-        prepare: makes what multiplies of a weight whose inputs are not rounded.
+        ops: of the device.
+        dtype: of the inputs.
     """
 
-    def __init__(
-        self, weight: Fp8Weight, prepare: Callable[[StoredWeight], PreparedWeight]
-    ) -> None:
+    def __init__(self, weight: Fp8Weight, ops: Ops, dtype: torch.dtype) -> None:
         assert weight.input_scale is not None
+        self._ops = ops
         self._inverse_scale = 1 / weight.input_scale
         self._largest = int(weight.largest)
         scales = weight.scales * weight.input_scale
-        self._weight = prepare(
-            replace(weight, scales=scales, input_scale=None, rounds_inputs=False)
-        )
+        plain = replace(weight, scales=scales, input_scale=None, rounds_inputs=False)
+        self._weight = ops.prepare_weight(plain, dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""
-        rounded = get_ops().round_to_fp8(x, self._inverse_scale, self._largest)
+        rounded = self._ops.round_to_fp8(x, self._inverse_scale, self._largest)
         return self._weight.linear(rounded, bias)

@@ -5,7 +5,9 @@ or says how it rounds them. Knows no files, no layers and no devices.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,37 @@ class StoredWeight(ABC):
     @abstractmethod
     def dequantize(self) -> Tensor:
         """[out_features, in_features] float32."""
+
+    def joined(self, other: "StoredWeight") -> "StoredWeight | None":
+        """Return the outputs of this weight and then those of another one, of the same inputs, as
+        one weight; None: they are stored in other ways, or this kind is not joined."""
+        return None
+
+    def as_grouped(self) -> "GroupedWeight | None":
+        """Return the same numbers as whole numbers in groups; None: this kind has no such form."""
+        return None
+
+    def with_neighbours(self, unit: int | None) -> "tuple[StoredWeight, Tensor | None] | None":
+        """Return the same weight with the inputs of each of its groups side by side.
+
+        Args:
+            unit: groups that differ in size become several of so many columns, a multiple of 32;
+                None: they are refused.
+
+        Returns:
+            (the weight, which input each of its columns is for, [columns] int64, or None: as they
+            come); None: it has no such form.
+        """
+        return self, None
+
+
+Weight = TypeVar("Weight", bound=StoredWeight)
+
+
+def all_of(kind: type[Weight], weights: Sequence[StoredWeight]) -> list[Weight] | None:
+    """Return the weights, if all of them are of this kind."""
+    found = [weight for weight in weights if isinstance(weight, kind)]
+    return found if len(found) == len(weights) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +100,20 @@ class Int8Weight(StoredWeight):
     def dequantize(self) -> Tensor:
         return self.numbers.float() * self.scales[:, None]
 
+    def as_grouped(self) -> "GroupedWeight | None":
+        if self.shape[1] % 4:
+            return None
+        codes = self.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
+        return GroupedWeight(
+            words=codes.view(torch.int32).T.contiguous(),
+            bits=8,
+            scales=self.scales[None],
+            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
+        )
+
+
+_BYTE_MIDDLE = 128
+"""int8 plus this are bytes without a sign."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
@@ -110,6 +157,71 @@ class GroupedWeight(StoredWeight):
             groups = torch.arange(num_in) // (num_in // len(self.scales))
         zeros, scales = (x.T[:, groups.long()] for x in (self.zeros, self.scales))
         return (self.numbers().to(torch.int16) - zeros).float() * scales
+
+    def joined(self, other: StoredWeight) -> "GroupedWeight | None":
+        if not isinstance(other, GroupedWeight) or self.scales.shape != other.scales.shape:
+            return None
+        groups = (self.groups, other.groups)
+        is_same = groups == (None, None) or (
+            groups[0] is not None and groups[1] is not None and torch.equal(groups[0], groups[1])
+        )
+        if not is_same or (self.bits, self.is_awq) != (other.bits, other.is_awq):
+            return None
+        words, scales, zeros = (
+            torch.cat((getattr(self, name), getattr(other, name)), dim=1)
+            for name in ("words", "scales", "zeros")
+        )
+        return replace(self, words=words, scales=scales, zeros=zeros)
+
+    def as_grouped(self) -> "GroupedWeight":
+        return self
+
+    @property
+    def has_equal_groups(self) -> bool:
+        """Whether each group has as many inputs as the others."""
+        sizes = None if self.groups is None else self.groups.bincount()
+        return sizes is None or bool((sizes == sizes[0]).all())
+
+    def with_neighbours(self, unit: int | None) -> "tuple[GroupedWeight, Tensor | None] | None":
+        """As of `StoredWeight`.
+
+        Columns are sorted by group. Where groups differ in size, one that is no multiple of `unit`
+        begins with columns that are 0, for one of its inputs: there are none if a zero point is
+        2^bits, so that no number means 0.
+        """
+        if self.groups is None:
+            return self, None
+        inputs = self.groups.long().argsort(stable=True)
+        counts = self.groups.bincount(minlength=len(self.scales))
+        if self.has_equal_groups:
+            unit = int(counts[0])
+        if unit is None:
+            return None
+        units = -(-counts // unit)
+        added = units * unit - counts
+        if bool(added.any()) and bool((self.zeros >> self.bits).any()):
+            return None
+        ends = counts.cumsum(0)
+        lengths = zip(counts.tolist(), added.tolist(), ends.tolist(), strict=True)
+        order = torch.cat(
+            [
+                torch.cat((inputs[end - 1].expand(more), inputs[end - count : end]))
+                for count, more, end in lengths
+            ]
+        )
+        group = torch.arange(len(counts)).repeat_interleave(units)
+        column_group = group.repeat_interleave(unit)
+        starts = (units.cumsum(0) - units) * unit
+        is_added = torch.arange(len(order)) - starts[column_group] < added[column_group]
+        zeros = self.zeros[column_group].T.to(torch.uint8)
+        numbers = torch.where(is_added, zeros, self.numbers()[:, order])
+        equal = GroupedWeight(
+            words=pack_bits(numbers.contiguous(), self.bits).T.contiguous(),
+            bits=self.bits,
+            scales=self.scales[group],
+            zeros=self.zeros[group],
+        )
+        return equal, order
 
 
 def round_to_fp8(weight: Tensor) -> Fp8Weight:
@@ -165,57 +277,6 @@ def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
     )
 
 
-def has_equal_groups(weight: GroupedWeight) -> bool:
-    """Whether each group has as many inputs as the others."""
-    sizes = None if weight.groups is None else weight.groups.bincount()
-    return sizes is None or bool((sizes == sizes[0]).all())
-
-
-def in_equal_groups(weight: GroupedWeight, unit: int) -> tuple[GroupedWeight, Tensor] | None:
-    """The same weight with neighbours in its groups, all of one size.
-
-    Columns are sorted by group. Where groups differ in size, they become several of `unit` columns,
-    and one that is no multiple of `unit` begins with some that are 0, for one of its inputs.
-
-    Args:
-        weight: with `groups`.
-        unit: a multiple of 32.
-
-    Returns:
-        (the weight, which input each of its columns is for, [columns] int64); None: a zero point is
-        2^bits, so that no number means 0.
-    """
-    assert weight.groups is not None
-    inputs = weight.groups.long().argsort(stable=True)
-    counts = weight.groups.bincount(minlength=len(weight.scales))
-    if has_equal_groups(weight):
-        unit = int(counts[0])
-    units = -(-counts // unit)
-    added = units * unit - counts
-    if bool(added.any()) and bool((weight.zeros >> weight.bits).any()):
-        return None
-    ends = counts.cumsum(0)
-    order = torch.cat(
-        [
-            torch.cat((inputs[end - 1].expand(more), inputs[end - count : end]))
-            for count, more, end in zip(counts.tolist(), added.tolist(), ends.tolist(), strict=True)
-        ]
-    )
-    group = torch.arange(len(counts)).repeat_interleave(units)
-    column_group = group.repeat_interleave(unit)
-    starts = (units.cumsum(0) - units) * unit
-    is_added = torch.arange(len(order)) - starts[column_group] < added[column_group]
-    zeros = weight.zeros[column_group].T.to(torch.uint8)
-    numbers = torch.where(is_added, zeros, weight.numbers()[:, order])
-    equal = GroupedWeight(
-        words=pack_bits(numbers.contiguous(), weight.bits).T.contiguous(),
-        bits=weight.bits,
-        scales=weight.scales[group],
-        zeros=weight.zeros[group],
-    )
-    return equal, order
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupScales:
     """A number for each group of neighbours: a factor of many times a small whole number."""
@@ -230,6 +291,13 @@ class GroupScales:
         num_groups = self.multipliers.shape[1]
         factors = self.factors.repeat_interleave(num_groups // self.factors.shape[1], dim=1)
         return factors * self.multipliers.float()
+
+    def joined(self, other: "GroupScales") -> "GroupScales | None":
+        """Return the rows of both; None: they have other groups."""
+        factors, multipliers = (self.factors, other.factors), (self.multipliers, other.multipliers)
+        if any(first.shape[1:] != second.shape[1:] for first, second in (factors, multipliers)):
+            return None
+        return GroupScales(factors=torch.cat(factors), multipliers=torch.cat(multipliers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +320,19 @@ class MinimumWeight(StoredWeight):
         scales, minimums = self.scales.values(), self.minimums.values()
         numbers = self.codes.unflatten(1, (scales.shape[1], -1)).float()
         return (numbers * scales[..., None] - minimums[..., None]).flatten(1)
+
+    def joined(self, other: StoredWeight) -> "MinimumWeight | None":
+        if not isinstance(other, MinimumWeight):
+            return None
+        scales, minimums = self.scales.joined(other.scales), self.minimums.joined(other.minimums)
+        if scales is None or minimums is None:
+            return None
+        return MinimumWeight(
+            codes=torch.cat((self.codes, other.codes)),
+            bits=max(self.bits, other.bits),
+            scales=scales,
+            minimums=minimums,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +388,12 @@ class Mxfp4Weight(StoredWeight):
         elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
+
+    def joined(self, other: StoredWeight) -> "Mxfp4Weight | None":
+        if not isinstance(other, Mxfp4Weight):
+            return None
+        blocks = torch.cat((self.blocks, other.blocks))
+        return Mxfp4Weight(blocks=blocks, scales=torch.cat((self.scales, other.scales)))
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:

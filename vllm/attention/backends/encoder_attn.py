@@ -54,10 +54,10 @@ class EncoderMetadata:
     ) -> Tensor:
         """See `AttentionMetadata`; nothing is stored, and there is a value."""
         assert value is not None
-        out = torch.empty_like(query)
+        out, scale = torch.empty_like(query), layer.options.scale_of(query.shape[-1])
         for group in self.groups:
             q, k, v = (x[group.tokens].unflatten(0, group.shape) for x in (query, key, value))
-            attended = full_attention(q, k, v, group.mask, layer.scale).flatten(0, 1)
+            attended = full_attention(q, k, v, group.mask, scale).flatten(0, 1)
             if group.real is None:
                 out[group.tokens] = attended
             else:

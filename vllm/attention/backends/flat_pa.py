@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm.attention.backends.cache_scales import CacheScales
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 from vllm.platforms.habana.bridge import FusedKernels
 
 HIDDEN = torch.finfo(torch.float32).min
@@ -98,9 +99,8 @@ def derive_decode_blocks(
     metadata: HPUDecodeMetadata[Tensor],
     block_size: int,
     dtype: torch.dtype,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
     positions: Tensor | None = None,
-    chunk_size: int | None = None,
 ) -> DecodeBlocks:
     """Masks and one-hot matrix of a launch.
 
@@ -108,10 +108,9 @@ def derive_decode_blocks(
         metadata: the launch.
         block_size: S.
         dtype: of the queries.
-        sliding_window: None sees all keys; W the W most recent ones, the new one included.
+        options: of layers; which keys a query sees is used.
         positions: [B, Q] int32 of the new tokens of each row, ascending; padding repeats the last.
-            None: one token each, and no chunks.
-        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
+            None: one token each, and the options need none.
     """
     groups = metadata.block_groups
     query_len = 1 if positions is None else positions.shape[1]
@@ -122,25 +121,18 @@ def derive_decode_blocks(
     age = metadata.block_age.view(-1, 1, 1) - slot
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     rows = groups.masked_fill(is_padding, 0)
-    chunk = None
-    if chunk_size is not None:  # how many tokens before each query belong to its chunk
+    at = None
+    if options.needs_positions:  # of the queries of each entry
         assert positions is not None
-        chunk = positions.remainder(chunk_size).index_select(0, rows.long()).unsqueeze(-1)
+        at = positions.index_select(0, rows.long()).unsqueeze(-1)
     if positions is not None and query_len > 1:
         # How many tokens each query is older than the newest one: it sees nothing younger.
         back = (positions[:, -1:] - positions).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
-        is_hidden = is_hidden | (age_of_query < 0)
-        if sliding_window is not None:
-            is_hidden = is_hidden | (age_of_query >= sliding_window)
-        if chunk is not None:
-            is_hidden = is_hidden | (age_of_query > chunk)
+        is_hidden = _without(is_hidden | (age_of_query < 0), options.sees(age_of_query, at))
         is_hidden = is_hidden.unflatten(1, (1, -1, 1))
     else:
-        if sliding_window is not None:
-            is_hidden = is_hidden | (age >= sliding_window)
-        if chunk is not None:
-            is_hidden = is_hidden | (age > chunk)
+        is_hidden = _without(is_hidden, options.sees(age, at))
     mapping = (groups.view(-1, 1) == row_ids).to(dtype)
     return DecodeBlocks(
         block_list=metadata.block_list,
@@ -156,15 +148,19 @@ def derive_decode_blocks(
     )
 
 
+def _without(is_hidden: Tensor, seen: Tensor | None) -> Tensor:
+    """What is hidden, and what is not seen; None: all is seen."""
+    return is_hidden if seen is None else is_hidden | ~seen
+
+
 def flat_paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor | int,
     blocks: DecodeBlocks,
-    scale: float,
+    options: AttentionOptions,
     *,
     alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Softmax = None,
@@ -181,10 +177,8 @@ def flat_paged_attention(
             is, and gets the weight 0. `write_kv_cache` sees to that. A number V: the first V
             numbers of the keys, which are finite.
         blocks: the launch.
-        scale: multiplies query @ key.
+        options: of the layer; the blocks know which keys its queries see.
         alibi_slopes: [H] float32; None without ALiBi.
-        soft_cap: C > 0 replaces each score s by C * tanh(s / C), before ALiBi and before anything
-            is hidden; None does not.
         sinks: [H] float32, the score of one more key of each head, whose value is zero; None
             without.
         is_pipelined: True multiplies with the values under the maximum of each block and
@@ -216,7 +210,7 @@ def flat_paged_attention(
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks, scales, query.dtype)
-    scores = [_scores(part, queries, blocks, scale, alibi_slopes, soft_cap) for part in parts]
+    scores = [_scores(part, queries, blocks, options, alibi_slopes) for part in parts]
     if isinstance(normaliser, FusedBlocks):
         fused, normaliser = normaliser if sinks is None else None, None
     else:
@@ -355,14 +349,12 @@ def _scores(
     part: _Part,
     queries: Tensor,
     blocks: DecodeBlocks,
-    scale: float,
+    options: AttentionOptions,
     alibi_slopes: Tensor | None,
-    soft_cap: float | None,
 ) -> Tensor:
     """[n, H, S] float32, of queries [N, G, R, D]."""
-    scores = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float() * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    products = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float()
+    scores = options.adjusted(products * options.scale_of(queries.shape[-1]))
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
     is_hidden = part.of(blocks.is_hidden)

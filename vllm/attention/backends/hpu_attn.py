@@ -27,6 +27,7 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.prompt_masks import Sight
 from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 __all__ = [
     "SDPAKernel",
@@ -95,10 +96,9 @@ def decode_attention(
     key_cache: Tensor,
     value_cache: Tensor | int,
     blocks: DecodeBlocks,
-    scale: float,
+    options: AttentionOptions,
     *,
     alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Softmax = None,
@@ -113,11 +113,10 @@ def decode_attention(
         key_cache: [num_blocks * S, G, D]. Written.
         value_cache: [num_blocks * S, G, D], finite. Written. A number as for `write_kv_cache`.
         blocks: the launch, with the window of this layer.
-        scale: multiplies query @ key.
+        options: see `flat_paged_attention`.
         alibi_slopes: [H] float32, or None.
-        soft_cap: see `flat_paged_attention`.
-        sinks: see there.
-        is_pipelined: see `flat_paged_attention`.
+        sinks: see `flat_paged_attention`.
+        is_pipelined: see there.
         normaliser: see there.
         scales: as for `write_kv_cache`.
 
@@ -130,9 +129,8 @@ def decode_attention(
         key_cache,
         value_cache,
         blocks,
-        scale,
+        options,
         alibi_slopes=alibi_slopes,
-        soft_cap=soft_cap,
         sinks=sinks,
         is_pipelined=is_pipelined,
         normaliser=normaliser,
@@ -253,10 +251,9 @@ def prompt_attention(
 def prefill_mask(
     metadata: HPUPrefillMetadata[Tensor],
     block_size: int,
-    sliding_window: int | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
     alibi_slopes: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    chunk_size: int | None = None,
 ) -> Tensor | None:
     """Return which keys the queries of a launch see; derived on the device, once a forward.
 
@@ -266,17 +263,16 @@ def prefill_mask(
     Args:
         metadata: the launch.
         block_size: S.
-        sliding_window, alibi_slopes, dtype, chunk_size: see `Sight.mask`.
+        options, alibi_slopes, dtype: see `Sight.mask`.
 
     Returns:
         [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added. None when plain causality says it
         all: no context, no window, padding on the right.
     """
-    is_plain = sliding_window is None and alibi_slopes is None and chunk_size is None
+    is_plain = options.sees_all and alibi_slopes is None
     if metadata.context_blocks.shape[1] == 0 and is_plain:
         return None
-    sight = derive_sight(metadata, block_size)
-    return sight.mask(sliding_window, alibi_slopes, dtype, chunk_size)
+    return derive_sight(metadata, block_size).mask(options, alibi_slopes, dtype)
 
 
 def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from vllm.attention.backends.cache_scales import CacheScales, PromptScales
+from vllm.ops.attention_options import AttentionOptions
 
 
 class AttentionLayer(Protocol):
@@ -20,19 +21,12 @@ class AttentionLayer(Protocol):
     """As key_cache; a number V: there is none, and the first V numbers of a key are its value."""
     cache_group: int
     """Index of the group of layers whose block tables this one reads."""
-    scale: float
-    """Multiplies query @ key."""
-    sliding_window: int | None
-    """Most recent keys a query sees, itself included; None for all."""
+    options: AttentionOptions
+    """What it computes besides products and a softmax."""
     alibi_slopes: Tensor | None
-    """[H] float32: ALiBi slopes, subtracted from the score of each head per token of distance; None
-    without ALiBi."""
-    logits_soft_cap: float | None
-    """C replaces each score s by C * tanh(s / C); None does not."""
+    """See `AttentionTensors`."""
     sinks: Tensor | None
-    """[H] float32: the score of one more key of each head, whose value is zero; None without."""
-    chunk_size: int | None
-    """C: a query at position p sees keys from p // C * C on; None: all."""
+    """See `AttentionTensors`."""
     key_scales: Tensor
     """[G] float32 on the host: an fp8 key cache holds key / scale of the head."""
     value_scales: Tensor

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.attention.backends.metadata import AttentionLayer
 from vllm.messages import IntArray
 from vllm.ops import get_ops
+from vllm.ops.attention_options import AttentionTensors
 from vllm.ops.native.attention import attend_prompt
 
 
@@ -47,14 +48,13 @@ class RaggedMetadata:
         value_target = None if isinstance(value_cache, int) else value_cache
         if isinstance(value_cache, int):
             value_cache, scales = key_cache[..., :value_cache], (layer.key_scales, layer.key_scales)
-        more = (*scales, layer.sinks, layer.chunk_size)
+        options = (layer.options, AttentionTensors(layer.alibi_slopes, layer.sinks, *scales))
         # All writes come before all reads, so a request may read blocks that another request of
         # the same launch fills.
         slot_mapping, block_tables = self.slot_mapping, self.block_tables
         if layer.cache_group:
             slot_mapping, block_tables = self.more_groups[layer.cache_group - 1]
         ops.reshape_and_cache(key, value, key_cache, value_target, slot_mapping, *scales)
-        options = (layer.scale, layer.sliding_window, layer.alibi_slopes, layer.logits_soft_cap)
         outputs = []
         if num_decodes:
             outputs.append(
@@ -65,7 +65,6 @@ class RaggedMetadata:
                     block_tables[:num_decodes],
                     self.seq_lens[:num_decodes],
                     *options,
-                    *more,
                 )
             )
         if len(self.host_seq_lens) > num_decodes:
@@ -78,7 +77,6 @@ class RaggedMetadata:
                     self.query_start_loc[num_decodes:] - num_decodes,
                     self.host_seq_lens[num_decodes:],
                     *options,
-                    *more,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -105,11 +103,7 @@ def prompt_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
-        layer.scale,
-        layer.sliding_window,
-        layer.alibi_slopes,
-        layer.logits_soft_cap,
-        layer.sinks,
-        layer.chunk_size,
+        layer.options,
+        AttentionTensors(layer.alibi_slopes, layer.sinks),
     )
     return attended[0].transpose(0, 1)

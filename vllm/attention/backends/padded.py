@@ -32,25 +32,18 @@ from vllm.errors import ConfigError
 class LayerKind(NamedTuple):
     """What the mask of a layer depends on, and whether a kernel takes something instead of it."""
 
-    window: int | None
+    sight: tuple[int | None, ...]
+    """Of `AttentionOptions`."""
+    adjusts_scores: bool
     has_alibi: bool
-    chunk_size: int | None = None
-    has_soft_cap: bool = False
-    has_sinks: bool = False
-
-
-def _sight(kind: LayerKind) -> tuple[int | None, int | None]:
-    """Which keys a query sees: window and size of chunks. No property of the kind: the compiler of
-    torch 2.6 does not trace those of named tuples."""
-    return kind.window, kind.chunk_size
+    has_sinks: bool
 
 
 def _kind(layer: AttentionLayer) -> LayerKind:
     return LayerKind(
-        layer.sliding_window,
+        layer.options.sight,
+        layer.options.adjusts_scores,
         layer.alibi_slopes is not None,
-        layer.chunk_size,
-        layer.logits_soft_cap is not None,
         layer.sinks is not None,
     )
 
@@ -72,32 +65,31 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
     return kinds
 
 
-def fit_kernel(kernel: SDPAKernel, kinds: Iterable[LayerKind]) -> SDPAKernel:
+def fit_kernel(kernel: SDPAKernel, kinds: Mapping[LayerKind, AttentionLayer]) -> SDPAKernel:
     """Return the kernel with what a card can do for layers of these kinds; outside of compiled
     code."""
     if not isinstance(kernel, FusedSDPA):
         return kernel
-    found = [kind for kind in kinds if _may_be_fused(kind)]
+    found = [layer for kind, layer in kinds.items() if _may_be_fused(kind)]
     return kernel.fitted(
-        has_windows=any(kind.window is not None for kind in found),
-        has_sinks=any(kind.has_sinks for kind in found),
+        has_windows=any(layer.options.sliding_window is not None for layer in found),
+        has_sinks=any(layer.sinks is not None for layer in found),
     )
 
 
 def _may_be_fused(kind: LayerKind) -> bool:
-    """Whether a fused kernel has all but windows and sinks. It has no soft cap, and a mask in the
-    dtype of the queries, which would round ALiBi far back."""
-    return not (kind.has_soft_cap or kind.has_alibi)
+    """Whether a fused kernel has all but windows and sinks. It leaves scores as they are, and has a
+    mask in the dtype of the queries, which would round ALiBi far back."""
+    return not (kind.adjusts_scores or kind.has_alibi)
 
 
-def _takes_window(kernel: SDPAKernel, kind: LayerKind, query_len: int) -> bool:
+def _takes_window(kernel: SDPAKernel, kind: LayerKind, window: int | None, query_len: int) -> bool:
     """Whether the kernel takes the window of a prefill without context, instead of a mask."""
     return (
         isinstance(kernel, FusedSDPA)
         and kernel.window_multiple is not None
         and query_len % kernel.window_multiple == 0
-        and kind.window is not None
-        and kind.chunk_size is None
+        and window is not None
         and _is_fused(kernel, kind)
     )
 
@@ -121,16 +113,16 @@ def _masks(
         at_once = kernel.slicing.queries_at_once(query_len, key_len)
     masks: dict[LayerKind, PromptMask] = {}
     for kind, layer in kinds.items():
-        is_plain = kind.window is kind.chunk_size is layer.alibi_slopes is None
-        takes_none = is_causal and (is_plain or _takes_window(kernel, kind, query_len))
+        options, slopes = layer.options, layer.alibi_slopes
+        is_plain = options.sees_all and slopes is None
+        takes_window = _takes_window(kernel, kind, options.lone_window, query_len)
+        takes_none = is_causal and (is_plain or takes_window)
         if takes_none and (at_once == query_len or _is_fused(kernel, kind)):
             masks[kind] = None
         elif at_once < query_len:
-            masks[kind] = SlicedMask(
-                sight, at_once, kind.window, layer.alibi_slopes, kind.chunk_size
-            )
+            masks[kind] = SlicedMask(sight, at_once, options, slopes)
         else:
-            masks[kind] = sight.mask(kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size)
+            masks[kind] = sight.mask(options, slopes)
     return masks
 
 
@@ -159,12 +151,12 @@ def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> 
 
 def _whole_kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> SDPAKernel:
     kind = _kind(layer)
-    window = layer.sliding_window if mask is None else None
+    window = layer.options.lone_window if mask is None else None
     has_extras = window is not None or kind.has_sinks
     if isinstance(kernel, FusedSDPA) and has_extras and _is_fused(kernel, kind):
         return partial(kernel, window=window, sinks=layer.sinks)
-    if kind.has_soft_cap or kind.has_sinks:
-        return partial(naive_sdpa, soft_cap=layer.logits_soft_cap, sinks=layer.sinks)
+    if kind.adjusts_scores or kind.has_sinks:
+        return partial(naive_sdpa, options=layer.options, sinks=layer.sinks)
     return naive_sdpa if kind.has_alibi else kernel
 
 
@@ -172,8 +164,8 @@ def _whole_kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMas
 class PaddedDecode:
     """One new token for each of B padded rows, or the drafts to verify and one more."""
 
-    blocks: Mapping[tuple[int | None, int | None], DecodeBlocks]
-    """Window and size of chunks -> what all layers with it need."""
+    blocks: Mapping[tuple[int | None, ...], DecodeBlocks]
+    """Sight of `AttentionOptions` -> what all layers with it need."""
     normaliser: Softmax = None
     """See `flat_paged_attention`."""
 
@@ -181,20 +173,20 @@ class PaddedDecode:
     def derive(
         cls,
         metadata: HPUDecodeMetadata[Tensor],
-        kinds: Iterable[LayerKind],
+        kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
         dtype: torch.dtype,
         normaliser: Softmax = None,
         positions: Tensor | None = None,
     ) -> "PaddedDecode":
         """A launch for layers of these kinds and queries of this dtype; `positions` see
-        `derive_decode_blocks`, needed for chunks."""
-        blocks: dict[tuple[int | None, int | None], DecodeBlocks] = {}
-        for kind in kinds:
-            sight = _sight(kind)
-            if sight not in blocks:
-                blocks[sight] = derive_decode_blocks(
-                    metadata, block_size, dtype, kind.window, positions, kind.chunk_size
+        `derive_decode_blocks`."""
+        blocks: dict[tuple[int | None, ...], DecodeBlocks] = {}
+        for layer in kinds.values():
+            options = layer.options
+            if options.sight not in blocks:
+                blocks[options.sight] = derive_decode_blocks(
+                    metadata, block_size, dtype, options, positions
                 )
         return cls(blocks, normaliser)
 
@@ -209,10 +201,9 @@ class PaddedDecode:
             value,
             layer.key_cache,
             layer.value_cache,
-            self.blocks[_sight(_kind(layer))],
-            layer.scale,
+            self.blocks[layer.options.sight],
+            layer.options,
             alibi_slopes=layer.alibi_slopes,
-            soft_cap=layer.logits_soft_cap,
             sinks=layer.sinks,
             normaliser=self.normaliser,
             scales=layer.cache_scales,
@@ -270,7 +261,7 @@ class PaddedPrefill:
             layer.value_cache,
             self.blocks,
             mask if isinstance(mask, Tensor) else None,
-            layer.scale,
+            layer.options.scale_of(query.shape[-1]),
             _kernel_for(layer, self.kernel, mask),
             layer.cache_scales,
         )

@@ -42,7 +42,7 @@ class PaddedEncoder:
             key.unflatten(0, self.shape),
             value.unflatten(0, self.shape),
             self.mask,
-            layer.scale,
+            layer.options.scale_of(query.shape[-1]),
             kernel=self.kernel,
         )
         return attended.flatten(0, 1)

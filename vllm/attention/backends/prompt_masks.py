@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 _ALL = slice(None)
 
@@ -28,10 +29,9 @@ class Sight:
 
     def mask(
         self,
-        sliding_window: int | None = None,
+        options: AttentionOptions = PLAIN_ATTENTION,
         alibi_slopes: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-        chunk_size: int | None = None,
         queries: slice = _ALL,
         keys: slice = _ALL,
     ) -> Tensor:
@@ -39,10 +39,9 @@ class Sight:
         sees something.
 
         Args:
-            sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
+            options: of layers; which keys a query sees is used.
             alibi_slopes: [H] float32; None without ALiBi.
             dtype: of an ALiBi mask: the dtype of the queries, as torch wants it.
-            chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
             queries: which of the Q.
             keys: which of the K.
 
@@ -55,10 +54,9 @@ class Sight:
         if self.ids is not None:
             query_ids, key_ids = self.ids
             mask = mask & (query_ids[:, queries, None] == key_ids[:, None, keys])[:, None]
-        if sliding_window is not None:
-            mask = mask & (age < sliding_window)
-        if chunk_size is not None:
-            mask = mask & (age <= positions.remainder(chunk_size)[:, None])
+        seen = options.sees(age, positions[:, None])
+        if seen is not None:
+            mask = mask & seen
         if alibi_slopes is None:
             return mask
         bias = -age.float() * alibi_slopes[:, None, None]
@@ -73,9 +71,9 @@ class SlicedMask:
     sight: Sight
     num_queries: int
     """Of a slice; the last one may have fewer."""
-    sliding_window: int | None
+    options: AttentionOptions
+    """Of the layers."""
     alibi_slopes: Tensor | None
-    chunk_size: int | None
 
     def attend(
         self,
@@ -94,10 +92,7 @@ class SlicedMask:
         for start in range(0, num_queries, self.num_queries):
             end = min(start + self.num_queries, num_queries)
             queries, keys = slice(start, end), self._keys(start, end, num_keys - num_queries)
-            mask = self.sight.mask(
-                *(self.sliding_window, self.alibi_slopes, torch.float32, self.chunk_size),
-                *(queries, keys),
-            )
+            mask = self.sight.mask(self.options, self.alibi_slopes, queries=queries, keys=keys)
             given = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
             parts.append(kernel(*given, mask, scale, None))
         return torch.cat(parts, dim=2)
@@ -106,7 +101,7 @@ class SlicedMask:
         """Return the keys that the new tokens from `start` to `end` may see: none after them, and
         where they see only a number of recent tokens, none before these. Any of several prompts in
         a row may see its context, which comes before the tokens of all of them."""
-        reach = min((x for x in (self.sliding_window, self.chunk_size) if x), default=end)
-        first = start + 1 - reach
+        reach = self.options.reach
+        first = start + 1 - (end if reach is None else reach)
         sees_all = first <= 0 or (self.sight.ids is not None and num_context > 0)
         return slice(0 if sees_all else num_context + first, num_context + end)

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm.attention.backends.cache_scales import PromptScales
 from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.errors import ConfigError
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 from vllm.platforms.habana.bridge import FusedKernels
 
 
@@ -81,13 +82,13 @@ def naive_sdpa(
     mask: Tensor | None,
     scale: float,
     valid_lens: Tensor | None,
-    soft_cap: float | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Product, float32 softmax, product: the reference of the others.
 
     Args:
-        soft_cap: C > 0 replaces each score s by C * tanh(s / C), before the mask; None does not.
+        options: of the layer; what is done to scaled scores before the mask is used.
         sinks: [H] float32, the score of one more key of each head, whose value is zero; None
             without.
     """
@@ -97,8 +98,7 @@ def naive_sdpa(
         mask = mask[None, None]
     grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, Q, D]
     scores = (grouped @ key[:, :, None].transpose(-1, -2)).float().flatten(1, 2) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = options.adjusted(scores)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
     scores = scores + mask

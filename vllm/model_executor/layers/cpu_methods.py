@@ -68,9 +68,8 @@ class CPUExperts(DenseExperts):
         for weight_format in _FORMATS[self.stored_as]:
             half = gate_up[0, : layer.intermediate_size]
             if can_pack(half, weight_format) and can_pack(down[0], weight_format):
-                biases = layer.gate_up_bias, layer.bias_of_sum()
                 self.packed = PackedExperts.pack(
-                    gate_up, down, weight_format, *biases, layer.options, layer.first_expert
+                    gate_up, down, weight_format, layer.biases, layer.options
                 )
                 del layer.gate_up, layer.down
                 for name in ("gate_up", "down"):

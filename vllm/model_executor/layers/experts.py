@@ -5,6 +5,7 @@ is `Ops.moe`.
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,13 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import ExpertSlice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
+from vllm.ops.expert_options import (
+    SILU_EXPERTS,
+    ExpertBiases,
+    ExpertOptions,
+    Routing,
+    RoutingOptions,
+)
 from vllm.ops.prepared import ExpertProducts
 
 
@@ -72,8 +79,7 @@ class DenseExperts(ExpertsMethod):
 
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return get_ops().moe(
-            *(x, ids, weights, layer.gate_up, layer.down, layer.gate_up_bias, layer.bias_of_sum()),
-            *(layer.options, layer.first_expert),
+            *(x, ids, weights, layer.gate_up, layer.down, layer.biases, layer.options)
         )
 
     def products(self, layer: "Experts") -> ExpertProducts | None:
@@ -138,17 +144,13 @@ class Experts(MethodLayer):
             )
         self.intermediate_size = intermediate_size // self.tp.size
         """Of this rank."""
-        self.options = options
+        first = self.expert_ids.start if self.elsewhere else None
+        self.options = replace(options, first_expert=first)
         self.register_parameter("gate_up_bias", None)
         self.register_parameter("down_bias", None)
         if has_bias:
             self._create_biases(intermediate_size)
         self.use_method(DenseExperts())
-
-    @property
-    def first_expert(self) -> int | None:
-        """See `Ops.moe`."""
-        return self.expert_ids.start if self.elsewhere else None
 
     def _create_biases(self, total_size: int) -> None:
         ids, size, hidden = self.expert_ids, self.intermediate_size, self.hidden_size
@@ -166,9 +168,10 @@ class Experts(MethodLayer):
                     0, offset, part_size, total, replicas, "bias", expert=place_of_expert
                 )
 
-    def bias_of_sum(self) -> Tensor | None:
-        """`down_bias` as this rank applies it: the sum over ranks must contain it once."""
-        return self.down_bias if self.tp.rank == 0 else None
+    @property
+    def biases(self) -> ExpertBiases:
+        """What this rank adds: the sum over ranks must contain `down_bias` once."""
+        return ExpertBiases(self.gate_up_bias, self.down_bias if self.tp.rank == 0 else None)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.group.all_reduce(self.method.apply(self, x, ids, weights))
@@ -230,9 +233,8 @@ class Router(ColumnParallelLinear):
     ) -> None:
         check_top_k(num_experts, top_k)
         super().__init__(hidden_size, {"": num_experts}, TPGroup(), bias=bias)
-        self.top_k = top_k
-        self.routing = routing
+        self.options = RoutingOptions(top_k=top_k, weights=routing)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, and how much each of them counts."""
-        return get_ops().route(self.forward(x), self.top_k, self.routing)
+        return get_ops().route(self.forward(x), self.options)

@@ -9,26 +9,17 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import check_top_k
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.ops import get_ops
-from vllm.ops import interface as ops
-from vllm.ops.expert_options import ExpertGroups
+from vllm.ops.expert_options import RoutingOptions
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Routing:
     """How experts are chosen."""
 
     num_experts: int
-    top_k: int
-    weights: ops.Routing
-    """How much a chosen expert counts."""
-    num_groups: int = 1
-    """Groups of equally many experts."""
-    top_groups: int = 1
-    """Groups that a token may choose from."""
+    options: RoutingOptions
     has_bias: bool = False
     """Choices are by score plus a bias of each expert, see `Ops.route`."""
-    scale: float = 1.0
-    """Multiplies the weights."""
 
 
 class GroupedRouter(ColumnParallelLinear):
@@ -53,10 +44,9 @@ class GroupedRouter(ColumnParallelLinear):
     """[num_experts] float32"""
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
-        check_top_k(routing.num_experts, routing.top_k)
+        check_top_k(routing.num_experts, routing.options.top_k)
         super().__init__(hidden_size, {"": routing.num_experts}, TPGroup())
-        self.routing = routing
-        self.groups = ExpertGroups(routing.num_groups, routing.top_groups)
+        self.options = routing.options
         bias = torch.empty(routing.num_experts, dtype=torch.float32) if routing.has_bias else None
         self.register_parameter(
             "e_score_correction_bias",
@@ -65,12 +55,4 @@ class GroupedRouter(ColumnParallelLinear):
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)."""
-        routing = self.routing
-        return get_ops().route(
-            self.forward(x.float()),
-            routing.top_k,
-            routing.weights,
-            routing.scale,
-            self.groups,
-            self.e_score_correction_bias,
-        )
+        return get_ops().route(self.forward(x.float()), self.options, self.e_score_correction_bias)

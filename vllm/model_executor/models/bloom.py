@@ -19,6 +19,7 @@ from vllm.model_executor.models.fused_weights import (
     split_features,
     split_qkv_groups,
 )
+from vllm.ops.attention_options import AttentionOptions
 
 
 class BloomForCausalLM(DecoderForCausalLM):
@@ -89,7 +90,7 @@ class MptForCausalLM(DecoderForCausalLM):
             norm=layer_norm_without_bias,
             is_gated=False,
             alibi_scale=1.0,
-            attention_scale=None if scale is None else float(scale),
+            attention=AttentionOptions(None if scale is None else float(scale)),
             qkv_limit=attention.get("clip_qkv"),
         )
         size = int(arch.hf_config.get("expansion_ratio", 4)) * arch.hidden_size

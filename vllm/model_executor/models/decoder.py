@@ -7,7 +7,7 @@ cache, no phase and no checkpoint file.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 NormFactory = Callable[[ModelArch, int], nn.Module]
 """(model, size of the last dimension) -> a norm."""
@@ -68,12 +69,8 @@ class DecoderOptions:
     """Of every query and key head before the rotation."""
     has_norm_per_head: bool = False
     """The same, a layer norm with weights of its own for each head."""
-    attention_scale: float | None = None
-    """Multiplies query @ key. None: 1 / sqrt(head size)."""
-    attention_soft_cap: float | None = None
-    """C replaces each score s by C * tanh(s / C)."""
-    attention_chunk_size: int | None = None
-    """C: a query at position p sees keys from p // C * C on; None: all."""
+    attention: AttentionOptions = PLAIN_ATTENTION
+    """But for windows, which layers have."""
     has_sinks: bool = False
     """Each head has a learned score, `sinks`, of one more key without a value."""
     alibi_scale: float = 0.0
@@ -146,12 +143,9 @@ class DecoderAttention(SlicedModule):
             num_heads,
             arch.head_size,
             divide(arch.num_kv_heads * replicas, tp.size),
-            scale=options.attention_scale,
-            sliding_window=window,
+            replace(options.attention, sliding_window=window),
             alibi_slopes=slopes,
-            logits_soft_cap=options.attention_soft_cap,
             sinks=self.sinks,
-            chunk_size=options.attention_chunk_size,
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
     LayerSpec,
 )
+from vllm.ops.expert_options import ExpertGroups, RoutingOptions
 from vllm.ops.expert_options import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
@@ -161,21 +162,19 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     # V2 scales only weights that are not normalized.
     is_scaled = has_bias or not is_normalized
     num_groups = 1 if method == "greedy" else int(config.get("n_group") or 1)
-    routing = Routing(
-        num_experts=arch.config_size("n_routed_experts"),
+    num_experts = arch.config_size("n_routed_experts")
+    if num_experts % num_groups:
+        raise ConfigError(
+            f"n_routed_experts ({num_experts}) in config.json is not a multiple of n_group "
+            f"({num_groups})"
+        )
+    options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
         weights=_WEIGHTS[score, is_normalized],
-        num_groups=num_groups,
-        top_groups=min(num_groups, int(config.get("topk_group") or 1)),
-        has_bias=has_bias,
         scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
+        groups=ExpertGroups(num_groups, min(num_groups, int(config.get("topk_group") or 1))),
     )
-    if routing.num_experts % routing.num_groups:
-        raise ConfigError(
-            f"n_routed_experts ({routing.num_experts}) in config.json is not a multiple of n_group "
-            f"({routing.num_groups})"
-        )
-    return routing
+    return Routing(num_experts, options, has_bias)
 
 
 class DeepseekLayer(DecoderLayer):

@@ -17,6 +17,7 @@ from vllm.model_executor.models.decoder import (
     rms_norm,
 )
 from vllm.model_executor.models.llama import llama_options
+from vllm.ops.attention_options import AttentionOptions
 
 
 class _Gemma(DecoderForCausalLM):
@@ -62,8 +63,10 @@ def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:
     return replace(
         llama_options(arch),
         head_norm=rms_norm if has_head_norm else None,
-        attention_scale=None if scalar is None else float(scalar) ** -0.5,
-        attention_soft_cap=config.get("attn_logit_softcapping"),
+        attention=AttentionOptions(
+            None if scalar is None else float(scalar) ** -0.5,
+            logits_soft_cap=config.get("attn_logit_softcapping"),
+        ),
         table_scale=arch.hidden_size**0.5,
         logit_soft_cap=config.get("final_logit_softcapping"),
     )

@@ -13,6 +13,7 @@ from vllm.model_executor.models.fused_weights import (
     split_features,
     split_qkv_groups,
 )
+from vllm.ops.attention_options import AttentionOptions
 
 _LEVELS = {
     "wte.": "model.embed_tokens.",
@@ -51,7 +52,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
             output_bias=True,
             mlp_bias=True,
             is_gated=False,
-            attention_scale=None if config.get("scale_attn_weights", True) else 1.0,
+            attention=AttentionOptions(None if config.get("scale_attn_weights", True) else 1.0),
             num_learned_positions=arch.max_position_embeddings,
         )
         super().__init__(arch, tp, options)

@@ -13,6 +13,7 @@ from vllm.model_executor.models.decoder import (
     add_norm,
 )
 from vllm.model_executor.models.llama import llama_options
+from vllm.ops.attention_options import AttentionOptions
 
 
 class GraniteLayer(DecoderLayer):
@@ -41,7 +42,7 @@ def granite_options(arch: ModelArch) -> DecoderOptions:
     config = arch.hf_config
     return replace(
         llama_options(arch),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        attention=AttentionOptions(float(config.get("attention_multiplier", 1.0))),
         embedding_scale=float(config.get("embedding_multiplier", 1.0)),
         logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
     )

@@ -24,6 +24,7 @@ from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
 from vllm.ops import get_ops
+from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.expert_options import ExpertOptions
 
 
@@ -46,7 +47,7 @@ class Llama4Attention(DecoderAttention):
         config = arch.hf_config
         if rotary_emb is not None and config.get("attention_chunk_size"):
             chunk_size = int(config["attention_chunk_size"])
-            options = replace(options, attention_chunk_size=chunk_size)
+            options = replace(options, attention=AttentionOptions(chunk_size=chunk_size))
         super().__init__(arch, options, None, rotary_emb, tp)
         self.norm_eps = arch.norm_eps
         norm = temperatures = None

@@ -31,6 +31,7 @@ from vllm.model_executor.models.transformers_layers import (
     replace_linear_layers,
 )
 from vllm.model_executor.models.transformers_stages import LayerRanges
+from vllm.ops.attention_options import AttentionOptions
 from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
 
 _INTERFACE = "vllm"
@@ -347,9 +348,7 @@ class TransformersForCausalLM(CausalLM):
             num_heads,
             head_size,
             num_kv_heads,
-            scale=float(scale),
-            sliding_window=window,
-            logits_soft_cap=soft_cap,
+            AttentionOptions(float(scale), window, soft_cap),
         )
 
     def _refusal(self, reason: str) -> ConfigError:
@@ -469,16 +468,17 @@ def _attend(
             f"its queries, keys and values have {given} heads and elements, config.json says "
             f"{heads} heads of {attention.head_size}"
         )
+    built: AttentionOptions = attention.options
     asked = {
-        "scale": scaling if scaling is not None else attention.scale,
-        "sliding_window": options.get("sliding_window", attention.sliding_window),
-        "logits_soft_cap": options.get("softcap", attention.logits_soft_cap),
+        "scale": scaling if scaling is not None else built.scale,
+        "sliding_window": options.get("sliding_window", built.sliding_window),
+        "logits_soft_cap": options.get("softcap", built.logits_soft_cap),
     }
     for name, value_asked in asked.items():
-        if value_asked != getattr(attention, name):
+        if value_asked != getattr(built, name):
             raise ConfigError(
                 f"its attention asks for {name}={value_asked}, and was built with "
-                f"{getattr(attention, name)}"
+                f"{getattr(built, name)}"
             )
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None

@@ -7,13 +7,14 @@ fallback: that is `vllm.ops.cpu.operators`.
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.native.attention import check_attention, check_scores
+from vllm.ops.attention_options import AttentionOptions, AttentionTensors
+from vllm.ops.native.attention import check_attention
 
 _NO_MEMORY = -2
 _MAX_WINDOW = 2**31 - 1
@@ -29,17 +30,14 @@ def cache_type(kernels: Any, dtype: torch.dtype) -> int:
     return 0 if name is None else int(kernels.CacheType[name])
 
 
-class AttentionOptions(NamedTuple):
-    """What paged attention is told besides tensors of tokens; see `Ops.paged_attention_decode`."""
-
-    scale: float
-    sliding_window: int | None
-    alibi_slopes: Tensor | None
-    logits_soft_cap: float | None
-    key_scales: Tensor | None
-    value_scales: Tensor | None
-    sinks: Tensor | None
-    chunk_size: int | None
+def option_fields(options: AttentionOptions, head_size: int) -> dict[str, float]:
+    """Return the options of a layer as the kernels have them: fields of their struct, by name."""
+    return {
+        "scale": options.scale_of(head_size),
+        "soft_cap": options.logits_soft_cap or 0.0,
+        "sliding_window": min(options.sliding_window or 0, _MAX_WINDOW),
+        "chunk_size": options.chunk_size or 0,
+    }
 
 
 def fp8_arguments(
@@ -84,9 +82,10 @@ def paged_attention_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     options: AttentionOptions,
+    tensors: AttentionTensors,
 ) -> Tensor:
     """See `Ops.paged_attention_decode`; kernels: those for the dtype of query."""
-    _check(query, key_cache, value_cache, block_tables, options)
+    _check(query, key_cache, value_cache, block_tables, tensors)
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
@@ -97,7 +96,8 @@ def paged_attention_decode(
         raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
     out = query.new_empty(num_requests, num_heads, value_cache.shape[3])  # faster than a shape
     args = _arguments(
-        kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options
+        *(kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out),
+        *(options, tensors),
     )
     bad = kernels.paged_attention_decode(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
@@ -114,6 +114,7 @@ def paged_attention_prefill(
     query_start_loc: Sequence[int] | np.ndarray,
     seq_lens: Sequence[int] | np.ndarray,
     options: AttentionOptions,
+    tensors: AttentionTensors,
 ) -> Tensor:
     """See `Ops.paged_attention_prefill`; kernels: those for the dtype of query.
 
@@ -121,7 +122,7 @@ def paged_attention_prefill(
     is in the batch, and on any number of threads. It may differ in the last bits from what
     `paged_attention_decode` has for the same token, and between instruction sets.
     """
-    _check(query, key_cache, value_cache, block_tables, options)
+    _check(query, key_cache, value_cache, block_tables, tensors)
     num_tokens, num_heads, _ = query.shape
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
@@ -139,7 +140,8 @@ def paged_attention_prefill(
     out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
     lens_address = address + starts.nbytes
     args = _arguments(
-        kernels, query, key_cache, value_cache, block_tables, lens_address, out, options
+        *(kernels, query, key_cache, value_cache, block_tables, lens_address, out),
+        *(options, tensors),
     )
     args.query_start_loc, args.num_tokens = address, num_tokens
     bad = kernels.paged_attention_prefill(ctypes.byref(args), torch.get_num_threads())
@@ -157,9 +159,10 @@ def _arguments(
     seq_lens_address: int,
     out: Tensor,
     options: AttentionOptions,
+    tensors: AttentionTensors,
 ) -> Any:
     """The struct for both kernels, but for what prefill alone has."""
-    scale, window, slopes, cap, key_scales, value_scales, sinks, chunk_size = options
+    slopes, sinks, key_scales, value_scales = tensors
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
     of_cache = cache_type(kernels, key_cache.dtype)
@@ -184,11 +187,8 @@ def _arguments(
         max_blocks=max_blocks,
         query_stride=query.stride(0),
         table_stride=block_tables.stride(0),
-        scale=scale,
-        soft_cap=cap or 0.0,
-        sliding_window=min(window or 0, _MAX_WINDOW),
-        chunk_size=chunk_size or 0,
         cache_type=of_cache,
+        **option_fields(options, head_size),
     )
 
 
@@ -197,12 +197,10 @@ def _check(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    options: AttentionOptions,
+    tensors: AttentionTensors,
 ) -> None:
     """What both kernels rely on."""
-    window, chunk_size = options.sliding_window, options.chunk_size
-    check_attention(query, key_cache, value_cache, window, chunk_size)
-    check_scores(query, options.alibi_slopes, options.logits_soft_cap, options.sinks)
+    check_attention(query, key_cache, value_cache, tensors)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
     if value_cache.stride() != key_cache.stride():

@@ -16,7 +16,7 @@ from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.symbols import Rows
 from vllm.ops.cpu.weight_format import WeightFormat
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 
 _ALIGNMENT = 64
 
@@ -34,10 +34,8 @@ class PackedExperts:
         gate: Sequence[PackedWeight],
         up: Sequence[PackedWeight],
         down: Sequence[PackedWeight],
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
-        first_expert: int | None = None,
     ) -> None:
         """Take over E packed weights each.
 
@@ -45,10 +43,8 @@ class PackedExperts:
             gate: [I, H] each, in any format, all in the same one.
             up: the same, in the format of the gates.
             down: [H, I] each, in any format, all in the same one.
-            gate_up_bias: [E, 2 * I] of the dtype of activations, gate then up; None: no bias.
-            down_bias: [E, H] of the same; None: no bias.
+            biases: of the dtype of activations.
             options: see `Ops.moe`.
-            first_expert: the same.
 
         Raises:
             ValueError: numbers, shapes or formats do not fit, or a gate and its up have different
@@ -68,15 +64,15 @@ class PackedExperts:
                 raise ValueError(f"gate and up of expert {number} have different orders of inputs")
         self._weights = (tuple(gate), tuple(up), tuple(down))
         self._addresses = tuple(_addresses(weights) for weights in self._weights)
-        self._biases = (gate_up_bias, down_bias)
+        self._biases = biases
         kernels = require_cpu_kernels("packed experts need")
         self._args = kernels.plain.MoeArgs
         self._kernels = {dtype: of_dtype.moe for dtype, of_dtype in kernels.of.items()}
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]
         for bias, width in (
-            (gate_up_bias, 2 * self.intermediate_size),
-            (down_bias, self.hidden_size),
+            (biases.gate_up, 2 * self.intermediate_size),
+            (biases.down, self.hidden_size),
         ):
             if bias is not None:
                 self._check_bias(bias, width)
@@ -85,11 +81,11 @@ class PackedExperts:
         places = (ctypes.addressof(addresses) for addresses in self._addresses)
         self._struct = kernels.plain.Experts(
             **dict(zip(("gate", "up", "down"), places, strict=True)),
-            gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
-            down_bias=None if down_bias is None else down_bias.data_ptr(),
+            gate_up_bias=None if biases.gate_up is None else biases.gate_up.data_ptr(),
+            down_bias=None if biases.down is None else biases.down.data_ptr(),
             num_experts=self.num_experts,
-            first_id=first_expert or 0,
-            has_others=first_expert is not None,
+            first_id=options.first_expert or 0,
+            has_others=options.first_expert is not None,
             has_orders=any(weight.order is not None for weight in gate),
             scales_inputs=options.scales_inputs,
             activation=activations.kClampedSwiglu if is_clamped else activations.kSilu,
@@ -119,10 +115,8 @@ class PackedExperts:
         gate_up: Tensor,
         down: Tensor,
         weight_format: WeightFormat | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
-        first_expert: int | None = None,
     ) -> "PackedExperts":
         """Pack or quantize dense experts.
 
@@ -131,10 +125,8 @@ class PackedExperts:
             down: [E, H, I]. Must not be used afterwards.
             weight_format: int8 or int4, in new memory; None packs the weights as they are, in
                 their own memory where H and I are multiples of 64.
-            gate_up_bias: see the class.
-            down_bias: the same.
+            biases: see the class.
             options: the same.
-            first_expert: the same.
 
         Raises:
             ValueError: dtypes, shapes or strides do not allow it.
@@ -148,7 +140,7 @@ class PackedExperts:
         gate, up = gate_up.chunk(2, dim=1)
         packed = [[_pack(matrix, weight_format) for matrix in part] for part in (gate, up, down)]
         gates, ups, downs = packed
-        return cls(gates, ups, downs, gate_up_bias, down_bias, options, first_expert)
+        return cls(gates, ups, downs, biases, options)
 
     @property
     def num_bytes(self) -> int:

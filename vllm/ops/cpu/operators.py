@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.cpu.attention import (
-    AttentionOptions,
-    fp8_arguments,
-    paged_attention_decode,
-    paged_attention_prefill,
-)
+from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
+from vllm.ops.cpu.attention import fp8_arguments, paged_attention_decode, paged_attention_prefill
 from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
@@ -34,8 +30,15 @@ from vllm.ops.cpu.row_operations import (
 )
 from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.symbols import Rows
 from vllm.ops.cpu.weight_format import can_pack
-from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.expert_options import (
+    NO_BIASES,
+    SILU_EXPERTS,
+    ExpertBiases,
+    ExpertOptions,
+    RoutingOptions,
+)
 from vllm.ops.low_rank import (
     AdaptedHeads,
     AdaptedLayer,
@@ -71,9 +74,12 @@ class CPUOps(NativeOps):
         self._max_groups = 0 if library is None else int(library.plain.kMaxExpertGroups)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
-    def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
-        """What runs an operation on the rows of x, called as `RowOperations`; None: torch does."""
-        return self._row_operations.get(x.dtype) if x.is_cpu else None
+    def _rows_of(self, x: Any) -> Callable[..., Any] | None:
+        """What runs an operation on the rows of x, or records it, called as `RowOperations`; None:
+        torch does."""
+        if x.is_cpu:
+            return self._row_operations.get(x.dtype)
+        return x.recorder.row_operation if isinstance(x, Rows) else None
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         is_packed = dtype in self._kernels and not is_rounding_inputs(weight)
@@ -94,14 +100,12 @@ class CPUOps(NativeOps):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
-        first_expert: int | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         if dtype not in self._kernels:
             return None
-        return pack_stored_experts(gate, up, down, first_expert, gate_up_bias, down_bias, options)
+        return pack_stored_experts(gate, up, down, biases, options)
 
     def prepare_adapter(
         self,
@@ -180,30 +184,28 @@ class CPUOps(NativeOps):
     def route(
         self,
         logits: Tensor,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(logits)
-        if run is None or not self._can_choose(top_k, groups):
-            return super().route(logits, top_k, routing, scale, groups, bias)
-        check_choice(top_k, logits, groups, bias)
+        if run is None or not self._can_choose(options):
+            return super().route(logits, options, bias)
+        check_choice(logits, options, bias)
         chosen = run(
             "route",
             logits,
-            top_k=top_k,
-            groups=groups,
+            top_k=options.top_k,
+            groups=options.groups,
             table=bias,
-            option=ROUTINGS[routing],
-            scalar=scale,
+            option=ROUTINGS[options.weights],
+            scalar=options.scale,
         )
-        return choices_in(chosen, top_k)
+        return choices_in(chosen, options.top_k)
 
-    def _can_choose(self, top_k: int, groups: ExpertGroups) -> bool:
+    def _can_choose(self, options: RoutingOptions) -> bool:
         """Whether the kernels have room for so many."""
-        return top_k <= self._max_top_k and groups.num_groups <= self._max_groups
+        has_room = options.groups.num_groups <= self._max_groups
+        return has_room and options.top_k <= self._max_top_k
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
         run = self._rows_of(x)
@@ -338,25 +340,15 @@ class CPUOps(NativeOps):
         value_cache: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        options = AttentionOptions(
-            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scales, value_scales, sinks, chunk_size),
-        )
         if kernels is None:
             return super().paged_attention_decode(
-                query, key_cache, value_cache, block_tables, seq_lens, *options
+                query, key_cache, value_cache, block_tables, seq_lens, options, tensors
             )
-        args = (query, key_cache, value_cache, block_tables, seq_lens, options)
+        args = (query, key_cache, value_cache, block_tables, seq_lens, options, tensors)
         return paged_attention_decode(kernels, *args)
 
     def paged_attention_prefill(
@@ -367,25 +359,14 @@ class CPUOps(NativeOps):
         block_tables: Tensor,
         query_start_loc: Sequence[int] | np.ndarray,
         seq_lens: Sequence[int] | np.ndarray,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        options = AttentionOptions(
-            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
-            *(key_scales, value_scales, sinks, chunk_size),
-        )
+        caches = (key_cache, value_cache, block_tables)
+        args = (query, *caches, query_start_loc, seq_lens, options, tensors)
         if kernels is None:
-            return super().paged_attention_prefill(
-                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
-            )
-        args = (query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options)
+            return super().paged_attention_prefill(*args)
         return paged_attention_prefill(kernels, *args)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.cpu.attention import cache_type
+from vllm.ops.cpu.attention import cache_type, option_fields
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.linear import PackedWeight
@@ -22,11 +22,9 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.cpu.weight_format import WeightFormat
-from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, Routing
+from vllm.ops.expert_options import RoutingOptions
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
-
-_MAX_WINDOW = 2**31 - 1
 
 Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
 """What an operation reads besides rows."""
@@ -235,7 +233,7 @@ class Recorder(CPUOps):
 
     def clip(self, x: Rows, limit: float) -> Rows:
         """Elements up to a limit and down to its negative."""
-        return self._row_operation("clip", x, scalar=limit)
+        return self.row_operation("clip", x, scalar=limit)
 
     def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
         if not isinstance(x, Rows):
@@ -247,16 +245,13 @@ class Recorder(CPUOps):
     def route(
         self,
         logits: Any,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> Any:
         if not isinstance(logits, Rows):
-            return super().route(logits, top_k, routing, scale, groups, bias)
-        (num_experts,) = logits.sizes
-        if not 1 <= top_k <= num_experts or not self._can_choose(top_k, groups):
+            return super().route(logits, options, bias)
+        (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
+        if not 1 <= top_k <= num_experts or not self._can_choose(options):
             raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen from {groups}")
         table = None if bias is None else self._dense(bias, num_experts, dtype=torch.float32)
         out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
@@ -272,8 +267,8 @@ class Recorder(CPUOps):
             num_groups=groups.num_groups,
             top_groups=groups.top_groups,
             is_float=logits.dtype != self.dtype,
-            option=ROUTINGS[routing],
-            scalar=scale,
+            option=ROUTINGS[options.weights],
+            scalar=options.scale,
         )
         return out, out  # ids and weights are one
 
@@ -291,7 +286,7 @@ class Recorder(CPUOps):
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
             raise NotFusibleError("relu in place cannot be recorded")
-        return self._row_operation("relu", x)
+        return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
         """The sum of two rows, either of which may be given first; or of rows and a tensor with the
@@ -301,13 +296,13 @@ class Recorder(CPUOps):
         if isinstance(y, Tensor):
             operands = {"weight": self._dense(y, *x.sizes)}
             return self._rows("add_weights", x.sizes, x, operands=operands)
-        return self._row_operation("add", x, y)
+        return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
         """Rows times a number."""
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
-        return self._row_operation("scale", x, scalar=factor)
+        return self.row_operation("scale", x, scalar=factor)
 
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
@@ -359,9 +354,10 @@ class Recorder(CPUOps):
         )
         operands.setdefault("value_cache", operands["key_cache"])
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
-        for name, numbers in by_head.items():
-            if numbers is not None:
-                operands[name] = self._dense(numbers, query.sizes[0], dtype=torch.float32)
+        for name, given in by_head.items():
+            if given is not None:
+                operands[name] = self._dense(given, query.sizes[0], dtype=torch.float32)
+        numbers: dict[str, Any] = option_fields(layer.options, shape[3])
         return self._rows(
             "attend",
             (query.sizes[0], value_size),
@@ -371,11 +367,9 @@ class Recorder(CPUOps):
             value_size=value_size,
             group=group,
             num_kv_heads=shape[2],
-            scalar=layer.scale,
+            scalar=numbers.pop("scale"),
             cache_type=of_cache,
-            soft_cap=layer.logits_soft_cap or 0.0,
-            sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
-            chunk_size=layer.chunk_size or 0,
+            **numbers,
         )
 
     def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
@@ -383,10 +377,7 @@ class Recorder(CPUOps):
             raise NotFusibleError("an embedding is looked up by ids alone")
         return self.lookup(ids, weight)
 
-    def _rows_of(self, x: Any) -> Callable[..., Any] | None:
-        return self._row_operation if isinstance(x, Symbol) else super()._rows_of(x)
-
-    def _row_operation(
+    def row_operation(
         self,
         kind: str,
         x: Rows,

@@ -1,6 +1,7 @@
 """From the weights of quantized checkpoints to the layout of the C++ kernels. Values are kept."""
 
 from collections.abc import Sequence
+from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.linear import ByteGroups, PackedWeight
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.weight_format import MAX_INT8_INPUTS, WeightFormat
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
@@ -19,8 +20,6 @@ from vllm.ops.stored_weight import (
     Mxfp4Weight,
     StackedWeight,
     StoredWeight,
-    has_equal_groups,
-    in_equal_groups,
     pack_nibbles,
 )
 
@@ -30,37 +29,14 @@ _UNEQUAL_BLOCK = 32
 """Inputs of each part that groups of different sizes are divided into."""
 
 
+@singledispatch
 def pack_stored(weight: StoredWeight) -> PackedWeight | None:
-    """The weight as the kernels read it; None: no kernel multiplies with it.
+    """Return the weight as the kernels read it; None: no kernel multiplies with it.
 
     Raises:
         ValueError: the groups of its inputs are wrong.
         MemoryError: there is no scratch memory.
     """
-    num_in = weight.shape[1]
-    if isinstance(weight, Fp8Weight) and _has_blocks(weight.block_inputs, num_in):
-        groups = ByteGroups(scales=weight.scales.T, block_inputs=min(weight.block_inputs, num_in))
-        return PackedWeight.from_bytes(WeightFormat.FP8, weight.numbers.view(torch.uint8), groups)
-    if isinstance(weight, Int8Weight) and num_in % 4 == 0 and num_in <= MAX_INT8_INPUTS:
-        return PackedWeight.from_int8(weight.numbers, weight.scales)
-    if isinstance(weight, StackedWeight):
-        parts = [pack_stored(part) for part in weight.parts]
-        packed = [part for part in parts if part is not None]
-        return PackedWeight.stack(packed) if len(packed) == len(parts) else None
-    if isinstance(weight, Mxfp4Weight):
-        return _pack_mxfp4(weight)
-    if isinstance(weight, MinimumWeight) and _has_factors(weight):
-        return PackedWeight.from_minimums(weight)
-    if isinstance(weight, GroupedWeight):
-        order = None
-        if not has_equal_groups(weight):
-            return _pack_unequal(weight)
-        if weight.groups is not None:
-            order = order_of(weight.groups)
-        if _is_int4(weight):
-            return _pack_int4(weight, order)
-        if _has_blocks(num_in // len(weight.scales), num_in):
-            return _pack_uint8(weight, order)
     return None
 
 
@@ -68,9 +44,7 @@ def pack_stored_experts(
     gate: Sequence[StoredWeight],
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
-    first_expert: int | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    biases: ExpertBiases = NO_BIASES,
     options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
     """Gated experts as the kernels read them; None: no kernel multiplies with them.
@@ -90,7 +64,7 @@ def pack_stored_experts(
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
-    return PackedExperts(gates, ups, downs, gate_up_bias, down_bias, options, first_expert)
+    return PackedExperts(gates, ups, downs, biases, options)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
@@ -125,6 +99,47 @@ def _has_factors(weight: MinimumWeight) -> bool:
     return num_in // num_blocks in sizes and FACTOR_INPUTS % (num_in // num_factors) == 0
 
 
+@pack_stored.register
+def _pack_fp8(weight: Fp8Weight) -> PackedWeight | None:
+    num_in = weight.shape[1]
+    if not _has_blocks(weight.block_inputs, num_in):
+        return None
+    groups = ByteGroups(scales=weight.scales.T, block_inputs=min(weight.block_inputs, num_in))
+    return PackedWeight.from_bytes(WeightFormat.FP8, weight.numbers.view(torch.uint8), groups)
+
+
+@pack_stored.register
+def _pack_int8(weight: Int8Weight) -> PackedWeight | None:
+    num_in = weight.shape[1]
+    is_taken = num_in % 4 == 0 and num_in <= MAX_INT8_INPUTS
+    return PackedWeight.from_int8(weight.numbers, weight.scales) if is_taken else None
+
+
+@pack_stored.register
+def _pack_stacked(weight: StackedWeight) -> PackedWeight | None:
+    parts = [pack_stored(part) for part in weight.parts]
+    packed = [part for part in parts if part is not None]
+    return PackedWeight.stack(packed) if len(packed) == len(parts) else None
+
+
+@pack_stored.register
+def _pack_minimums(weight: MinimumWeight) -> PackedWeight | None:
+    return PackedWeight.from_minimums(weight) if _has_factors(weight) else None
+
+
+@pack_stored.register
+def _pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
+    if not weight.has_equal_groups:
+        return _pack_unequal(weight)
+    num_in = weight.shape[1]
+    order = None if weight.groups is None else order_of(weight.groups)
+    if _is_int4(weight):
+        return _pack_int4(weight, order)
+    is_taken = _has_blocks(num_in // len(weight.scales), num_in)
+    return _pack_uint8(weight, order) if is_taken else None
+
+
+@pack_stored.register
 def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     """None: exponents of an output are too far apart."""
     halves = weight.powers().T / 2
@@ -138,10 +153,13 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:
     """A part of groups that have inputs from everywhere."""
-    found = in_equal_groups(weight, _UNEQUAL_BLOCK)
-    packed = None if found is None else pack_stored(found[0])
-    if found is not None and packed is not None:
-        packed.read_inputs(found[1].int(), weight.shape[1])
+    found = weight.with_neighbours(_UNEQUAL_BLOCK)
+    if found is None:
+        return None
+    equal, order = found
+    packed = pack_stored(equal)
+    if packed is not None and order is not None:
+        packed.read_inputs(order.int(), weight.shape[1])
     return packed
 
 

@@ -5,17 +5,77 @@ or raises `NotFusibleError`, so a recording never differs from what the modules 
 """
 
 import builtins
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from vllm.ops.cpu.recorder import Recorder
 
 
 class NotFusibleError(ValueError):
     """Something of a model cannot be recorded; the message says what."""
+
+
+class SymbolRecorder(Protocol):
+    """What symbols, and code that is given some, ask of the object that records them.
+
+    Its methods raise NotFusibleError for what the kernels cannot take.
+    """
+
+    dtype: torch.dtype
+    """Of rows that say no other."""
+
+    @property
+    def torch_functions(self) -> Mapping[Any, Callable[..., Any]]:
+        """Functions of torch that can be recorded, and what records them."""
+        ...
+
+    def cat(self, parts: Any, dim: int = -1) -> Any:
+        """Put rows together along their last dimension."""
+        ...
+
+    def widen(self, x: Any) -> Any:
+        """Make rows float32."""
+        ...
+
+    def clip(self, x: Any, limit: float) -> Any:
+        """Limit elements to a number and its negative."""
+        ...
+
+    def add(self, x: Any, y: Any) -> Any:
+        """Add rows, or rows and a tensor."""
+        ...
+
+    def scale(self, x: Any, factor: Any) -> Any:
+        """Multiply rows by a number."""
+        ...
+
+    def row_operation(self, kind: str, x: Any, y: Any = None, **arguments: Any) -> Any:
+        """Do what `RowOperations` does when it is called."""
+        ...
+
+    def lookup(self, ids: Any, table: Any, dtype: torch.dtype | None = None) -> Any:
+        """Look up rows of a table."""
+        ...
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        """Multiply rows with a packed weight."""
+        ...
+
+    def multiply_heads(self, x: Any, heads: Any, beside: Any = None) -> Any:
+        """Multiply each head with its packed matrix."""
+        ...
+
+    def experts(self, experts: Any, x: Any, ids: Any, weights: Any) -> Any:
+        """Compute the packed experts of each token."""
+        ...
+
+    def all_reduce(self, x: Any, collectives: Any) -> Any:
+        """Add rows up over the ranks."""
+        ...
+
+    def all_gather(self, x: Any, collectives: Any) -> Any:
+        """Put the rows of all ranks together."""
+        ...
 
 
 class Symbol:
@@ -24,7 +84,7 @@ class Symbol:
     is_cpu = False
     """Operators check it before they read memory, and there is none."""
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: SymbolRecorder) -> None:
         self.recorder = recorder
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -70,7 +130,7 @@ class Ids(Symbol):
     dtype = torch.int64
 
     def __init__(
-        self, recorder: "Recorder", is_position: bool, offset: int = 0, num_rows: int = 0
+        self, recorder: SymbolRecorder, is_position: bool, offset: int = 0, num_rows: int = 0
     ) -> None:
         super().__init__(recorder)
         self.is_position = is_position
@@ -111,7 +171,7 @@ class Rows(Symbol):
 
     def __init__(
         self,
-        recorder: "Recorder",
+        recorder: SymbolRecorder,
         buffer: Buffer,
         sizes: tuple[int, ...],
         offset: int = 0,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.platforms.habana.bridge import FusedKernels
 
@@ -55,13 +55,15 @@ class CardExperts:
     """Operators are recorded."""
     operators: ExpertOperators
     options: ExpertOptions
-    first_expert: int | None = None
-    """See `Ops.moe`."""
 
     @property
     def can_fuse(self) -> bool:
         """Whether operators for experts can be called here."""
         return self.is_lazy or torch.compiler.is_compiling()
+
+    def is_plain(self, biases: ExpertBiases) -> bool:
+        """Whether these experts are those that every operator has: silu without biases."""
+        return self.options.is_silu and biases.gate_up is biases.down is None
 
     def moe(
         self,
@@ -70,21 +72,20 @@ class CardExperts:
         weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases,
         has_inputs_first: bool = False,
     ) -> Tensor:
         """As `Ops.moe`.
 
         Args:
-            x, ids, weights, gate_up_bias, down_bias: as there.
+            x, ids, weights, biases: as there.
             gate_up: [E, 2 * I, hidden].
             down: [E, hidden, I].
             has_inputs_first: gate_up is [E, hidden, 2 * I] and down [E, I, hidden].
         """
-        is_plain = self.options == SILU_EXPERTS and gate_up_bias is down_bias is None
+        is_plain = self.is_plain(biases)
         if self.can_fuse and not self.options.scales_inputs:
-            routed, first = (x, ids, weights.to(x.dtype)), self.first_expert or 0
+            routed, first = (x, ids, weights.to(x.dtype)), self.options.first_expert or 0
             if is_plain and self.operators.plain:
                 return self.kernels.moe(
                     *routed, gate_up.unbind(0), down.unbind(0), first, has_inputs_first
@@ -93,7 +94,7 @@ class CardExperts:
                 dim = 2 if has_inputs_first else 1
                 added = [  # the operator has no form without them
                     weight.new_zeros(len(weight), weight.shape[dim]) if bias is None else bias
-                    for bias, weight in ((gate_up_bias, gate_up), (down_bias, down))
+                    for bias, weight in zip(biases, (gate_up, down), strict=True)
                 ]
                 alpha, limit = self.options.alpha, self.options.limit
                 # A copy of the weights in each forward pass: the layer keeps gates before ups.
@@ -111,8 +112,7 @@ class CardExperts:
         if has_inputs_first:
             gate_up, down = gate_up.mT, down.mT
         return NATIVE.moe(
-            *(x, ids, weights, gate_up, down, gate_up_bias, down_bias),
-            *(self.options, self.first_expert),
+            *(x, ids, weights, gate_up, down, biases, self.options),
         )
 
 
@@ -122,9 +122,30 @@ def in_turn(x: Tensor, dim: int) -> Tensor:
     return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def kept_bias(bias: Tensor | None) -> nn.Parameter | None:
-    """A bias of a layer as a parameter of what computes its experts: the same one, so that the
-    memory of the model has it once."""
+class CardLayer(nn.Module):
+    """Experts of a layer in the layout of a card, with their biases as parameters: those of the
+    layer, so that the memory of the model has them once.
+
+    Args:
+        card: how it computes them.
+        biases: of the products.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, card: CardExperts, biases: ExpertBiases) -> None:
+        super().__init__()
+        self._card = card
+        self.register_parameter("gate_up_bias", _kept(biases.gate_up))
+        self.register_parameter("down_bias", _kept(biases.down))
+
+    @property
+    def _biases(self) -> ExpertBiases:
+        return ExpertBiases(self.gate_up_bias, self.down_bias)
+
+
+def _kept(bias: Tensor | None) -> nn.Parameter | None:
     if bias is None or isinstance(bias, nn.Parameter):
         return bias
     return nn.Parameter(bias, requires_grad=False)

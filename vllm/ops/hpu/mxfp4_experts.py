@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.hpu.experts import NATIVE, CardExperts, in_turn, kept_bias
-from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight
+from vllm.ops.expert_options import ExpertBiases
+from vllm.ops.hpu.experts import NATIVE, CardExperts, CardLayer, in_turn
+from vllm.ops.stored_weight import E2M1, Mxfp4Weight, StoredWeight, all_of
 
 _BLOCK_BYTES = 16
 _E8M0_BIAS = 127
 
 
-class HPUMxfp4Experts(nn.Module):
+class HPUMxfp4Experts(CardLayer):
     """Gated experts in MXFP4.
 
     With the clamped activation, which the operator has with biases only, gate and up of a feature
@@ -25,35 +25,32 @@ class HPUMxfp4Experts(nn.Module):
     Args:
         gate_up: of each expert, gate then up.
         down: of each expert.
-        gate_up_bias, down_bias: see `Ops.prepare_experts`.
-        card: how it computes them.
+        biases, card: see `CardLayer`.
     """
 
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
     elements: Tensor
 
     def __init__(
         self,
         gate_up: Sequence[Mxfp4Weight],
         down: Sequence[Mxfp4Weight],
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        biases: ExpertBiases,
         card: CardExperts,
     ) -> None:
-        super().__init__()
-        self._card, self._is_biased = card, card.options.limit is not None
+        is_biased = card.options.limit is not None
         first, last = (_stacked(weights) for weights in (gate_up, down))
-        if self._is_biased:  # the operator has no form without biases
-            gate_up_bias, down_bias = (
-                _zeros(stack[0]) if bias is None else bias
-                for bias, stack in ((gate_up_bias, first), (down_bias, last))
+        if is_biased:  # the operator has no form without biases
+            biases = ExpertBiases(
+                *(
+                    _zeros(stack[0]) if bias is None else bias
+                    for bias, stack in zip(biases, (first, last), strict=True)
+                )
             )
             first = in_turn(first[0], 1), in_turn(first[1], 1)
+        super().__init__(card, biases)
+        self._is_biased = is_biased
         self.gate_up, self.gate_up_scales = (_parameter(x) for x in first)
         self.down, self.down_scales = (_parameter(x) for x in last)
-        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
-        self.register_parameter("down_bias", kept_bias(down_bias))
         values = torch.tensor([*E2M1, *(-x for x in E2M1)])
         self.register_buffer("elements", values, persistent=False)
 
@@ -65,7 +62,7 @@ class HPUMxfp4Experts(nn.Module):
         routed = x.to(torch.bfloat16), topk_ids, topk_weights.to(torch.bfloat16)
         tensors = (self.gate_up, self.gate_up_scales, self.down, self.down_scales)
         lists = [each.unbind(0) for each in tensors]
-        first = card.first_expert or 0
+        first = card.options.first_expert or 0
         if not self._is_biased:
             return card.kernels.mxfp4_moe(
                 *routed, lists[0], lists[1], lists[2], lists[3], first
@@ -91,8 +88,7 @@ class HPUMxfp4Experts(nn.Module):
         if self._is_biased:
             gate_up = _apart(gate_up, 1)
         return NATIVE.moe(
-            *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
-            *(self._card.options, self._card.first_expert),
+            *(x, topk_ids, topk_weights, gate_up, down, self._biases, self._card.options)
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -117,8 +113,7 @@ def prepare_mxfp4_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     dtype: torch.dtype,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    biases: ExpertBiases,
     card: CardExperts,
 ) -> HPUMxfp4Experts | None:
     """Return the experts as the operator takes them; None: it does not.
@@ -126,35 +121,25 @@ def prepare_mxfp4_experts(
     Args:
         gate, up, down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        gate_up_bias, down_bias, card: see `HPUMxfp4Experts`.
+        biases, card: see `CardLayer`.
     """
     options = card.options
-    is_plain = options == SILU_EXPERTS and gate_up_bias is down_bias is None
-    has_operator = (is_plain and card.operators.mxfp4) or (
+    has_operator = (card.is_plain(biases) and card.operators.mxfp4) or (
         options.limit is not None and not options.scales_inputs and card.operators.biased_mxfp4
     )
     stored = [_whole_blocks(weights) for weights in (gate, up, down)]
     if dtype != torch.bfloat16 or not has_operator or not all(stored):
         return None
     gates, ups, downs = stored
-    both = [
-        Mxfp4Weight(
-            blocks=torch.cat((first.blocks, second.blocks)),
-            scales=torch.cat((first.scales, second.scales)),
-        )
-        for first, second in zip(gates, ups, strict=True)
-    ]
-    return HPUMxfp4Experts(both, downs, gate_up_bias, down_bias, card)
+    pairs = (first.joined(second) for first, second in zip(gates, ups, strict=True))
+    both = [weight for weight in pairs if weight is not None]  # all, as they are of one kind
+    return HPUMxfp4Experts(both, downs, biases, card)
 
 
 def _whole_blocks(weights: Sequence[StoredWeight]) -> list[Mxfp4Weight]:
     """Return the weights if all are MXFP4 in whole blocks, which a rank may have parts of."""
-    found = [
-        weight
-        for weight in weights
-        if isinstance(weight, Mxfp4Weight) and weight.blocks.shape[-1] == _BLOCK_BYTES
-    ]
-    return found if len(found) == len(weights) else []
+    found = all_of(Mxfp4Weight, weights) or []
+    return found if all(weight.blocks.shape[-1] == _BLOCK_BYTES for weight in found) else []
 
 
 def _stacked(weights: Sequence[Mxfp4Weight]) -> tuple[Tensor, Tensor]:

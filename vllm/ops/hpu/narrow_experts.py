@@ -6,57 +6,41 @@ time is wide. Shapes depend on the arguments alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.hpu.experts import CardExperts, kept_bias
-from vllm.ops.hpu.narrow_rows import NarrowRows, as_grouped, narrow_rows
-from vllm.ops.stored_weight import (
-    GroupedWeight,
-    GroupScales,
-    MinimumWeight,
-    Mxfp4Weight,
-    StoredWeight,
-    has_equal_groups,
-    in_equal_groups,
-)
+from vllm.ops.expert_options import ExpertBiases
+from vllm.ops.hpu.experts import CardExperts, CardLayer
+from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.stored_weight import StoredWeight
 
 
-class HPUNarrowExperts(nn.Module):
+class HPUNarrowExperts(CardLayer):
     """Gated experts of numbers of 4 or 8 bits.
 
     Args:
         gate_up: of all experts, gate then up.
         down: of all experts.
-        gate_up_bias, down_bias: see `Ops.moe`.
-        card: how it computes them.
+        biases, card: see `CardLayer`.
     """
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         gate_up: "_NarrowStack",
         down: "_NarrowStack",
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        biases: ExpertBiases,
         card: CardExperts,
     ) -> None:
-        super().__init__()
-        self.gate_up, self.down, self._card = gate_up, down, card
-        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
-        self.register_parameter("down_bias", kept_bias(down_bias))
+        super().__init__(card, biases)
+        self.gate_up, self.down = gate_up, down
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See `PreparedExperts`."""
         gate_up, down = (each.dense(x.dtype) for each in (self.gate_up, self.down))
         return self._card.moe(
-            *(x, topk_ids, topk_weights, gate_up, down, self.gate_up_bias, self.down_bias),
-            has_inputs_first=True,
+            *(x, topk_ids, topk_weights, gate_up, down, self._biases), has_inputs_first=True
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -73,8 +57,7 @@ def prepare_narrow_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     dtype: torch.dtype,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    biases: ExpertBiases,
     card: CardExperts,
 ) -> HPUNarrowExperts | None:
     """The experts as the card has them; None: it has them in the dtype of the inputs only.
@@ -82,67 +65,18 @@ def prepare_narrow_experts(
     Args:
         gate, up, down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        gate_up_bias, down_bias, card: see `HPUNarrowExperts`.
+        biases, card: see `CardLayer`.
     """
     both = [_side_by_side(*pair) for pair in zip(gate, up, strict=True)]
     stacks = [_stack(weights, card, dtype) for weights in (both, down)]
     if stacks[0] is None or stacks[1] is None:
         return None
-    return HPUNarrowExperts(stacks[0], stacks[1], gate_up_bias, down_bias, card)
+    return HPUNarrowExperts(stacks[0], stacks[1], biases, card)
 
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
     """Gate and up as one weight; None: they are stored in other ways, or have other groups."""
-    if isinstance(gate, Mxfp4Weight) and isinstance(up, Mxfp4Weight):
-        blocks, scales = _joined(gate.blocks, up.blocks), _joined(gate.scales, up.scales)
-        return Mxfp4Weight(blocks=blocks, scales=scales)
-    if isinstance(gate, MinimumWeight) and isinstance(up, MinimumWeight):
-        return _minimums_side_by_side(gate, up)
-    return _groups_side_by_side(as_grouped(gate), as_grouped(up))
-
-
-def _groups_side_by_side(
-    gate: GroupedWeight | None, up: GroupedWeight | None
-) -> GroupedWeight | None:
-    if gate is None or up is None or gate.scales.shape != up.scales.shape:
-        return None
-    orders = (gate.groups, up.groups)
-    is_same = orders == (None, None) or (
-        orders[0] is not None and orders[1] is not None and torch.equal(orders[0], orders[1])
-    )
-    if not is_same or (gate.bits, gate.is_awq) != (up.bits, up.is_awq):
-        return None
-    words, scales, zeros = (
-        torch.cat(pair, dim=1)
-        for pair in ((gate.words, up.words), (gate.scales, up.scales), (gate.zeros, up.zeros))
-    )
-    return replace(gate, words=words, scales=scales, zeros=zeros)
-
-
-def _minimums_side_by_side(gate: MinimumWeight, up: MinimumWeight) -> MinimumWeight | None:
-    pairs = ((gate.scales, up.scales), (gate.minimums, up.minimums))
-    shapes = [
-        {(each.factors.shape[1:], each.multipliers.shape[1:]) for each in pair} for pair in pairs
-    ]
-    if any(len(each) > 1 for each in shapes):
-        return None
-    scales, minimums = (
-        GroupScales(
-            factors=_joined(first.factors, second.factors),
-            multipliers=_joined(first.multipliers, second.multipliers),
-        )
-        for first, second in pairs
-    )
-    return MinimumWeight(
-        codes=_joined(gate.codes, up.codes),
-        bits=max(gate.bits, up.bits),
-        scales=scales,
-        minimums=minimums,
-    )
-
-
-def _joined(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second))
+    return (gate.as_grouped() or gate).joined(up.as_grouped() or up)
 
 
 def _stack(
@@ -154,16 +88,12 @@ def _stack(
     for number, weight in enumerate(weights):
         if weight is None:
             return None
-        given = as_grouped(weight) or weight
-        place = torch.arange(num_in)
-        if isinstance(given, GroupedWeight) and given.groups is not None:
-            if not has_equal_groups(given):
-                return None
-            found = in_equal_groups(given, num_in)
-            assert found is not None, "no columns are added to equal groups"
-            given, order = found
-            place = order.argsort()
-        in_groups.append(given)
+        found = (weight.as_grouped() or weight).with_neighbours(None)
+        if found is None:
+            return None
+        in_groups.append(found[0])
+        order = found[1]
+        place = torch.arange(num_in) if order is None else order.argsort()
         places.append(place + number * num_in)
     rows = narrow_rows(in_groups, card.kernels, dtype)
     return None if rows is None else _NarrowStack(rows, places)

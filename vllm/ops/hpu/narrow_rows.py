@@ -7,7 +7,6 @@ that a scale of a group of inputs is a row of scales. Shapes depend on the argum
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from vllm.ops.stored_weight import (
     GroupedWeight,
     GroupScales,
-    Int8Weight,
     MinimumWeight,
     Mxfp4Weight,
     StoredWeight,
@@ -32,8 +30,6 @@ _WORD = 8
 """Numbers of 4 bits in a word."""
 _UINT4_MIDDLE = 8
 """What `_Mxfp4Rows` has in place of 0."""
-
-_Weight = TypeVar("_Weight", bound=StoredWeight)
 
 
 def whole(kept: Tensor) -> Tensor:
@@ -59,41 +55,48 @@ def narrow_rows(
         kernels: of the card.
         dtype: of the inputs.
     """
-    shapes = {weight.shape for weight in weights}
-    is_even = all(weight.shape[0] % _WORD == 0 for weight in weights)
-    if len(shapes) > 1:
+    given = [weight.as_grouped() or weight for weight in weights]
+    if len({(type(weight), weight.shape) for weight in given}) > 1:
         return None
-    if (mxfp4 := _all_of(Mxfp4Weight, weights)) is not None:
-        return _Mxfp4Rows(mxfp4, kernels, dtype) if is_even else None
-    if (blocks := _all_of(MinimumWeight, weights)) is not None:
-        has_nibbles = is_even and all(weight.bits == 4 for weight in blocks)
-        return _MinimumRows(blocks, kernels if has_nibbles else None)
-    grouped = [as_grouped(weight) for weight in weights]
-    found = [weight for weight in grouped if weight is not None]
-    if len(found) < len(weights) or len({weight.scales.shape for weight in found}) > 1:
+    make = _KINDS.get(type(given[0]))
+    return None if make is None else make(given, kernels, dtype)
+
+
+def _is_even(weights: Sequence[StoredWeight]) -> bool:
+    """Whether outputs fill words of numbers of 4 bits."""
+    return all(weight.shape[0] % _WORD == 0 for weight in weights)
+
+
+def _grouped_rows(
+    weights: Sequence[GroupedWeight], kernels: FusedKernels, dtype: torch.dtype
+) -> NarrowRows | None:
+    if len({weight.scales.shape for weight in weights}) > 1:
         return None
-    if is_even and all(w.bits <= 4 and bool((w.zeros < 16).all()) for w in found):
-        return _Uint4Rows(found, kernels, dtype)
-    return _ByteRows(found)
+    has_nibbles = all(w.bits <= 4 and bool((w.zeros < 16).all()) for w in weights)
+    if has_nibbles and _is_even(weights):
+        return _Uint4Rows(weights, kernels, dtype)
+    return _ByteRows(weights)
 
 
-def as_grouped(weight: StoredWeight) -> GroupedWeight | None:
-    """int8 with a scale per output feature is one group; None: neither that nor grouped."""
-    if isinstance(weight, Int8Weight) and weight.shape[1] % 4 == 0:
-        codes = weight.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
-        return GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=weight.scales[None],
-            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
-        )
-    return weight if isinstance(weight, GroupedWeight) else None
+def _mxfp4_rows(
+    weights: Sequence[Mxfp4Weight], kernels: FusedKernels, dtype: torch.dtype
+) -> NarrowRows | None:
+    return _Mxfp4Rows(weights, kernels, dtype) if _is_even(weights) else None
 
 
-def _all_of(kind: type[_Weight], weights: Sequence[StoredWeight]) -> list[_Weight] | None:
-    """The weights, if all of them are of this kind."""
-    found = [weight for weight in weights if isinstance(weight, kind)]
-    return found if len(found) == len(weights) else None
+def _minimum_rows(
+    weights: Sequence[MinimumWeight], kernels: FusedKernels, dtype: torch.dtype
+) -> NarrowRows:
+    has_nibbles = _is_even(weights) and all(weight.bits == 4 for weight in weights)
+    return _MinimumRows(weights, kernels if has_nibbles else None)
+
+
+_KINDS: dict[type[StoredWeight], Callable[..., NarrowRows | None]] = {
+    GroupedWeight: _grouped_rows,
+    Mxfp4Weight: _mxfp4_rows,
+    MinimumWeight: _minimum_rows,
+}
+"""Makes rows of weights of a kind, called as `narrow_rows`."""
 
 
 class _Uint4Rows(NarrowRows):

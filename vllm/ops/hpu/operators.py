@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions
+from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.hpu.experts import CardExperts, ExpertOperators
 from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
 from vllm.ops.hpu.narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.prepared import PreparedExperts, PreparedWeight
-from vllm.ops.stored_weight import Fp8Weight, StoredWeight
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight, all_of
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -72,24 +72,19 @@ class HPUOps(NativeOps):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
-        first_expert: int | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         self.expect_experts(options)
-        gates, ups, downs = (
-            [weight for weight in weights if isinstance(weight, Fp8Weight)]
-            for weights in (gate, up, down)
-        )
-        biases, card = (gate_up_bias, down_bias), self._card(options, first_expert)
-        if not len(gates) == len(ups) == len(downs) == len(gate):
-            packed = prepare_mxfp4_experts(gate, up, down, dtype, *biases, card)
-            return packed or prepare_narrow_experts(gate, up, down, dtype, *biases, card)
-        return HPUFp8Experts(gates, ups, downs, *biases, self._fp8_max, card)
+        gates, ups, downs = (all_of(Fp8Weight, weights) for weights in (gate, up, down))
+        card = self._card(options)
+        if gates is None or ups is None or downs is None:
+            packed = prepare_mxfp4_experts(gate, up, down, dtype, biases, card)
+            return packed or prepare_narrow_experts(gate, up, down, dtype, biases, card)
+        return HPUFp8Experts(gates, ups, downs, biases, self._fp8_max, card)
 
-    def _card(self, options: ExpertOptions, first_expert: int | None) -> CardExperts:
-        return CardExperts(self._kernels, self._is_lazy, self._operators, options, first_expert)
+    def _card(self, options: ExpertOptions) -> CardExperts:
+        return CardExperts(self._kernels, self._is_lazy, self._operators, options)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
@@ -107,14 +102,10 @@ class HPUOps(NativeOps):
         topk_weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
-        first_expert: int | None = None,
     ) -> Tensor:
-        return self._card(options, first_expert).moe(
-            *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias)
-        )
+        return self._card(options).moe(x, topk_ids, topk_weights, gate_up, down, biases)
 
     def rotary_angles(
         self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool

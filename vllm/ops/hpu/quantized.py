@@ -5,6 +5,7 @@ the arguments alone, so that every step can be captured in a graph.
 """
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import NamedTuple
 
 import torch
@@ -12,18 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.ops import get_ops
-from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.hpu.experts import CardExperts, kept_bias
+from vllm.ops.expert_options import ExpertBiases
+from vllm.ops.hpu.experts import CardExperts, CardLayer
 from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
 from vllm.ops.native.experts import sum_of_experts
-from vllm.ops.stored_weight import (
-    Fp8Weight,
-    GroupedWeight,
-    StackedWeight,
-    StoredWeight,
-    in_equal_groups,
-    round_to_fp8,
-)
+from vllm.ops.stored_weight import Fp8Weight, StackedWeight, StoredWeight, round_to_fp8
 from vllm.platforms.habana.bridge import FusedKernels
 
 _GROUP = 32
@@ -97,36 +91,30 @@ class HPUFp8Weight(nn.Module):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class HPUFp8Experts(nn.Module):
+class HPUFp8Experts(CardLayer):
     """Gated experts of fp8 numbers with a scale per output feature, as `_fp8_rows` makes them.
 
     Inputs of both products are rounded to fp8 with a scale for each row; scales of a checkpoint
     for its inputs are not used.
 
     Args:
-        gate, up, down, gate_up_bias, down_bias: see `Ops.prepare_experts`.
+        gate, up, down, biases: see `Ops.prepare_experts`.
         fp8_max: the largest number of the card's e4m3.
         card: what it computes of them. Its operator in fp8 has silu and no biases; others are one
             product after the other.
     """
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         gate: Sequence[Fp8Weight],
         up: Sequence[Fp8Weight],
         down: Sequence[Fp8Weight],
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        biases: ExpertBiases,
         fp8_max: float,
         card: CardExperts,
     ) -> None:
-        super().__init__()
-        self._fp8_max, self._card = fp8_max, card
-        self.register_parameter("gate_up_bias", kept_bias(gate_up_bias))
-        self.register_parameter("down_bias", kept_bias(down_bias))
+        super().__init__(card, biases)
+        self._fp8_max = fp8_max
         gates, ups, downs = (
             [_fp8_rows(weight, fp8_max) for weight in weights] for weights in (gate, up, down)
         )
@@ -148,8 +136,7 @@ class HPUFp8Experts(nn.Module):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See `PreparedExperts`."""
         card = self._card
-        is_plain = card.options == SILU_EXPERTS and self.gate_up_bias is self.down_bias is None
-        if not (is_plain and card.can_fuse and card.operators.fp8):
+        if not (card.is_plain(self._biases) and card.can_fuse and card.operators.fp8):
             return sum_of_experts(
                 *(get_ops(), x, topk_ids, topk_weights, len(self.down)),
                 lambda expert, given: self._biased(
@@ -158,7 +145,7 @@ class HPUFp8Experts(nn.Module):
                 lambda expert, middle: self._biased(
                     self.multiply_down(expert, middle), self.down_bias, expert
                 ),
-                *(card.options, card.first_expert),
+                card.options,
             )
         numbers, scale = _round_rows(card.kernels, x, self._fp8_max)
         summed = card.kernels.fp8_moe(
@@ -170,7 +157,7 @@ class HPUFp8Experts(nn.Module):
             self.gate_up_scale.unbind(0),
             self.down.unbind(0),
             self.down_scale.unbind(0),
-            card.first_expert or 0,
+            card.options.first_expert or 0,
         )
         return summed.to(x.dtype)
 
@@ -234,6 +221,7 @@ HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
 """A quantized weight of a linear layer as the card multiplies with it."""
 
 
+@singledispatch
 def prepare_on_host(
     weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
 ) -> HPUWeight | None:
@@ -245,17 +233,24 @@ def prepare_on_host(
         fp8_max: the largest number of its e4m3.
         dtype: of the inputs.
     """
-    if isinstance(weight, Fp8Weight):
-        return HPUFp8Weight(weight, kernels, fp8_max)
-    if isinstance(weight, StackedWeight):
-        parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
-        found = [part for part in parts if part is not None]
-        return HPUStackedWeight(found) if len(found) == len(parts) else None
-    order = None
-    if isinstance(weight, GroupedWeight) and weight.groups is not None:
-        even = in_equal_groups(weight, _GROUP)
-        if even is None:
-            return None
-        weight, order = even
-    rows = narrow_rows([weight], kernels, dtype)
-    return None if rows is None else HPUNarrowWeight(rows, order)
+    even = weight.with_neighbours(_GROUP)
+    if even is None:
+        return None
+    rows = narrow_rows([even[0]], kernels, dtype)
+    return None if rows is None else HPUNarrowWeight(rows, even[1])
+
+
+@prepare_on_host.register
+def _prepare_fp8(
+    weight: Fp8Weight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    return HPUFp8Weight(weight, kernels, fp8_max)
+
+
+@prepare_on_host.register
+def _prepare_stacked(
+    weight: StackedWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
+) -> HPUWeight | None:
+    parts = [prepare_on_host(part, kernels, fp8_max, dtype) for part in weight.parts]
+    found = [part for part in parts if part is not None]
+    return HPUStackedWeight(found) if len(found) == len(parts) else None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
+from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 from vllm.ops.interface import Ops
 
 
@@ -54,37 +55,29 @@ class NativeAttention(Ops):
         value_cache: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
-        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
-        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
+        check_attention(query, key_cache, value_cache, tensors)
         num_kv_heads = key_cache.shape[2]
         grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
         # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
+        slopes, sinks, key_scales, value_scales = tensors
         keys = _as_read(_read_blocks(key_cache, block_tables), key_scales).flatten(1, 2).float()
         values = _as_read(_read_blocks(value_cache, block_tables), value_scales)
         values = values.flatten(1, 2).float()
-        position = torch.arange(keys.shape[1], device=query.device)
-        is_hidden = position >= seq_lens[:, None]  # [B, K]
-        if sliding_window is not None:
-            is_hidden |= position < seq_lens[:, None] - sliding_window
-        if chunk_size is not None:
-            is_hidden |= position < (seq_lens[:, None] - 1) // chunk_size * chunk_size
+        newest = seq_lens[:, None] - 1
+        age = newest - torch.arange(keys.shape[1], device=query.device)  # [B, K]
+        is_hidden = age < 0
+        seen = options.sees(age, newest)
+        if seen is not None:
+            is_hidden |= ~seen
         # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
         values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
-        scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys) * scale
-        distance = (seq_lens[:, None] - 1 - position)[:, None, None]  # [B, 1, 1, K]
-        adjusted = _adjust(
-            scores.flatten(1, 2)[:, :, None], distance, alibi_slopes, logits_soft_cap
-        )
-        scores = adjusted.view(scores.shape)
+        scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys)
+        scores = options.adjusted(scores * options.scale_of(query.shape[2]))
+        if slopes is not None:
+            scores -= slopes.view(1, num_kv_heads, -1, 1) * age[:, None, None]
         scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
         if sinks is not None:
             sinks = sinks.view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
@@ -101,17 +94,10 @@ class NativeAttention(Ops):
         block_tables: Tensor,
         query_start_loc: Sequence[int] | np.ndarray,
         seq_lens: Sequence[int] | np.ndarray,
-        scale: float,
-        sliding_window: int | None,
-        alibi_slopes: Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-        chunk_size: int | None = None,
+        options: AttentionOptions,
+        tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
-        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
-        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
+        check_attention(query, key_cache, value_cache, tensors)
         # Numbers of an fp8 cache times their scales would be rounded in bfloat16.
         dtype = torch.float32 if key_cache.dtype in FP8_DTYPES else query.dtype
         block_size = key_cache.shape[1]
@@ -134,25 +120,23 @@ class NativeAttention(Ops):
                 _as_read(_read_blocks(cache, block_ids).flatten(0, 1)[:seq_len], scales)
                 .transpose(0, 1)[None]
                 .to(dtype)
-                for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
+                for cache, scales in (
+                    (key_cache, tensors.key_scales),
+                    (value_cache, tensors.value_scales),
+                )
             )
-            options = (alibi_slopes, logits_soft_cap, sinks, chunk_size)
-            attended = attend_prompt(q, k, v, scale, sliding_window, *options)
+            attended = attend_prompt(q, k, v, options, tensors)
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
 
 def check_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    sliding_window: int | None,
-    chunk_size: int | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors
 ) -> None:
     """The part of the attention contract that does not depend on the phase.
 
     Raises:
-        ValueError: heads, head sizes, dtypes or the window do not fit.
+        ValueError: heads, head sizes or dtypes do not fit, or slopes or sinks do not fit the heads.
     """
     *places, head_size = key_cache.shape
     *value_places, value_size = value_cache.shape
@@ -170,26 +154,7 @@ def check_attention(
         raise ValueError(
             f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
         )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1, or None")
-
-
-def check_scores(
-    query: Tensor,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float | None,
-    sinks: Tensor | None = None,
-) -> None:
-    """The part of the attention contract that is about what is done to scores.
-
-    Raises:
-        ValueError: slopes or sinks do not fit the heads, or the cap is not positive.
-    """
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; it must be positive, or None")
-    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    for name, numbers in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
         if numbers is not None and (
             numbers.shape != query.shape[1:2]
             or numbers.dtype != torch.float32
@@ -231,46 +196,33 @@ def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def _prefill_mask(
-    query_len: int,
-    seq_len: int,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    device: torch.device,
+    query_len: int, seq_len: int, options: AttentionOptions, device: torch.device
 ) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
-    has_window = sliding_window is not None and sliding_window < seq_len
-    has_window = has_window or (chunk_size is not None and chunk_size < seq_len)
-    if query_len == seq_len and not has_window:
+    hides_keys = options.reach is not None and options.reach < seq_len
+    if query_len == seq_len and not hides_keys:
         return None, True
-    if query_len == 1 and not has_window:
+    if query_len == 1 and not hides_keys:
         return None, False
     # Bottom right: the last query sees the last key.
     query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    key_pos = torch.arange(seq_len, device=device)
-    mask = key_pos <= query_pos
-    if sliding_window is not None:
-        mask &= key_pos > query_pos - sliding_window
-    if chunk_size is not None:
-        mask &= key_pos >= query_pos // chunk_size * chunk_size
+    age = query_pos - torch.arange(seq_len, device=device)
+    mask = age >= 0
+    seen = options.sees(age, query_pos)
+    if seen is not None:
+        mask &= seen
     return mask, False
 
 
 def attend_prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float | None,
-    sinks: Tensor | None,
-    chunk_size: int | None,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, tensors: AttentionTensors
 ) -> Tensor:
     """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
     [1, G, K, V]."""
-    query_len, seq_len = q.shape[2], k.shape[2]
-    mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, chunk_size, q.device)
-    if alibi_slopes is None and logits_soft_cap is None and sinks is None:
+    query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
+    slopes, sinks = tensors.alibi_slopes, tensors.sinks
+    mask, is_causal = _prefill_mask(query_len, seq_len, options, q.device)
+    if slopes is None and sinks is None and not options.adjusts_scores:
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -284,22 +236,11 @@ def attend_prompt(
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     position = torch.arange(seq_len, device=q.device)
     distance = position[seq_len - query_len :, None] - position
-    scores = _adjust(
-        (q.float() @ k.transpose(2, 3) * scale)[0], distance, alibi_slopes, logits_soft_cap
-    )
+    scores = options.adjusted((q.float() @ k.transpose(2, 3) * scale)[0])
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance
     is_hidden = distance < 0 if mask is None else ~mask
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), dim=-1)
     return (scores.softmax(-1)[..., :seq_len] @ v).to(q.dtype)
-
-
-def _adjust(
-    scores: Tensor, distance: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: float | None
-) -> Tensor:
-    """Soft cap, then ALiBi. scores: [..., H, Q, K]; distance: from key to query, without H."""
-    if logits_soft_cap is not None:
-        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * distance
-    return scores

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.expert_options import ONE_GROUP, SILU_EXPERTS, ExpertGroups, ExpertOptions, Routing
+from vllm.ops.expert_options import (
+    NO_BIASES,
+    SILU_EXPERTS,
+    ExpertBiases,
+    ExpertGroups,
+    ExpertOptions,
+    RoutingOptions,
+)
 from vllm.ops.interface import Ops
 from vllm.ops.prepared import PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
@@ -18,20 +25,18 @@ class NativeExperts(Ops):
     def route(
         self,
         logits: Tensor,
-        top_k: int,
-        routing: Routing,
-        scale: float = 1.0,
-        groups: ExpertGroups = ONE_GROUP,
+        options: RoutingOptions,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_choice(top_k, logits, groups, bias)
+        check_choice(logits, options, bias)
+        routing, groups = options.weights, options.groups
         key = logits = logits.float()
         if bias is not None:
             is_softmax = routing in ("softmax", "softmax_of_chosen")
             key = (logits.softmax(-1) if is_softmax else logits.sigmoid()) + bias
         if groups.top_groups < groups.num_groups:
             key = _within_groups(key, groups, num_best=1 if bias is None else 2)
-        ids = key.topk(top_k, dim=-1).indices
+        ids = key.topk(options.top_k, dim=-1).indices
         chosen = logits.gather(-1, ids)
         if routing == "softmax":
             weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
@@ -41,7 +46,7 @@ class NativeExperts(Ops):
             weights = chosen.sigmoid()
             if routing == "sigmoid_of_chosen":
                 weights = weights / weights.sum(-1, keepdim=True)
-        return ids, weights * scale
+        return ids, weights * options.scale
 
     def prepare_experts(
         self,
@@ -49,9 +54,7 @@ class NativeExperts(Ops):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
-        first_expert: int | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
         return None
@@ -63,10 +66,8 @@ class NativeExperts(Ops):
         topk_weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
-        first_expert: int | None = None,
     ) -> Tensor:
         num_experts, hidden, size = down.shape
         if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
@@ -80,9 +81,9 @@ class NativeExperts(Ops):
             )
         return sum_of_experts(
             *(self, x, topk_ids, topk_weights, num_experts),
-            lambda expert, given: F.linear(given, gate_up[expert], _of(gate_up_bias, expert)),
-            lambda expert, middle: F.linear(middle, down[expert], _of(down_bias, expert)),
-            *(options, first_expert),
+            lambda expert, given: F.linear(given, gate_up[expert], _of(biases.gate_up, expert)),
+            lambda expert, middle: F.linear(middle, down[expert], _of(biases.down, expert)),
+            options,
         )
 
 
@@ -95,19 +96,18 @@ def sum_of_experts(
     gate_up: Callable[[int, Tensor], Tensor],
     down: Callable[[int, Tensor], Tensor],
     options: ExpertOptions,
-    first_expert: int | None,
 ) -> Tensor:
     """As `Ops.moe`: all tokens through all experts, so that no shape depends on the choices.
 
     Args:
         ops: of the device.
-        x, topk_ids, topk_weights, options, first_expert: as there.
+        x, topk_ids, topk_weights, options: as there.
         num_experts: E.
         gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I].
         down: the second one, [T, I] -> [T, hidden].
     """
     out = torch.zeros_like(x, dtype=torch.float32)
-    choices = choices_of(num_experts, topk_ids, topk_weights, first_expert)
+    choices = choices_of(num_experts, topk_ids, topk_weights, options.first_expert)
     for expert, (is_other, weight) in enumerate(choices):
         given = (x * weight).to(x.dtype) if options.scales_inputs else x
         result = down(expert, activated(ops, gate_up(expert, given), options))
@@ -140,11 +140,9 @@ def choices_of(
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
 
 
-def check_choice(
-    top_k: int, logits: Tensor, groups: ExpertGroups = ONE_GROUP, bias: Tensor | None = None
-) -> None:
+def check_choice(logits: Tensor, options: RoutingOptions, bias: Tensor | None) -> None:
     """Raise ValueError for choices that no router can make."""
-    num_experts = logits.shape[-1]
+    num_experts, top_k, groups = logits.shape[-1], options.top_k, options.groups
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {num_experts} experts")
     if num_experts % groups.num_groups or not 1 <= groups.top_groups <= groups.num_groups:

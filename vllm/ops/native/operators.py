@@ -123,7 +123,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         if is_rounding_inputs(weight):
-            return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))
+            return RoundedInputs(weight, self, dtype)
         return DenseWeight(weight.dequantize().to(dtype))
 
     def prepare_heads(self, matrices: Tensor) -> PreparedHeads:

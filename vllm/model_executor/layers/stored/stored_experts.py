@@ -18,7 +18,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored.stored_linear import StoredLinear
 from vllm.ops import get_ops
-from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.prepared import ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
@@ -29,7 +28,7 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 def are_plain(layer: Experts) -> bool:
     """Whether these are gated with silu and have no biases. No others take part in measuring, or
     are written by `vllm quantize`."""
-    return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
+    return layer.options.is_silu and layer.gate_up_bias is None
 
 
 class HandedOverExperts(DenseExperts):
@@ -57,10 +56,9 @@ class HandedOverExperts(DenseExperts):
         Raises:
             WeightLoadError: they cannot be used.
         """
-        biases = layer.gate_up_bias, layer.bias_of_sum()
         try:
             self.packed = get_ops().prepare_experts(
-                *(gate, up, down, dtype, layer.first_expert), *biases, layer.options
+                gate, up, down, dtype, layer.biases, layer.options
             )
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error

@@ -294,7 +294,7 @@ class HPUModel(LaunchModel):
         if self.resident is not None:
             given = self.resident.fill_in(given, shape)
         query_len, positions = shape.bucket.query_len, None
-        if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
+        if query_len > 1 or any(layer.options.needs_positions for layer in self._kinds.values()):
             positions = given.positions.unflatten(0, (-1, query_len))
         attention = PaddedDecode.derive(
             given.metadata,

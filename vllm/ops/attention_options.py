@@ -1,0 +1,120 @@
+"""What an attention layer computes besides products and a softmax: facts of its model, no tensors.
+
+The formulas are here, in torch, for every implementation in torch; kernels get the fields.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The options of a layer; made once, when the layer is.
+
+    Raises:
+        ValueError: a window, a chunk or a soft cap is not positive.
+    """
+
+    scale: float | None = None
+    """Multiplies query @ key; None: 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """W: a query sees the W most recent keys, its own included; None: all."""
+    logits_soft_cap: float | None = None
+    """C > 0 replaces each score s by C * tanh(s / C); None does not."""
+    chunk_size: int | None = None
+    """C: a query at position p sees keys from p // C * C on; None: all."""
+
+    def __post_init__(self) -> None:
+        for name in ("sliding_window", "chunk_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1, or None")
+        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+            raise ValueError(
+                f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or None"
+            )
+
+    def scale_of(self, head_size: int) -> float:
+        """Return what multiplies query @ key, for heads of this size."""
+        return head_size**-0.5 if self.scale is None else self.scale
+
+    @property
+    def adjusts_scores(self) -> bool:
+        """Whether `adjusted` changes anything."""
+        return self.logits_soft_cap is not None
+
+    def adjusted(self, scores: Tensor) -> Tensor:
+        """Return scaled scores as they are before ALiBi and masks."""
+        cap = self.logits_soft_cap
+        return scores if cap is None else cap * torch.tanh(scores / cap)
+
+    @property
+    def sight(self) -> tuple[int | None, ...]:
+        """What `sees` depends on: layers with the same sight can share their masks."""
+        return self.sliding_window, self.chunk_size
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a query sees every earlier key."""
+        return self.reach is None
+
+    @property
+    def reach(self) -> int | None:
+        """Keys that a query may see, its own included; None: no limit."""
+        window, chunk = self.sliding_window, self.chunk_size
+        if window is None or chunk is None:
+            return chunk if window is None else window
+        return min(window, chunk)
+
+    @property
+    def lone_window(self) -> int | None:
+        """The window, where nothing else hides earlier keys; else None."""
+        return self.sliding_window if self.chunk_size is None else None
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether `sees` asks for positions."""
+        return self.chunk_size is not None
+
+    def sees(self, age: Tensor, positions: Tensor | None = None) -> Tensor | None:
+        """Return which of the keys that are not after it a query sees.
+
+        Args:
+            age: how many positions a key is before the query, any shape.
+            positions: of the queries, broadcast to age; with `needs_positions`.
+
+        Returns:
+            bool like age, and what it says of keys after the query has no meaning; None: all.
+        """
+        seen = None if self.sliding_window is None else age < self.sliding_window
+        if self.chunk_size is not None:
+            assert positions is not None
+            in_chunk = age <= positions.remainder(self.chunk_size)
+            seen = in_chunk if seen is None else seen & in_chunk
+        return seen
+
+
+PLAIN_ATTENTION = AttentionOptions()
+"""Those of most layers."""
+
+
+class AttentionTensors(NamedTuple):
+    """Tensors of a layer that operators of attention read beside its cache."""
+
+    alibi_slopes: Tensor | None = None
+    """[H] float32, dense: each score gets minus the slope of its head times the distance of the key
+    (after the soft cap); None without ALiBi."""
+    sinks: Tensor | None = None
+    """[H] float32, dense: the score of one more key of each head, whose value is zero (after soft
+    cap and ALiBi); None without (Xiao et al. 2023, arXiv 2309.17453)."""
+    key_scales: Tensor | None = None
+    """[G] float32 on the host, dense: multiplies what an fp8 cache holds of each head; None: 1. No
+    effect on another cache."""
+    value_scales: Tensor | None = None
+    """The same for values."""
+
+
+NO_TENSORS = AttentionTensors()
