@@ -99,7 +99,7 @@ def derive_decode_blocks(
     block_size: int,
     dtype: torch.dtype,
     sliding_window: int | None = None,
-    positions: Tensor | None = None,
+    indices: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> DecodeBlocks:
     """Masks and one-hot matrix of a launch.
@@ -109,13 +109,13 @@ def derive_decode_blocks(
         block_size: S.
         dtype: of the queries.
         sliding_window: None sees all keys; W the W most recent ones, the new one included.
-        positions: [B, Q] int32 of the new tokens of each row, ascending; padding repeats the last.
-            None: one token each, and no chunks.
-        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
+        indices: [B, Q] int32 of the new tokens in their requests, ascending; padding repeats the
+            last. None: one token each, and no chunks.
+        chunk_size: C: a query at index p sees keys from p // C * C on; None: all.
     """
     groups = metadata.block_groups
-    query_len = 1 if positions is None else positions.shape[1]
-    batch = (metadata.slot_mapping if positions is None else positions).shape[0]
+    query_len = 1 if indices is None else indices.shape[1]
+    batch = (metadata.slot_mapping if indices is None else indices).shape[0]
     slot = torch.arange(block_size, dtype=torch.int32, device=groups.device)
     row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
     is_padding = groups < 0
@@ -124,11 +124,11 @@ def derive_decode_blocks(
     rows = groups.masked_fill(is_padding, 0)
     chunk = None
     if chunk_size is not None:  # how many tokens before each query belong to its chunk
-        assert positions is not None
-        chunk = positions.remainder(chunk_size).index_select(0, rows.long()).unsqueeze(-1)
-    if positions is not None and query_len > 1:
+        assert indices is not None
+        chunk = indices.remainder(chunk_size).index_select(0, rows.long()).unsqueeze(-1)
+    if indices is not None and query_len > 1:
         # How many tokens each query is older than the newest one: it sees nothing younger.
-        back = (positions[:, -1:] - positions).index_select(0, rows.long())
+        back = (indices[:, -1:] - indices).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
         is_hidden = is_hidden | (age_of_query < 0)
         if sliding_window is not None:

@@ -185,16 +185,16 @@ class PaddedDecode:
         block_size: int,
         dtype: torch.dtype,
         normaliser: Softmax = None,
-        positions: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> "PaddedDecode":
-        """A launch for layers of these kinds and queries of this dtype; `positions` see
+        """Return a launch for layers of these kinds and queries of this dtype; `indices` see
         `derive_decode_blocks`, needed for chunks."""
         blocks: dict[tuple[int | None, int | None], DecodeBlocks] = {}
         for kind in kinds:
             sight = _sight(kind)
             if sight not in blocks:
                 blocks[sight] = derive_decode_blocks(
-                    metadata, block_size, dtype, kind.window, positions, kind.chunk_size
+                    metadata, block_size, dtype, kind.window, indices, kind.chunk_size
                 )
         return cls(blocks, normaliser)
 
