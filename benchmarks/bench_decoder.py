@@ -40,7 +40,7 @@ def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> Mo
         Launch(rows, ones * np.int32(last), ones),
         sampled=rows,
         input_ids=torch.randint(vocab_size, (num_rows,)),
-        context=LaunchContext(metadata, torch.full((num_rows,), last)),
+        context=LaunchContext(metadata, torch.full((1, num_rows), last)),
         logits_indices=None,
     )
 

@@ -166,6 +166,7 @@ class Steps:
             token_ids=rng.integers(0, vocab_size, (n, num_blocks * BLOCK_SIZE), np.int32),
             num_tokens=np.full(n, context, np.int32),
             num_prompt_tokens=np.ones(n, np.int32),
+            position_offsets=np.zeros(n, np.int32),
             end_tokens=np.full((n, 1), -1, np.int32),
             block_tables=np.repeat(tables, max(programs[0].num_groups, 1), 0),
             features=np.zeros(n, np.int32),
@@ -222,7 +223,7 @@ class Steps:
             host_seq_lens=lengths.numpy(),
             more_groups=tuple(zip(slots[1:], tables[1:], strict=True)),
         )
-        positions = torch.full((self.n,), last)
+        positions = torch.full((1, self.n), last)
         input_ids = torch.from_numpy(self.arrays.token_ids[:, last]).long()
         with share_context(self.model).running(LaunchContext(metadata, positions)):
             self.model(input_ids, positions)

@@ -84,6 +84,16 @@ class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
         return self.start + self.shape[0]
 
 
+class TokenPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions by which tokens of a request rotate, instead of their indices."""
+
+    data: bytes
+    """[P, n] int32 of the n tokens of the prompt, row-major, little-endian. P is what the model
+    takes."""
+    offset: int
+    """Position minus index of every token after the prompt."""
+
+
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):
     """Something besides token ids that decides the content of the KV cache."""
 
@@ -142,6 +152,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """In order of their positions. The tokens that they replace are placeholders, and
     `cache_extra_keys` has a key of each."""
+    positions: TokenPositions | None = None
+    """`cache_extra_keys` has keys of them; None: the position of a token is its index."""
     adapter: AdapterRef | None = None
     """`cache_extra_keys` has its key, too."""
 

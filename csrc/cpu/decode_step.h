@@ -118,12 +118,12 @@ class DecodeStep {
     int64_t num_tokens = 0;
     if (launch_.given != nullptr && launch_.num_decodes > 1) return false;
     for (int64_t i = 0; i < launch_.n; ++i) {
-      const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
+      const int64_t row = launch_.rows[i], index = launch_.num_computed[i];
       const int64_t count = launch_.num_scheduled[i];
       if (row < 0 || row >= rows_.num_rows || count < 1) return false;
       // The newest token, and one of the output.
-      if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt_tokens[row]) return false;
-      const int64_t last = position + count + launch_.num_decodes - 2;
+      if (index + 1 != rows_.num_tokens[row] || index < rows_.num_prompt_tokens[row]) return false;
+      const int64_t last = index + count + launch_.num_decodes - 2;
       if (last + 1 >= rows_.max_tokens) return false;
       if (last / decoder_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
@@ -133,8 +133,8 @@ class DecodeStep {
     return num_tokens == launch_.num_tokens && (num_tokens == launch_.n || launch_.num_decodes == 1);
   }
 
-  // Where the newest token of the i-th row is.
-  int64_t position_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
+  // Index of the newest token of the i-th row.
+  int64_t index_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
 
   int32_t* sampled() const { return buffers_.sampled + launch_.num_done * launch_.num_tokens; }
 
@@ -143,14 +143,14 @@ class DecodeStep {
     const int64_t n = launch_.n, num_tokens = launch_.num_tokens, size = decoder_.block_size;
     int64_t longest = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t last = position_of(i) + launch_.num_scheduled[i] - 1;
+      const int64_t last = index_of(i) + launch_.num_scheduled[i] - 1;
       longest = last > longest ? last : longest;
     }
     const int64_t max_blocks = longest / size + 1;
     int64_t t = 0, num_single = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t row = launch_.rows[i], count = launch_.num_scheduled[i];
-      const int64_t end = position_of(i) + count;
+      const int64_t end = index_of(i) + count;
       buffers_.query_starts[i] = static_cast<int32_t>(t);
       buffers_.seq_lens[i] = static_cast<int32_t>(end);
       if (count == 1 && num_single == i) ++num_single;
@@ -158,7 +158,7 @@ class DecodeStep {
         __builtin_memcpy(buffers_.tables + (g * n + i) * max_blocks, table_of(g, row),
                          max_blocks * sizeof(int32_t));
       }
-      for (int64_t position = end - count; position < end; ++position, ++t) gather_token(t, row, position);
+      for (int64_t index = end - count; index < end; ++index, ++t) gather_token(t, row, index);
     }
     buffers_.query_starts[n] = static_cast<int32_t>(t);
     forward_.input_ids = buffers_.input_ids;
@@ -172,6 +172,7 @@ class DecodeStep {
     forward_.taps = launch_.taps;
     forward_.adapted = launch_.adapted;
     forward_.scratch = buffers_.program;
+    forward_.num_positions = 1;
     forward_.num_tokens = num_tokens;
     forward_.num_requests = n;
     forward_.num_decodes = num_single;
@@ -179,19 +180,19 @@ class DecodeStep {
     forward_.group_stride = n * max_blocks;
   }
 
-  void gather_token(int64_t t, int64_t row, int64_t position) {
+  void gather_token(int64_t t, int64_t row, int64_t index) {
     const int64_t size = decoder_.block_size, num_tokens = launch_.num_tokens;
-    buffers_.input_ids[t] = rows_.token_ids[row * rows_.max_tokens + position];
-    buffers_.positions[t] = position;
+    buffers_.input_ids[t] = rows_.token_ids[row * rows_.max_tokens + index];
+    buffers_.positions[t] = index + rows_.position_offsets[row];
     for (int64_t g = 0; g < decoder_.num_groups; ++g) {
-      buffers_.slots[g * num_tokens + t] = table_of(g, row)[position / size] * size + position % size;
+      buffers_.slots[g * num_tokens + t] = table_of(g, row)[index / size] * size + index % size;
     }
     if (!is_random_) return;
     for (int64_t p = 0; p < kNumParams; ++p) {
       buffers_.params[p * num_tokens + t] = rows_.params[p * rows_.num_params + row];
     }
     buffers_.keys[t] = rows_.keys[row];
-    buffers_.draws[t] = position + 1 - rows_.num_prompt_tokens[row];
+    buffers_.draws[t] = index + 1 - rows_.num_prompt_tokens[row];
   }
 
   const int32_t* table_of(int64_t group, int64_t row) const {
@@ -234,12 +235,12 @@ class DecodeStep {
   int64_t blame(int64_t status, int64_t index) {
     launch_.bad_index = index;
     int64_t i = index < 0 || index >= launch_.n ? 0 : index;
-    launch_.bad_position = position_of(i);
+    launch_.bad_token = index_of(i);
     if (status != static_cast<int64_t>(ProgramStatus::kBadRequest) && index >= 0 &&
         index < launch_.num_tokens) {  // it may be about a token
       i = 0;
       while (buffers_.query_starts[i + 1] <= index) ++i;
-      launch_.bad_position = buffers_.positions[index];
+      launch_.bad_token = index_of(i) + index - buffers_.query_starts[i];
     }
     launch_.bad_row = i;
     return status;
@@ -250,7 +251,7 @@ class DecodeStep {
     bool goes_on = true;
     for (int64_t i = 0; i < launch_.n; ++i) {
       const int64_t row = launch_.rows[i];
-      int32_t* const drafts = rows_.token_ids + row * rows_.max_tokens + position_of(i) + 1;
+      int32_t* const drafts = rows_.token_ids + row * rows_.max_tokens + index_of(i) + 1;
       const int32_t* const tokens = sampled() + buffers_.query_starts[i];
       int64_t right = 0;
       while (right < launch_.num_scheduled[i] - 1 && tokens[right] == drafts[right]) ++right;

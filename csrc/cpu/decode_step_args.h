@@ -13,6 +13,7 @@ VLLM_STRUCT(DecodeStepRows,
   int32_t* token_ids;         // [num_rows, max_tokens]
   int32_t* num_tokens;        // [num_rows] how many of them are known
   const int32_t* num_prompt_tokens;  // [num_rows] how many of them are the prompt
+  const int32_t* position_offsets;   // [num_rows] position minus index of tokens after the prompt
   const int32_t* end_tokens;  // [num_rows, num_ends] tokens that end a row; -1: none
   const int32_t* block_tables;  // [groups of the decoder, num_rows, max_blocks]
   const int32_t* features;     // [num_rows] bits: what a row wants of the sampler
@@ -45,7 +46,7 @@ VLLM_STRUCT(DecodeStepLaunch,
   int64_t num_done;       // set: decodes that have run
   int64_t num_new;        // set: entries of token_ids
   int64_t num_invalid;    // set: rows whose first token is -1
-  int64_t bad_row, bad_position;  // set with the status of a program: index in `rows`
+  int64_t bad_row, bad_token;  // set with the status of a program: index in `rows`, and in its tokens
   int64_t bad_index;      // of a status that is about no row: as in ProgramLaunch
 );
 

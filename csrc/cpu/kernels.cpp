@@ -99,6 +99,7 @@ constexpr vllm_cpu::Type types[] = {
     CONSTANT(kRankBlock),
     CONSTANT(kRankInputs),
     CONSTANT(kMaxBuffers),
+    CONSTANT(kMaxSectionedElements),
     CONSTANT(kMaxTopK),
     CONSTANT(kMaxExpertGroups),
     CONSTANT(kNotPlain),

@@ -103,8 +103,9 @@ class ProgramPass {
         const int64_t slot = launch_.slot_mapping[g * launch_.num_tokens + t];
         if (slot >= num_slots) fail(ProgramStatus::kBadSlot, t);
       }
-      if (program_.max_positions > 0 && !is_below(launch_.positions[t], program_.max_positions)) {
-        fail(ProgramStatus::kBadPosition, t);
+      for (int64_t p = 0; p < launch_.num_positions && program_.max_positions > 0; ++p) {
+        const int64_t position = launch_.positions[p * launch_.num_tokens + t];
+        if (!is_below(position, program_.max_positions)) fail(ProgramStatus::kBadPosition, t);
       }
       if (program_.vocab_size > 0 && !is_below(launch_.input_ids[t], program_.vocab_size)) {
         fail(ProgramStatus::kBadToken, t);

@@ -30,6 +30,8 @@ VLLM_STRUCT(Operation,
   const float* table;          // [positions, rot_dim] of rotate, cosines then sines
                                // [num_heads] of attend: ALiBi slopes, or null
                                // [head_size] of route: ChoiceOptions::bias, or null
+  const int32_t* sections;     // [rot_dim / 2] of rotate: which position of a token turns each pair;
+                               // null: the first
   const float* sinks;          // [num_heads] of attend, or null
   const float* key_scales;     // of write_cache and attend: [heads of the cache], which holds
   const float* value_scales;   // number / scale; null where cache_type is kSame
@@ -80,10 +82,11 @@ VLLM_STRUCT(Program,
 );
 
 constexpr int64_t kMaxBuffers = 64;
+constexpr int64_t kMaxSectionedElements = 512;  // rot_dim of a rotation with sections
 
 VLLM_STRUCT(ProgramLaunch,
   const int64_t* input_ids;        // [T]
-  const int64_t* positions;        // [T]
+  const int64_t* positions;        // [P, T]; P is 1 where all positions of a token are the same
   const int64_t* slot_mapping;     // [G, T]; negative: nothing is written
   const int32_t* block_tables;     // [G, B, max_blocks], groups group_stride and requests
                                    // table_stride apart
@@ -97,6 +100,7 @@ VLLM_STRUCT(ProgramLaunch,
   void* out;          // [T, width of the buffer]
   void* const* taps;  // [T, width of the buffer] each: further results, by ProgramBuffer::tap
   char* scratch;      // of program_scratch_bytes, aligned to 64
+  int64_t num_positions;  // P
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride, group_stride;
   int64_t bad_index;  // set with the status: the token or request that it is about; of
                       // kNotReduced and kNotGathered, what the exchange returned (collectives.h)

@@ -310,12 +310,30 @@ void gelu_and_mul(const RowCall<T>& rows) {
   });
 }
 
+// Cosines, then sines, of a token whose pairs turn by several positions.
+template <typename T>
+void choose_angles(const RowCall<T>& rows, int64_t token, float* angles) {
+  const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t place = rows.op.sections[i] * rows.launch.num_tokens + token;
+    const float* const cos = rows.op.table + rows.launch.positions[place] * rot_dim;
+    angles[i] = cos[i];
+    angles[half + i] = cos[half + i];
+  }
+}
+
 // Calls turn(head, cosines, sines, half) for each head of x, in place.
 template <typename T, typename Turn>
 void rotate_heads(const RowCall<T>& rows, Turn turn) {
   const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
+  const bool has_sections = rows.op.sections != nullptr && rows.launch.num_positions > 1;
+  float angles[vllm_cpu::kMaxSectionedElements];
   for (int64_t i = 0; i < rows.count; ++i) {
-    const float* const cos = rows.op.table + rows.launch.positions[rows.begin + i] * rot_dim;
+    const float* cos = rows.op.table + rows.launch.positions[rows.begin + i] * rot_dim;
+    if (has_sections) {
+      choose_angles(rows, rows.begin + i, angles);
+      cos = angles;
+    }
     for (int64_t h = 0; h < rows.op.num_heads; ++h) {
       turn(rows.x[i] + h * rows.op.head_size, cos, cos + half, half);
     }

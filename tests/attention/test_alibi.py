@@ -142,9 +142,7 @@ def test_sinks_and_chunks_are_those_of_the_prompt_in_one_piece(options, kind):
         if stop - start <= 2:
             lens = {"query_lens": np.array([num_new]), "padded_query_len": num_new}
             decode = build_decode_metadata(tables, [stop], 1, 4, 16, **lens).to("cpu")
-            launch = PaddedDecode.derive(
-                decode, kinds, 16, torch.float32, positions=positions[None]
-            )
+            launch = PaddedDecode.derive(decode, kinds, 16, torch.float32, indices=positions[None])
         elif kind == "merged":
             merged = build_merged_prefill_metadata(*sizes).to("cpu")
             launch = PaddedPrefill.derive_merged(merged, kinds, 16, torch_sdpa)

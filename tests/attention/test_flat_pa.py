@@ -476,9 +476,7 @@ def test_drafts_over_a_latent_cache_are_those_over_two_caches():
     ).to("cpu")
     ends = torch.from_numpy(cache.seq_lens)[:, None]
     positions = ends - torch.tensor([[3, 2, 1], [2, 1, 1], [3, 2, 1]])
-    blocks = derive_decode_blocks(
-        launch, cache.block_size, torch.float32, positions=positions.int()
-    )
+    blocks = derive_decode_blocks(launch, cache.block_size, torch.float32, indices=positions.int())
     query = torch.randn(3 * query_len, 4, HEAD_SIZE)
     keys, _ = cache.flat
     keys.nan_to_num_(0.0)

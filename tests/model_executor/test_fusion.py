@@ -262,7 +262,7 @@ class Requests:
             query_start_loc=np.concatenate([[0], np.cumsum(new)]).astype(np.int32),
             host_seq_lens=self.lengths[rows],
         )
-        return torch.randint(CONFIG["vocab_size"], (len(positions),)), positions, metadata
+        return torch.randint(CONFIG["vocab_size"], (len(positions),)), positions[None], metadata
 
 
 def run_fused(

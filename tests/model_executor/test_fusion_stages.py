@@ -79,7 +79,7 @@ def test_programs_of_stages_have_the_bits_of_the_modules_of_one(tiny_model, fami
 def test_hidden_states_that_do_not_fit_are_refused(tiny_model):
     program = fuse(load(tiny_model("llama"), "float32", 1, 2))
     _, positions, metadata = launches()[0]
-    states = torch.zeros(len(positions), 64)
+    states = torch.zeros(positions.shape[1], 64)
     for wrong in (states[:, 1:].contiguous(), states.bfloat16(), states.mT.contiguous().mT):
         with pytest.raises(
             ValueError, match=r"inputs is .* must be torch.float32 \[33, 64\], dense"

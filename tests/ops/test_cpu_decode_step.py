@@ -53,13 +53,14 @@ class Setting:
     head: PackedWeight
     arrays: RowArrays
 
-    def step(self) -> FusedDecodeStep:
+    def step(self, **options: Any) -> FusedDecodeStep:
         return FusedDecodeStep(
             program_of(self.model),
             head_of(self.head),
             self.arrays,
             known_features=KNOWN,
             random_feature=RANDOM,
+            **options,
         )
 
     def launch(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -73,16 +74,16 @@ class Setting:
     def tokens_of_parts(self, rows: list[int]) -> torch.Tensor:
         """What the decoder, the head and the sampler give one after the other."""
         arrays = self.arrays
-        chosen, positions, _ = self.launch(rows)
+        chosen, indices, _ = self.launch(rows)
         tables = torch.from_numpy(arrays.block_tables[0][chosen])
-        at = torch.from_numpy(positions).long()
+        at = torch.from_numpy(indices).long()
         slots = tables.gather(1, at[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + at % BLOCK_SIZE
         hidden = program_of(self.model).forward(
-            torch.from_numpy(arrays.token_ids[chosen, positions]).long(),
-            at,
+            torch.from_numpy(arrays.token_ids[chosen, indices]).long(),
+            (at + torch.from_numpy(arrays.position_offsets[chosen]))[None],
             slots,
             tables,
-            torch.from_numpy(positions + 1),
+            torch.from_numpy(indices + 1),
             torch.arange(len(rows) + 1, dtype=torch.int32),
             len(rows),
         )
@@ -118,6 +119,7 @@ def make_setting(num_random: int = 3) -> Setting:
             token_ids=rng.integers(0, VOCAB_SIZE, (NUM_ROWS, 32), np.int32),
             num_tokens=num_prompt + rng.integers(1, 12, NUM_ROWS, np.int32),
             num_prompt_tokens=num_prompt,
+            position_offsets=np.zeros(NUM_ROWS, np.int32),
             end_tokens=np.full((NUM_ROWS, 4), -1, np.int32),
             block_tables=blocks.reshape(1, NUM_ROWS, MAX_BLOCKS).astype(np.int32),
             features=features,
@@ -330,6 +332,19 @@ def test_formats_of_the_head():
         want = setting.tokens_of_parts([2, 6])
         got, _ = setting.step().run(*setting.launch([2, 6]))
         assert got.tolist() == want.tolist()
+
+
+def test_positions_are_indices_and_an_offset():
+    rows, hidden = [0, 2, 5], []
+    for offsets in ((0, 0, 0), (0, -3, 6)):
+        setting = make_setting(0)
+        setting.arrays.position_offsets[rows] = offsets
+        want = setting.tokens_of_parts(rows)
+        step = setting.step(gives_hidden=True)
+        got, _ = step.run(*setting.launch(rows))
+        assert got.tolist() == want.tolist()
+        hidden.append(step.hidden)
+    assert (hidden[0] == hidden[1]).all(1).tolist() == [True, False, False]
 
 
 def test_positions_end_with_the_table_of_rotations():

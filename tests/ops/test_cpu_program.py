@@ -133,7 +133,7 @@ def launch_of(num_decodes: int = 2, num_prefill: int = 3) -> dict[str, Any]:
     blocks = tables[rows, positions // BLOCK_SIZE]
     return {
         "inputs": torch.arange(len(positions)),
-        "positions": positions,
+        "positions": positions[None],
         "slot_mapping": blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         "block_tables": tables,
         "seq_lens": torch.tensor([10] * num_decodes + [num_prefill] * (num_prefill > 0)).int(),
@@ -155,7 +155,7 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
     [
         ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
         ("inputs", 0, -1, r"input_ids\[0\] is -1"),
-        ("positions", 3, MAX_POSITIONS, r"positions\[3\] is 40, the model has 40 positions"),
+        ("positions", 3, MAX_POSITIONS, r"positions\[:, 3\] must be below 40, .* got \[40\]"),
         ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
         ("seq_lens", 1, 17, "request 1 has 17 tokens"),
         ("seq_lens", 2, 2, "request 2 has 2 tokens"),
@@ -177,7 +177,9 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
     ("name", "make"),
     [
         ("inputs", lambda x: x.int()),
-        ("positions", lambda x: x[:-1]),
+        ("positions", lambda x: x[:, :-1]),
+        ("positions", lambda x: x.repeat(3, 1)),
+        ("positions", lambda x: x[0]),
         ("slot_mapping", lambda x: x.repeat_interleave(2)[::2]),
         ("block_tables", lambda x: x.long()),
         ("block_tables", lambda x: x.T.contiguous().T),

@@ -97,7 +97,7 @@ class FakeCard:
         assert num_sliced * self._size <= len(self.cache), "a slice beyond the cache"
         blocks = np.concatenate([np.arange(num_sliced), metadata.block_list.numpy()])
         shape_of_rows = (shape.bucket.batch, shape.bucket.query_len)
-        columns = (token_ids, given.positions.numpy(), metadata.slot_mapping.numpy())
+        columns = (token_ids, given.indices.numpy(), metadata.slot_mapping.numpy())
         rows = zip(*(column.reshape(shape_of_rows).tolist() for column in columns), strict=True)
         for index, (of_row, positions, slots) in enumerate(rows):
             visible: dict[int, int] = {}

@@ -1,5 +1,6 @@
 """What a launch is on the device, number by number."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tests.worker.hpu_helpers import input_sizes
 from tests.worker.test_input_batch import int_array, new_request, step
 from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.messages import TokenPositions
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.input import (
     RESIDENT,
@@ -18,6 +20,7 @@ from vllm.worker.hpu.launches.input import (
     unpack_prefill,
 )
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.parts.position_rows import PositionRows
 
 SIZE = 4
 PADDING_ROW = 8
@@ -87,6 +90,7 @@ def test_a_plain_decode():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
+        [0, 0, 0],  # no offsets of positions
         [3, 1, 2, 0, 0, 0, 0, 0],  # blocks
         [0, 0, 1, -1, -1, -1, -1, -1],  # groups
         [4, 2, 4, 1, 1, 1, 1, 1],  # usage
@@ -105,6 +109,7 @@ def test_a_contiguous_decode_has_each_block_at_its_id():
         [55, 23, 0],
         [5, 2, PADDING_ROW],
         [5, 3, 0],
+        [0, 0, 0],  # no offsets of positions
         [0, 0, 0],  # repeats: nothing is shared
         [-1, 0, 1, 0, -1, -1, -1, -1],
         [1, 2, 4, 4, 1, 1, 1, 1],
@@ -137,6 +142,7 @@ def test_a_merged_prefill_has_all_prompts_in_one_row():
     parts, sampled = packed_parts(launch)
     assert parts == [
         [75, 76, 77, 78, 50, 51, 52, 0, 0],
+        [],  # no positions but those below
         [0, 0, 0, 0, 1, 1, 1, -1, -1],  # whose they are
         [5, 6, 7, 8, 0, 1, 2, 0, 0],
         [25, 26, 27, 20, 12, 13, 14, 3, 0],  # slots
@@ -160,16 +166,16 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        (PaddedShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
-        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 0, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8)), (3, 3, 3, 3, 8, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 0, 8, 8, 8, 3, 3)),
         (
             PaddedShape(decode(3, 8), is_contiguous=True, num_shared=3),
-            (3, 3, 3, 3, 11, 11, 11, 3, 3),
+            (3, 3, 3, 3, 3, 11, 11, 11, 3, 3),
         ),
-        (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 8, 8, 8, 8, 6, 6)),
+        (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 3, 8, 8, 8, 8, 6, 6)),
         (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 2)),
         (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 2)),
-        (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
+        (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 0, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
     ],
 )
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
@@ -215,6 +221,53 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
     assert token_ids(builder, (5, 2, 1), (2, 4, 1)) == [3, RESIDENT]
 
 
+# ---- positions that requests bring ----------------------------------------------------------
+
+
+def rows_with_positions(num_positions: int) -> PositionRows:
+    """Row 7 has 9 tokens of its prompt at positions of its own, and row 5 three."""
+    rows = PositionRows(SimpleNamespace(num_positions=num_positions), 8, torch.device("cpu"))
+    for row, count, offset in ((7, 9, -2), (5, 3, 4)):
+        positions = 10 * row + np.arange(num_positions * count, dtype="<i4")
+        given = TokenPositions(data=positions.tobytes(), offset=offset)
+        request = SimpleNamespace(positions=given, prompt_token_ids=[0] * count)
+        rows.add(SimpleNamespace(row=row, request=request))
+    return rows
+
+
+def test_a_decode_adds_an_offset_and_a_prefill_has_the_positions():
+    builder = HPUInputBuilder(filled_batch(), SIZE, positions=rows_with_positions(2))
+    launch = launch_of(decode(3, 8), *DECODES)
+    given = unpack_decode(torch.from_numpy(builder.pack(launch)[0]), launch.shape)
+    assert given.indices.tolist() == [5, 3, 0]
+    assert given.position_offsets.tolist() == [4, 0, 0]
+
+    launch = launch_of(prefill(3, 5, 3), (7, 5, 4), (5, 2, 3))
+    given = unpack_prefill(torch.from_numpy(builder.pack(launch)[0]), launch.shape, 2)
+    assert given.positions.tolist() == [
+        [75, 76, 77, 78, 0, 52, 7, 8, 0, 0, 0, 0, 0, 0, 0],
+        [84, 85, 86, 87, 0, 55, 7, 8, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert given.metadata.context_lens.tolist() == [5, 2, 0]
+
+    launch = launch_of(prefill(1, 9, 3), (7, 5, 4), (5, 2, 3), merged_prompts=3)
+    given = unpack_merged(torch.from_numpy(builder.pack(launch)[0]), launch.shape, 2)
+    assert given.positions.tolist() == [
+        [75, 76, 77, 78, 52, 7, 8, 0, 0],
+        [84, 85, 86, 87, 55, 7, 8, 0, 0],
+    ]
+    assert given.metadata.positions.tolist() == [5, 6, 7, 8, 2, 3, 4, 0, 0]
+
+
+def test_tokens_at_positions_of_their_own_are_no_decodes():
+    rows = rows_with_positions(2)
+    asked = int_array(7, 7, 5, 5, 2), int_array(8, 9, 2, 3, 0)
+    assert rows.needs_prefill(*asked).tolist() == [True, False, True, False, False]
+    rows.remove(7), rows.remove(5)
+    assert rows.needs_prefill(*asked) is None
+    assert not rows.offsets.any()
+
+
 # ---- the way back ---------------------------------------------------------------------------
 
 
@@ -228,7 +281,8 @@ def test_a_decode_is_split_into_its_parts():
     given = unpack_decode(on_device(launch), launch.shape)
     assert given.token_ids.tolist() == [55, 23, 0]
     assert given.rows.tolist() == [5, 2, PADDING_ROW]
-    assert given.positions.tolist() == [5, 3, 0]
+    assert given.indices.tolist() == [5, 3, 0]
+    assert given.position_offsets.tolist() == [0, 0, 0]
     assert given.metadata.block_list.tolist() == [3, 1, 2, 0, 0, 0, 0, 0]
     assert given.metadata.block_groups.tolist() == [0, 0, 1, -1, -1, -1, -1, -1]
     assert given.metadata.block_usage.tolist() == [4, 2, 4, 1, 1, 1, 1, 1]
@@ -240,7 +294,7 @@ def test_a_prefill_is_split_into_its_parts():
     launch = launch_of(prefill(2, 5, 3), (7, 5, 4))
     given = unpack_prefill(on_device(launch), launch.shape)
     assert given.token_ids.tolist() == [75, 76, 77, 78, 0, 0, 0, 0, 0, 0]
-    assert given.positions.tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0, 0]
+    assert given.positions.tolist() == [[5, 6, 7, 8, 0, 0, 0, 0, 0, 0]]
     assert given.last_tokens.tolist() == [3, 0]
     assert given.metadata.query_lens.tolist() == [4, 0]
     assert given.metadata.context_lens.tolist() == [5, 0]

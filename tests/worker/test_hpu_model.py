@@ -43,9 +43,9 @@ def test_angles_are_looked_up_once_for_each_table_and_rotate_as_ever(monkeypatch
     looked_up = []
 
     class CountingOps(NativeOps):
-        def rotary_angles(self, positions, cos_sin_cache, dtype, is_neox):
+        def rotary_angles(self, positions, cos_sin_cache, dtype, is_neox, sections=None):
             looked_up.append(cos_sin_cache)
-            return super().rotary_angles(positions, cos_sin_cache, dtype, is_neox)
+            return super().rotary_angles(positions, cos_sin_cache, dtype, is_neox, sections)
 
     monkeypatch.setattr(vllm.ops, "_ops", CountingOps())
     model = TwoRopes()

@@ -65,7 +65,7 @@ def test_tokens_on_the_card_are_those_that_a_host_would_pack(seed):
 
     query_len = launch.bucket.query_len
     is_token = np.arange(query_len) <= np.append(num_drafts, -1)[:, None]
-    for name in ("token_ids", "positions"):
+    for name in ("token_ids", "indices"):
         shape = (-1, query_len)
         found_of, want_of = (getattr(x, name).view(shape)[is_token] for x in (found, want))
         assert found_of.tolist() == want_of.tolist(), name

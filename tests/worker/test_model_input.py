@@ -29,7 +29,7 @@ def test_decodes_come_first_and_every_token_knows_its_slot():
     launch = Launch(int_array(2, 0, 3), int_array(3, 0, 4), int_array(1, 5, 4))
     built = build_ragged_input(filled_batch(), launch, block_size=4, device=CPU)
     assert built.input_ids.tolist() == [23, 10, 11, 12, 13, 14, 34, 35, 36, 37]
-    assert built.context.positions.tolist() == [3, 0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert built.context.positions.tolist() == [[3, 0, 1, 2, 3, 4, 4, 5, 6, 7]]
     blocks_of_0 = [3 * 4 + i for i in range(4)] + [7 * 4]
     assert built.context.attention.slot_mapping.tolist() == [
         5 * 4 + 3,

@@ -125,6 +125,7 @@ class LaunchAdapters(Protocol):
 class LaunchParts(TypedDict, total=False):
     """What requests bring to the tokens of a launch: fields of `LaunchContext`."""
 
+    positions: Tensor
     replaced: GivenEmbeddings
     adapters: LaunchAdapters
 
@@ -152,7 +153,9 @@ class LaunchContext:
     attention: AttentionMetadata | None
     """How its tokens attend; None: all of them are one prompt, and there is no KV cache."""
     positions: Tensor
-    """[T] positions of the tokens, or [P, T] where a token has P of them (P is 1 for text)."""
+    """[P, T] positions of the tokens, by which queries and keys rotate. P is 1, or the number of
+    positions that the model takes (3 for M-RoPE); there P of 1 means that all positions of a token
+    are the same. Masks depend on the index of a token in its request, which `attention` knows."""
     replaced: GivenEmbeddings | None = None
     """Embeddings that take the place of tokens; None: all embeddings are looked up."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None

@@ -123,7 +123,7 @@ class Rig:
         )
         unused = np.zeros(_PADDED_BATCH, np.int32)
         given = PrefillInput(
-            token_ids.ravel(), unused, positions.ravel(), unused, metadata, unused, unused
+            token_ids.ravel(), unused, positions.reshape(1, -1), unused, metadata, unused, unused
         )
         packed = self._to_card(fields_of(shape).pack(given, padded_sizes(shape)))
         with self.operators():
@@ -149,11 +149,11 @@ class Rig:
         metadata = build_decode_metadata(
             tables, seq_lens, _PADDED_BATCH, _PADDED_BLOCKS, BLOCK_SIZE
         )
-        token_ids, positions = np.zeros((2, _PADDED_BATCH), np.int32)
+        token_ids, indices = np.zeros((2, _PADDED_BATCH), np.int32)
         token_ids[: len(seq_lens)] = [tokens[-1] for tokens in self._tokens]
-        positions[: len(seq_lens)] = seq_lens - 1
+        indices[: len(seq_lens)] = seq_lens - 1
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = DecodeInput(token_ids, unused, positions, metadata, unused, unused)
+        given = DecodeInput(token_ids, unused, indices, unused, metadata, unused, unused)
         return fields_of(shape).pack(given, padded_sizes(shape)), shape
 
     def _to_card(self, packed: IntArray) -> Tensor:

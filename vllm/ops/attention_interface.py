@@ -33,6 +33,7 @@ class AttentionOps(ABC):
         key: Tensor,
         cos_sin_cache: Tensor,
         is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate the first rot_dim elements of every head by its token's position.
 
@@ -40,13 +41,16 @@ class AttentionOps(ABC):
         nobody reads again); the caller uses only what is returned.
 
         Args:
-            positions: [T], int64, each below P.
+            positions: [T], int64, each below the number of angles N. With sections [P, T]; P of 1
+                means that all positions of a token are the same.
             query: [T, H, D].
             key: [T, G, D].
-            cos_sin_cache: [P, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
+            cos_sin_cache: [N, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
                 are rounded to the dtype of query before use, as Hugging Face models do.
             is_neox: True pairs element i with i + rot_dim / 2 (Llama, NeoX); False pairs
                 2 i with 2 i + 1 (GPT-J).
+            sections: [rot_dim / 2] int32, which of its positions rotates each pair of a token;
+                None: tokens have one position.
 
         Returns:
             (query, key), shapes and dtypes as given. Elements from rot_dim on pass through.
@@ -57,12 +61,17 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def rotary_angles(
-        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+        self,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        dtype: torch.dtype,
+        is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What `rotate` takes of the tokens; layers with the same table can share it.
+        """Return what `rotate` takes of the tokens; layers with the same table can share it.
 
         Args:
-            positions, cos_sin_cache, is_neox: see `rotary_embedding`.
+            positions, cos_sin_cache, is_neox, sections: see `rotary_embedding`.
             dtype: of the queries.
         """
 

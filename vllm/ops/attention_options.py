@@ -75,24 +75,24 @@ class AttentionOptions:
         return self.sliding_window if self.chunk_size is None else None
 
     @property
-    def needs_positions(self) -> bool:
-        """Whether `sees` asks for positions."""
+    def needs_indices(self) -> bool:
+        """Whether `sees` asks for the indices of the queries."""
         return self.chunk_size is not None
 
-    def sees(self, age: Tensor, positions: Tensor | None = None) -> Tensor | None:
+    def sees(self, age: Tensor, indices: Tensor | None = None) -> Tensor | None:
         """Return which of the keys that are not after it a query sees.
 
         Args:
-            age: how many positions a key is before the query, any shape.
-            positions: of the queries, broadcast to age; with `needs_positions`.
+            age: how many tokens a key is before the query, any shape.
+            indices: of the queries in their requests, broadcast to age; with `needs_indices`.
 
         Returns:
             bool like age, and what it says of keys after the query has no meaning; None: all.
         """
         seen = None if self.sliding_window is None else age < self.sliding_window
         if self.chunk_size is not None:
-            assert positions is not None
-            in_chunk = age <= positions.remainder(self.chunk_size)
+            assert indices is not None
+            in_chunk = age <= indices.remainder(self.chunk_size)
             seen = in_chunk if seen is None else seen & in_chunk
         return seen
 

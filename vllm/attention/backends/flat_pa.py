@@ -100,7 +100,7 @@ def derive_decode_blocks(
     block_size: int,
     dtype: torch.dtype,
     options: AttentionOptions = PLAIN_ATTENTION,
-    positions: Tensor | None = None,
+    indices: Tensor | None = None,
 ) -> DecodeBlocks:
     """Masks and one-hot matrix of a launch.
 
@@ -109,12 +109,12 @@ def derive_decode_blocks(
         block_size: S.
         dtype: of the queries.
         options: of layers; which keys a query sees is used.
-        positions: [B, Q] int32 of the new tokens of each row, ascending; padding repeats the last.
-            None: one token each, and the options need none.
+        indices: [B, Q] int32 of the new tokens in their requests, ascending; padding repeats the
+            last. None: one token each, and the options need none.
     """
     groups = metadata.block_groups
-    query_len = 1 if positions is None else positions.shape[1]
-    batch = (metadata.slot_mapping if positions is None else positions).shape[0]
+    query_len = 1 if indices is None else indices.shape[1]
+    batch = (metadata.slot_mapping if indices is None else indices).shape[0]
     slot = torch.arange(block_size, dtype=torch.int32, device=groups.device)
     row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
     is_padding = groups < 0
@@ -122,12 +122,12 @@ def derive_decode_blocks(
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     rows = groups.masked_fill(is_padding, 0)
     at = None
-    if options.needs_positions:  # of the queries of each entry
-        assert positions is not None
-        at = positions.index_select(0, rows.long()).unsqueeze(-1)
-    if positions is not None and query_len > 1:
+    if options.needs_indices:  # of the queries of each entry
+        assert indices is not None
+        at = indices.index_select(0, rows.long()).unsqueeze(-1)
+    if indices is not None and query_len > 1:
         # How many tokens each query is older than the newest one: it sees nothing younger.
-        back = (positions[:, -1:] - positions).index_select(0, rows.long())
+        back = (indices[:, -1:] - indices).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
         is_hidden = _without(is_hidden | (age_of_query < 0), options.sees(age_of_query, at))
         is_hidden = is_hidden.unflatten(1, (1, -1, 1))

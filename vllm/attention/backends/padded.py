@@ -177,16 +177,16 @@ class PaddedDecode:
         block_size: int,
         dtype: torch.dtype,
         normaliser: Softmax = None,
-        positions: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> "PaddedDecode":
-        """A launch for layers of these kinds and queries of this dtype; `positions` see
+        """A launch for layers of these kinds and queries of this dtype; `indices` see
         `derive_decode_blocks`."""
         blocks: dict[tuple[int | None, ...], DecodeBlocks] = {}
         for layer in kinds.values():
             options = layer.options
             if options.sight not in blocks:
                 blocks[options.sight] = derive_decode_blocks(
-                    metadata, block_size, dtype, options, positions
+                    metadata, block_size, dtype, options, indices
                 )
         return cls(blocks, normaliser)
 

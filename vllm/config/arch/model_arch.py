@@ -26,6 +26,11 @@ class RopeConfig:
     """default, linear, dynamic, llama3, yarn or longrope."""
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+    sections: tuple[int, ...] = ()
+    """Pairs of elements that rotate by each of the positions of a token (M-RoPE: time, height and
+    width); empty: a token has one position."""
+    interleaves_sections: bool = False
+    """Neighbouring pairs rotate by different positions."""
 
     def for_length(self, max_model_len: int) -> "RopeConfig":
         """See `ModelArch.for_length`."""
@@ -133,6 +138,12 @@ class ModelArch:
             if rope is not None and window is None
         ]
         return next(iter(ropes), next((rope for rope in self.layer_ropes if rope), None))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a request may give for each token of its prompt; 0: none, the position of
+        a token is its index."""
+        return max((len(rope.sections) for rope in self.layer_ropes if rope), default=0)
 
     @property
     def has_states(self) -> bool:
@@ -317,6 +328,8 @@ def _read_rope(
     partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
     if rope_type == "su":  # the first name of longrope
         rope_type = "longrope"
+    if rope_type == "mrope":  # a default with sections
+        rope_type = "default"
     if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
         # The original length; a config without it was not extended.
         max_positions = _number(config, *_MAX_POSITIONS)
@@ -325,12 +338,27 @@ def _read_rope(
             parameters["original_max_position_embeddings"] = int(original)
         if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = max_positions
+    rotary_dim = int(_first(config, _ROTARY_DIM) or head_size * partial)
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(_first(config, _ROTARY_DIM) or head_size * partial),
+        rotary_dim=rotary_dim,
         rope_type=rope_type,
+        sections=_read_sections(parameters.pop("mrope_section", None), rotary_dim),
+        interleaves_sections=bool(parameters.pop("mrope_interleaved", False)),
         scaling=parameters,
     )
+
+
+def _read_sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    is_list = isinstance(given, list | tuple) and all(type(n) is int and n > 0 for n in given)
+    if not is_list or sum(given) != rotary_dim // 2:
+        raise ConfigError(
+            f"mrope_section in config.json must be a list of positive numbers with the sum "
+            f"{rotary_dim // 2}, half of the rotated elements of a head; got {given!r}"
+        )
+    return tuple(given)
 
 
 _NORM_EPS_KEYS = (

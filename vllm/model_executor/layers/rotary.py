@@ -23,19 +23,23 @@ class RotaryEmbedding(nn.Module, ReadsContext):
 
     Args:
         rope: type and parameters.
-        max_positions: rows of the table, P.
+        max_positions: N, rows of the table.
         is_neox: pairs element i of a head with i + rotary_dim / 2 (Llama, GPT-NeoX); False: 2 i
             with 2 i + 1 (GPT-J).
 
-    Shape: positions [T] or [1, T], query [T, H, D], key [T, G, D] -> (query, key), which may share
-    memory with what was given
+    Shape: positions [P, T] or [T], query [T, H, D], key [T, G, D] -> (query, key), which may share
+    memory with what was given. P is 1, or with sections (M-RoPE) their number; P of 1 then means
+    that all positions of a token are the same.
 
     Raises:
         ConfigError: the type is unknown, or a parameter of it is missing.
     """
 
     cos_sin_cache: Tensor
-    """[P, rotary_dim] float32: the cosines, then the sines."""
+    """[N, rotary_dim] float32: the cosines, then the sines."""
+    sections: Tensor | None
+    """[rotary_dim / 2] int32: which of its positions rotates each pair of a token; None: it has
+    one."""
     index: int = 0
     """Among the tables of the model, see `number_rotary_tables`."""
 
@@ -48,11 +52,16 @@ class RotaryEmbedding(nn.Module, ReadsContext):
             inv_freq, attention_factor = rotary_frequencies(rope, max_positions)
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+            sections = rotary_sections(rope) if rope.sections else None
+        self.register_buffer("sections", sections, persistent=False)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of tokens at positions [T], for queries of this dtype: a part of `LaunchContext`."""
-        return get_ops().rotary_angles(positions, self.cos_sin_cache, dtype, self.is_neox)
+        """Return the angles of tokens at positions [P, T] or [T], for queries of this dtype: a part
+        of `LaunchContext`."""
+        return get_ops().rotary_angles(
+            self._fit(positions), self.cos_sin_cache, dtype, self.is_neox, self.sections
+        )
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         context = self.launch.context
@@ -60,8 +69,12 @@ class RotaryEmbedding(nn.Module, ReadsContext):
             angles = context.rotary_angles[self.index]
             return get_ops().rotate(query, key, angles, self.is_neox)
         return get_ops().rotary_embedding(
-            text_positions(positions), query, key, self.cos_sin_cache, is_neox=self.is_neox
+            self._fit(positions), query, key, self.cos_sin_cache, self.is_neox, self.sections
         )
+
+    def _fit(self, positions: Tensor) -> Tensor:
+        """Return positions as operators take them."""
+        return text_positions(positions) if self.sections is None else positions
 
 
 def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
@@ -70,6 +83,21 @@ def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
     for index, table in enumerate(tables):
         table.index = index
     return tables
+
+
+def rotary_sections(rope: RopeConfig) -> Tensor:
+    """Return which of its positions rotates each pair of a token, [rotary_dim / 2] int32.
+
+    In Qwen2-VL the pairs of a position are neighbours. In Qwen3-VL neighbouring pairs rotate by
+    different positions, and the first position has the pairs that are left.
+    """
+    sections = torch.tensor(rope.sections)
+    places = torch.arange(len(sections), dtype=torch.int32)
+    if not rope.interleaves_sections:
+        return places.repeat_interleave(sections)
+    pairs = torch.arange(rope.rotary_dim // 2)
+    place = places[pairs % len(sections)]
+    return place.where(pairs < len(sections) * sections[place], 0)
 
 
 def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:

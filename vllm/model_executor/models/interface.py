@@ -120,7 +120,7 @@ class CausalLM(LayeredModel):
         Args:
             hidden_states: what `embed` has returned if `first` is 0; else [T, hidden], what the
                 layers before `first` have returned. May be overwritten.
-            positions: [T] int64.
+            positions: [P, T] int64, or [T] where a token has one; see `LaunchContext`.
             first: index of the first layer to run.
             end: index after the last one; a stage has one layer or more.
 
@@ -134,7 +134,7 @@ class CausalLM(LayeredModel):
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
 
     def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm.
+        """Token ids [T] and positions [P, T], int64 -> hidden states [T, hidden] after the norm.
 
         A stage of a pipeline takes what the stage before has returned in place of token ids, and
         returns the input of the next stage; the last one returns hidden states after the norm.

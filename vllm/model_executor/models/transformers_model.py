@@ -144,7 +144,7 @@ class TransformersForCausalLM(CausalLM):
         """The result of a module of transformers, for all tokens of a launch as one sequence."""
         return module(
             inputs_embeds=hidden_states[None],
-            position_ids=positions.view(1, -1),
+            position_ids=_position_ids(positions),
             use_cache=False,
             return_dict=True,
         )
@@ -482,6 +482,14 @@ def _attend(
             )
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
+
+
+def _position_ids(positions: Tensor) -> Tensor:
+    """Return positions [P, T] or [T] of one sequence as modules of transformers take them: as
+    [1, T], or as [P, 1, T] where a token has several."""
+    if positions.dim() == 2 and len(positions) > 1:
+        return positions[:, None]
+    return positions.view(1, -1)
 
 
 def _logits_function(inner: Any) -> Callable[[Tensor], Tensor]:

@@ -94,7 +94,7 @@ class Speculator(LoadableModel):
             input_ids: [n] int64
             states: [n, kept_size], or [n, step_size] behind the first place; of tokens before the
                 newest one, what `keep` has returned. May be overwritten.
-            positions: [n] int64
+            positions: [P, n] int64, see `LaunchContext`
 
         Returns:
             [n, step_size], the next states.

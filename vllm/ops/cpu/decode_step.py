@@ -32,6 +32,8 @@ class RowArrays:
     """[R] how many of them are known."""
     num_prompt_tokens: IntArray
     """[R] how many of them are the prompt."""
+    position_offsets: IntArray
+    """[R] position minus index of tokens after the prompt."""
     end_tokens: IntArray
     """[R, E] tokens that end a row; -1: none."""
     block_tables: IntArray
@@ -211,11 +213,12 @@ class FusedDecodeStep:
             raise MemoryError("not enough memory for a step of decodes")
         for program in (self._decoder, self._head):
             program.check_exchange(status, self._launch.bad_index)
-        row, position = int(rows[self._launch.bad_row]), self._launch.bad_position
+        row, index = int(rows[self._launch.bad_row]), self._launch.bad_token
         arrays = self._arrays
+        position = index + arrays.position_offsets[row]
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())
         raise IndexError(
-            f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, position]} at "
+            f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, index]} at "
             f"position {position} and the blocks {tables}"
         )
 
@@ -240,6 +243,7 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "num_tokens": np.int32,
     "num_prompt_tokens": np.int32,
+    "position_offsets": np.int32,
     "end_tokens": np.int32,
     "block_tables": np.int32,
     "features": np.int32,

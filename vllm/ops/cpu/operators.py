@@ -48,7 +48,7 @@ from vllm.ops.low_rank import (
     PreparedAdapter,
 )
 from vllm.ops.native.experts import check_choice
-from vllm.ops.native.operators import NativeOps
+from vllm.ops.native.operators import NativeOps, angles_at
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
@@ -235,10 +235,15 @@ class CPUOps(NativeOps):
         key: Tensor,
         cos_sin_cache: Tensor,
         is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         kernels = self._kernels.get(query.dtype) if query.is_cpu else None
         if kernels is None:
-            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox, sections)
+        if positions.dim() == 2:
+            # The kernel takes one position per token: here the index of its angles.
+            cos_sin_cache = angles_at(positions, cos_sin_cache, sections)
+            positions = torch.arange(len(cos_sin_cache))
         num_tokens, num_heads, head_size = query.shape
         num_positions, rot_dim = cos_sin_cache.shape
         if rot_dim % 2 or rot_dim > head_size:

@@ -40,6 +40,7 @@ class Program:
         tapped: what the last launch has returned of `taps`, [T, width] each.
         width: elements of a row of the result.
         given_width: elements of a row that a launch brings, or 0.
+        num_positions: that a token may have, which rotate its heads.
 
     Raises:
         NotFusibleError: the kernels cannot run it.
@@ -61,6 +62,7 @@ class Program:
         if given is not None and given.buffer is result.buffer:
             raise NotFusibleError("what a launch brings is its result, too")
         kernels = library.of[self.dtype]
+        self.num_positions = recorder.num_positions
         self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
@@ -75,6 +77,14 @@ class Program:
         )
         self._tap_widths = [tap.width for tap in taps]
         self.tapped: list[Tensor] = []
+        widest = max(
+            (o.numbers["option"] for o in operations if "sections" in o.operands), default=0
+        )
+        if widest > kernels.kMaxSectionedElements:
+            raise NotFusibleError(
+                f"rotations by several positions of {widest} elements, at most "
+                f"{kernels.kMaxSectionedElements}"
+            )
         if len(buffers.shapes) > kernels.kMaxBuffers:
             raise NotFusibleError(
                 f"{len(buffers.shapes)} buffers are needed, at most {kernels.kMaxBuffers}"
@@ -146,7 +156,7 @@ class Program:
         Args:
             inputs: token ids [T] int64; [T, given_width] where a launch brings rows, which may be
                 overwritten.
-            positions: [T] int64.
+            positions: [P, T] int64; P is 1 where all positions of a token are the same.
             slot_mapping: [G, T] int64: where keys and values go; negative: nowhere.
             block_tables: [G, B, max_blocks] int32, rows dense.
             seq_lens: [B] int32: tokens of a request, this launch's included.
@@ -169,7 +179,12 @@ class Program:
             _check_dense("inputs", inputs, self.dtype, num_tokens, self.given_width)
         else:
             _check_dense("input_ids", inputs, torch.int64, num_tokens)
-        _check_dense("positions", positions, torch.int64, num_tokens)
+        num_positions = len(positions)
+        _check_dense("positions", positions, torch.int64, num_positions, num_tokens)
+        if num_positions not in (1, self.num_positions):
+            raise ValueError(
+                f"positions of each token must be 1 or {self.num_positions}, got {num_positions}"
+            )
         if slot_mapping.dim() == 1:
             slot_mapping, block_tables = slot_mapping[None], block_tables[None]
         num_groups = max(self.num_groups, 1)
@@ -196,6 +211,7 @@ class Program:
         launch.seq_lens = seq_lens.data_ptr()
         launch.query_start_loc = query_start_loc.data_ptr()
         launch.out = out.data_ptr()
+        launch.num_positions = num_positions
         launch.num_tokens, launch.num_requests = num_tokens, num_requests
         launch.num_decodes = num_decodes
         launch.group_stride, launch.table_stride = block_tables.stride()[:2]
@@ -289,8 +305,8 @@ class Program:
             raise IndexError(f"input_ids[{bad}] is {inputs[bad]} of {program.vocab_size} rows")
         if status == known.kBadPosition:
             raise IndexError(
-                f"positions[{bad}] is {positions[bad]}, the model has {program.max_positions} "
-                f"positions"
+                f"positions[:, {bad}] must be below {program.max_positions}, the positions of the "
+                f"model, got {positions[:, bad].tolist()}"
             )
         if status == known.kBadSlot:
             num_slots = program.num_blocks * program.block_size

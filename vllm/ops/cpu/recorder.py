@@ -70,6 +70,8 @@ class Recorder(CPUOps):
         self.operations: list[Operation] = []
         self.vocab_size = self.max_positions = 0
         """Exclusive limits of token ids and positions; 0: none are used."""
+        self.num_positions = 1
+        """Positions of a token that rotate its heads."""
         self.replaced_width = 0
         """Elements of the embeddings that a launch may bring."""
         self.cache_shape = (0, 0)
@@ -305,21 +307,31 @@ class Recorder(CPUOps):
         return self.row_operation("scale", x, scalar=factor)
 
     def rotary_embedding(
-        self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
+        self,
+        positions: Any,
+        query: Any,
+        key: Any,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        sections: Tensor | None = None,
     ) -> Any:
         if not isinstance(query, Symbol):
-            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox, sections)
         heads: Any
         num_positions, rot_dim = cos_sin_cache.shape
         if positions.offset or not positions.is_position:
             raise NotFusibleError("rotations are by the positions of tokens only")
         kind = "rotate" if is_neox else "rotate_neighbours"
         table = self._dense(cos_sin_cache, num_positions, rot_dim, dtype=torch.float32)
+        operands: dict[str, Any] = {"table": table}
+        if sections is not None:
+            operands["sections"] = self._dense(sections, rot_dim // 2, dtype=torch.int32)
+            self.num_positions = max(self.num_positions, int(sections.max()) + 1)
         self.max_positions = min(self.max_positions or num_positions, num_positions)
         for heads in (query, key):
             if rot_dim % 2 or rot_dim > heads.sizes[-1]:
                 raise NotFusibleError(f"rotations of {rot_dim} elements of heads of {heads.sizes}")
-            self._in_place(kind, heads, operands={"table": table}, option=rot_dim)
+            self._in_place(kind, heads, operands=dict(operands), option=rot_dim)
         return query, key
 
     def attend(self, layer: Any, query: Any, key: Any, value: Any = None) -> Any:

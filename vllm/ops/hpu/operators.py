@@ -14,7 +14,7 @@ from vllm.ops.hpu.experts import CardExperts, ExpertOperators
 from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
 from vllm.ops.hpu.narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
-from vllm.ops.native.operators import NativeOps
+from vllm.ops.native.operators import NativeOps, angles_at
 from vllm.ops.prepared import PreparedExperts, PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight, all_of
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -108,10 +108,15 @@ class HPUOps(NativeOps):
         return self._card(options).moe(x, topk_ids, topk_weights, gate_up, down, biases)
 
     def rotary_angles(
-        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+        self,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        dtype: torch.dtype,
+        is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Rounded before they get there: one float32 operand makes the kernel return float32.
-        angles = cos_sin_cache.index_select(0, positions).to(dtype)[:, None]
+        angles = angles_at(positions, cos_sin_cache, sections).to(dtype)[:, None]
         cos, sin = angles.chunk(2, dim=-1)
         return (_widen(cos, is_neox), _widen(sin, is_neox)) if self._has_rotary else (cos, sin)
 

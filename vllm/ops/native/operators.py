@@ -147,16 +147,23 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
         key: Tensor,
         cos_sin_cache: Tensor,
         is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         check_rotary(positions, query, key, cos_sin_cache)
-        angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox)
+        angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox, sections)
         return self.rotate(query, key, angles, is_neox)
 
     def rotary_angles(
-        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+        self,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        dtype: torch.dtype,
+        is_neox: bool,
+        sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
-        cos, sin = cos_sin_cache[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        angles = angles_at(positions, cos_sin_cache, sections)
+        cos, sin = angles.to(dtype)[:, None].chunk(2, dim=-1)
         return cos, sin
 
     def rotate(
@@ -171,11 +178,29 @@ def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: T
     rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
     if rot_dim % 2 or rot_dim > head_size:
         raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
-    num_tokens = positions.shape[0]
+    num_tokens = positions.shape[-1]
     if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
         raise ValueError(
             f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
         )
+
+
+def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None) -> Tensor:
+    """Return the cosines and sines [T, rot_dim] of tokens at [T] or [P, T] positions; see
+    `rotary_embedding`."""
+    if positions.dim() == 1 or positions.shape[0] == 1:
+        return cos_sin_cache.index_select(0, positions.flatten())
+    if sections is None:
+        raise ValueError(
+            f"positions are {list(positions.shape)}, and a rotation without sections takes one "
+            f"position per token"
+        )
+    places = torch.cat((sections, sections))
+    angles = cos_sin_cache.index_select(0, positions[0])
+    for place in range(1, positions.shape[0]):
+        others = cos_sin_cache.index_select(0, positions[place])
+        angles = torch.where(places == place, others, angles)
+    return angles
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """From a launch to the tensors of a forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,18 +54,18 @@ def build_ragged_input(
     num_decodes = int((count == 1).sum())
     only_decodes = num_decodes == len(rows)
     if only_decodes:
-        token_rows, positions = rows, start
+        token_rows, indices = rows, start
         query_start_loc = np.arange(len(rows) + 1, dtype=np.int32)
     else:
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(count, out=query_start_loc[1:])
         token_rows = np.repeat(rows, count)
-        positions = np.repeat(start, count) + positions_within(count)
+        indices = np.repeat(start, count) + positions_within(count)
     max_blocks = -(-int(seq_lens.max()) // block_size)
     groups = []
     for table in batch.block_tables:
-        blocks = table[token_rows, positions // block_size].astype(np.int64)
-        slots = blocks * block_size + positions % block_size
+        blocks = table[token_rows, indices // block_size].astype(np.int64)
+        slots = blocks * block_size + indices % block_size
         of_rows = torch.from_numpy(table[rows, :max_blocks])
         groups.append((torch.from_numpy(slots).to(device), of_rows.to(device)))
     metadata = RaggedMetadata(
@@ -87,17 +87,13 @@ def build_ragged_input(
     if num_drafts is not None:
         sizes = num_drafts + 1
         logits_indices = np.repeat(logits_indices - num_drafts, sizes) + positions_within(sizes)
+    positions = torch.from_numpy(indices.astype(np.int64)).to(device)[None]
+    context = LaunchContext(attention=metadata, positions=positions, states=states)
+    input_ids = batch.token_ids[token_rows, indices].astype(np.int64)
     return ModelInput(
         launch,
         sampled,
-        input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
-            device
-        ),
-        context=LaunchContext(
-            attention=metadata,
-            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-            states=states,
-            **parts,
-        ),
+        input_ids=torch.from_numpy(input_ids).to(device),
+        context=replace(context, **parts) if parts else context,
         logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput, build_ragged_input
 from vllm.worker.drafts.stage_drafts import InnerLayers
+from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.row_parts import RowParts
 
 
@@ -225,6 +227,7 @@ class RaggedLaunches:
         if head is None:
             return
         _, params, keys = sampling.row_arrays
+        positions = self._parts.find(PositionRows)
         self.decode_step = FusedDecodeStep(
             self.program,
             head,
@@ -232,6 +235,9 @@ class RaggedLaunches:
                 token_ids=batch.token_ids,
                 num_tokens=batch.num_tokens,
                 num_prompt_tokens=batch.num_prompt_tokens,
+                position_offsets=(
+                    np.zeros_like(batch.num_tokens) if positions is None else positions.offsets
+                ),
                 end_tokens=batch.end_tokens,
                 block_tables=batch.block_tables,
                 features=row_features,

@@ -20,6 +20,7 @@ from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput, adapted_rows,
 from vllm.worker.model_runner import ModelRunner, Sampled, sampling_rows
 from vllm.worker.parts.adapters import RaggedRows, adapter_reader
 from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
 from vllm.worker.runner import RunnerParts, plan_batch
@@ -86,6 +87,8 @@ class CPUModelRunner(ModelRunner):
             yield PromptLogprobs(batch, sampling.sampler, head)
             if config.model.enable_prompt_embeds and model.stage.is_first:
                 yield EmbeddingRows(model, config.scheduler.max_num_seqs, device)
+            if model.arch.num_positions:
+                yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
             if config.lora.enable_lora:
                 yield RaggedRows(config, adapter_reader(config, model))
 

@@ -63,7 +63,7 @@ def _build_encoder_input(
         launch,
         np.arange(len(launch.rows), dtype=np.int32),
         input_ids=to_device(batch.token_ids[rows, positions]),
-        context=LaunchContext(metadata, to_device(positions)),
+        context=LaunchContext(metadata, to_device(positions)[None]),
         logits_indices=None,
         token_type_ids=None if types is None else to_device(types.values[rows, positions]),
     )

@@ -21,6 +21,7 @@ from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
 from vllm.worker.drafts.kept_states import KeptStates, LatestStates, StatesInBlocks
 from vllm.worker.kv_cache import cache_dtype, cache_layout
+from vllm.worker.parts.position_rows import parts_beside
 
 
 class SpeculatorRunner(DraftMaker):
@@ -48,6 +49,7 @@ class SpeculatorRunner(DraftMaker):
         self.sampling, self.sampler = target.sampling, target.tokens.sampler
         self._speculator, self._device = speculator, target.sampling.device
         self.rank = speculator.tp.rank
+        self._parts = parts_beside(target.parts, config.model.resolved_arch)
         self._launch_holder = share_context(speculator)
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._num_latest = max_drafts + 1
@@ -125,14 +127,18 @@ class SpeculatorRunner(DraftMaker):
     def _run(self, place: int, launch: Launch, states: Tensor) -> Tensor:
         """One step of the tokens behind those of a launch."""
         rows, count = launch.rows, launch.num_scheduled_tokens
-        positions = np.repeat(launch.num_computed_tokens, count) + positions_within(count)
-        next_ids = self.batch.token_ids[np.repeat(rows, count), positions + 1]
+        indices = np.repeat(launch.num_computed_tokens, count) + positions_within(count)
+        next_ids = self.batch.token_ids[np.repeat(rows, count), indices + 1]
         input_ids = torch.from_numpy(next_ids.astype(np.int64)).to(self._device)
         context: LaunchContext | None = None
-        at = torch.from_numpy(positions.astype(np.int64)).to(self._device)
+        at = torch.from_numpy(indices.astype(np.int64)).to(self._device)[None]
         if self.attention_layers:
             context = build_ragged_input(
-                self.batch, launch, self.config.cache.block_size, self._device
+                self.batch,
+                launch,
+                self.config.cache.block_size,
+                self._device,
+                self._parts.of_launch(launch),
             ).context
             at = context.positions
         with self._launch_holder.running(context):

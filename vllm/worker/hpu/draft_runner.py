@@ -30,7 +30,7 @@ from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.speculator_states import StatesOnCard
-from vllm.worker.parts.row_parts import RowParts
+from vllm.worker.parts.position_rows import PositionRows, parts_beside
 from vllm.worker.runner import plan_batch, run_launch
 
 
@@ -93,6 +93,7 @@ class HPUDraftRunner(DraftMaker):
         self._max_drafts = max_drafts
         self._at_place, self.launches = launches, launches[0]
         self._tokens_ahead = self.launches.inputs.tokens_ahead
+        self._positions = positions_beside(target, config)
         self._reads = False
         """The host needs the drafts of the step."""
         self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
@@ -115,6 +116,11 @@ class HPUDraftRunner(DraftMaker):
         has_drafts = spans.num_drafts > 0
         self.launches.inputs.place(spans.rows.tolist())
         num_last = np.where(has_drafts, np.minimum(spans.count, self._max_drafts + 1), 0)
+        if self._positions is not None:
+            # A decode adds an offset to indices. Should the very token that samples have other
+            # positions, its drafts are worse, and what the model outputs is the same.
+            num_more = spans.first + spans.count - self._positions.ends[spans.rows]
+            num_last = np.minimum(num_last, np.maximum(num_more, 1))
         num_before = (spans.count - num_last).astype(np.int32)
         planner, runs = self.launches.planner, num_before > 0
         if runs.any():
@@ -205,11 +211,17 @@ def pad_beside(
     *,
     single_tokens: bool = False,
 ) -> PaddedLaunches:
-    """Return launches of what makes drafts for a model, which bring nothing but tokens."""
-    parts = RowParts(())
+    """Return launches of what makes drafts for a model, which bring nothing but tokens and their
+    positions."""
+    parts = parts_beside(target.parts, config.model.resolved_arch)
     return PaddedLaunches(
         config, target.bridge, padded, inputs, target.batch, parts, single_tokens=single_tokens
     )
+
+
+def positions_beside(target: HPUModelRunner, config: VllmConfig) -> PositionRows | None:
+    """Return the positions of the rows of a model, if what makes drafts for it takes such."""
+    return parts_beside(target.parts, config.model.resolved_arch).find(PositionRows)
 
 
 def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> ResidentDrafts:
@@ -222,7 +234,7 @@ def make_draft_runner(
     config: VllmConfig, model: CausalLM, target: HPUModelRunner, max_drafts: int
 ) -> HPUDraftRunner:
     """Make the runner of a draft model; see `HPUDraftRunner`."""
-    block_size = config.cache.block_size
+    block_size, positions = config.cache.block_size, positions_beside(target, config)
     padded = HPUDraftModel(
         model,
         block_size,
@@ -230,7 +242,9 @@ def make_draft_runner(
         softmax_normaliser(config.hpu, target.bridge.kernels),
         resident_drafts(target, DraftInputBuilder.tokens_ahead),
         dtype=getattr(torch, config.model.dtype_name),
+        num_positions=0 if positions is None else positions.num_positions,
     )
     padded.vocab_size = target.vocab_size
-    launches = pad_beside(config, target, padded, DraftInputBuilder(target.batch, block_size))
+    inputs = DraftInputBuilder(target.batch, block_size, positions=positions)
+    launches = pad_beside(config, target, padded, inputs)
     return HPUDraftRunner(config, model, target, max_drafts, [launches])

@@ -30,6 +30,7 @@ from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.hpu.sampling import PaddedSampling, PaddedTokens
 from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
+from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
 from vllm.worker.runner import RunnerParts, plan_batch
@@ -88,6 +89,8 @@ class HPUModelRunner(ModelRunner):
             if config.model.enable_prompt_embeds:
                 # On every stage, as all of them plan the same launches.
                 yield DeviceEmbeddings(model if model.stage.is_first else None, config, bridge)
+            if model.arch.num_positions:
+                yield PositionRows(model.arch, config.scheduler.max_num_seqs, bridge.device)
             if config.lora.enable_lora:
                 # Every launch would pay for adapted experts, also without an adapter.
                 reader = adapter_reader(config, model, has_experts=False)
@@ -95,12 +98,16 @@ class HPUModelRunner(ModelRunner):
 
         head.parts = parts = RowParts(rows())
         embeddings, adapters = parts.find(DeviceEmbeddings), parts.find(DeviceRows)
+        positions = parts.find(PositionRows)
+        num_positions = 0 if positions is None else positions.num_positions
         block_size = config.cache.block_size
         # In a pipeline the stage that makes drafts is not the one that verifies them.
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
         limits = config.scheduler
-        self.resident = ResidentTokens(limits.max_num_seqs, bridge.device, max_drafts)
+        self.resident = ResidentTokens(
+            limits.max_num_seqs, bridge.device, max_drafts, num_positions
+        )
         padded = HPUModel(
             model,
             block_size,
@@ -109,6 +116,7 @@ class HPUModelRunner(ModelRunner):
             self.resident,
             None if adapters is None else adapters.slots,
             getattr(torch, config.model.dtype_name),
+            num_positions,
         )
         padded.inner_layers = InnerLayers.of(config, model.stage)
         padded.embeddings = None if embeddings is None else embeddings.table
@@ -118,6 +126,7 @@ class HPUModelRunner(ModelRunner):
             None if adapters is None else adapters.slot_of_row,
             has_resident_drafts=max_drafts > 0,
             embeddings=embeddings,
+            positions=positions,
         )
         layers = [x for x in layers_with_cache(model) if not isinstance(x, StateLayer)]
         self._mover = BlockMover(bridge, layers, block_size)

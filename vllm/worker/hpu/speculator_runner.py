@@ -18,6 +18,7 @@ from vllm.worker.hpu.draft_runner import (
     DraftInputBuilder,
     HPUDraftRunner,
     pad_beside,
+    positions_beside,
     resident_drafts,
 )
 from vllm.worker.hpu.launches.input import unpack_decode
@@ -109,7 +110,8 @@ def make_speculator_runner(
     assert isinstance(target_model, HPUModel)
     target_model.keeper = states
     resident = resident_drafts(target, SpeculatorInputBuilder.tokens_ahead)
-    inputs = SpeculatorInputBuilder(target.batch, block_size)
+    positions = positions_beside(target, config)
+    inputs = SpeculatorInputBuilder(target.batch, block_size, positions=positions)
     launches = []
     for place in range(max(1, speculator.num_networks)):
         padded = HPUSpeculatorModel(
@@ -119,6 +121,7 @@ def make_speculator_runner(
             softmax_normaliser(config.hpu, target.bridge.kernels),
             resident,
             dtype=dtype,
+            num_positions=0 if positions is None else positions.num_positions,
         )
         padded.place, padded.states = place, states
         launches.append(pad_beside(config, target, padded, inputs, single_tokens=place > 0))

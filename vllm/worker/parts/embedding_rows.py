@@ -72,11 +72,11 @@ class EmbeddingRows(RowPart):
         if self._rows.pop(row, None) is not None:
             self._ends[row] = 0
 
-    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+    def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Keep tokens whose embeddings are given from decodes, which read tokens alone."""
         if not self._rows:
             return None
-        is_given: BoolArray = positions < self._ends[rows]
+        is_given: BoolArray = indices < self._ends[rows]
         return is_given
 
     def spans(self, launch: Launch) -> Iterator[Span]:

@@ -58,11 +58,11 @@ class PromptLogprobs(RowPart):
         """Clear the row."""
         self._wanted.pop(row, None)
 
-    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+    def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Keep tokens of these rows from decodes: a prefill alone gives those of the next token."""
         if not self._wanted:
             return None
-        is_inside: BoolArray = positions + 1 < self._batch.num_prompt_tokens[rows]
+        is_inside: BoolArray = indices + 1 < self._batch.num_prompt_tokens[rows]
         return is_inside & np.isin(rows, list(self._wanted))
 
     def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:

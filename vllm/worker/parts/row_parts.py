@@ -6,6 +6,7 @@ adapter. A runner and a worker know the list; each part knows the rows that have
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,13 +50,13 @@ class RowPart:
     def note_step(self) -> None:
         """Note that a step begins."""
 
-    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+    def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Return which single tokens a card may not run as decodes, which cost less; None: it may
         run all of them.
 
         Args:
             rows: [n] of the tokens.
-            positions: [n]
+            indices: [n] in their requests.
         """
         return None
 
@@ -134,9 +135,9 @@ class RowParts:
         for part in self._noting:
             part.note_step()
 
-    def needs_prefill(self, rows: IntArray, positions: IntArray) -> BoolArray | None:
+    def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Return which single tokens one of the parts keeps from running as decodes."""
-        found = [part.needs_prefill(rows, positions) for part in self._choosing]
+        found = [part.needs_prefill(rows, indices) for part in self._choosing]
         asked = [each for each in found if each is not None]
         return np.logical_or.reduce(asked) if asked else None
 
@@ -207,6 +208,10 @@ class SamplingRows(RowPart):
         self._sampling.add(new.row, request, token_ids, matcher)
 
 
+_NO_TOKENS = LaunchContext(None, torch.empty(1, 0, dtype=torch.int64))
+"""The output head reads no positions."""
+
+
 class OutputHead:
     """The output head of a model, with what rows bring to it.
 
@@ -227,6 +232,6 @@ class OutputHead:
         parts = self.parts.of_head(rows)
         if not parts:
             return self._model.compute_logits(hidden_states)
-        context = LaunchContext(None, torch.empty(0, dtype=torch.int64), **parts)
+        context = replace(_NO_TOKENS, **parts)
         with self._holder.running(context):
             return self._model.compute_logits(hidden_states)

@@ -32,6 +32,7 @@ from vllm.messages import IntArray
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.parts.position_rows import PositionRows
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -47,8 +48,10 @@ class DecodeInput(Generic[Array]):
     """[T]; RESIDENT where the device has it."""
     rows: Array = packed("B")
     """[B] row of each; the padding row for padding."""
-    positions: Array = packed("T")
-    """[T]; behind the tokens of a row, that of its last one."""
+    indices: Array = packed("T")
+    """[T] of the tokens in their requests; padding repeats the index of the last token of a row."""
+    position_offsets: Array = packed("B")
+    """[B] position minus index of the tokens of each row."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
     adapter_slots: Array = packed("B")
     """[B] slot of the LoRA adapter of each; -1: none."""
@@ -65,8 +68,8 @@ class PrefillInput(Generic[Array]):
     """[T]; negative where the embedding is given, see `DeviceEmbeddings.mark`."""
     rows: Array = packed("B")
     """[B] as in a decode."""
-    positions: Array = packed("T")
-    """[T]"""
+    positions: Array = packed("X T")
+    """[X, T] positions by which tokens rotate; X is 1, or what requests may give."""
     last_tokens: Array = packed("B")
     """[B] index of the last token of each row among all T."""
     metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)
@@ -82,6 +85,8 @@ class MergedInput(Generic[Array]):
 
     token_ids: Array = packed("Q")
     """[Q] as in a prefill."""
+    positions: Array = packed("Y Q")
+    """[Y, Q] as in a prefill; Y is 0 where requests give none: `metadata` has the indices."""
     metadata: MergedPrefillMetadata[Array] = packed_fields_of(MergedPrefillMetadata)
     adapter_slots: Array = packed("Q")
     """[Q] of each token."""
@@ -94,8 +99,13 @@ _PREFILL: PackedFields[PrefillInput[Any]] = PackedFields(PrefillInput)
 _MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
 
 
-def padded_sizes(shape: PaddedShape) -> dict[str, int]:
-    """The sizes that fields are made of, by the letters in their shapes."""
+def padded_sizes(shape: PaddedShape, num_positions: int = 0) -> dict[str, int]:
+    """Return the sizes that fields are made of, by the letters in their shapes.
+
+    Args:
+        shape: of the launch.
+        num_positions: that requests may give for each token of their prompts; 0: none.
+    """
     bucket = shape.bucket
     return {
         "B": bucket.batch,
@@ -106,6 +116,8 @@ def padded_sizes(shape: PaddedShape) -> dict[str, int]:
         "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
         "P": shape.merged_prompts,
         "L": shape.num_rows,
+        "X": num_positions or 1,
+        "Y": num_positions,
     }
 
 
@@ -121,14 +133,18 @@ def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
     return _DECODE.unpack(buffer, padded_sizes(shape))
 
 
-def unpack_prefill(buffer: Tensor, shape: PaddedShape) -> PrefillInput[Tensor]:
-    """Views of the parts of a packed prefill."""
-    return _PREFILL.unpack(buffer, padded_sizes(shape))
+def unpack_prefill(
+    buffer: Tensor, shape: PaddedShape, num_positions: int = 0
+) -> PrefillInput[Tensor]:
+    """Return views of the parts of a packed prefill."""
+    return _PREFILL.unpack(buffer, padded_sizes(shape, num_positions))
 
 
-def unpack_merged(buffer: Tensor, shape: PaddedShape) -> MergedInput[Tensor]:
-    """Views of the parts of a packed merged prefill."""
-    return _MERGED.unpack(buffer, padded_sizes(shape))
+def unpack_merged(
+    buffer: Tensor, shape: PaddedShape, num_positions: int = 0
+) -> MergedInput[Tensor]:
+    """Return views of the parts of a packed merged prefill."""
+    return _MERGED.unpack(buffer, padded_sizes(shape, num_positions))
 
 
 class HPUInputBuilder:
@@ -141,6 +157,7 @@ class HPUInputBuilder:
             adapters.
         has_resident_drafts: drafts are made on the card, too.
         embeddings: that requests bring in place of tokens; None: none may.
+        positions: that requests bring instead of indices; None: none may.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -154,8 +171,10 @@ class HPUInputBuilder:
         *,
         has_resident_drafts: bool = False,
         embeddings: DeviceEmbeddings | None = None,
+        positions: PositionRows | None = None,
     ) -> None:
-        self._embeddings = embeddings
+        self._embeddings, self._positions = embeddings, positions
+        self._num_positions = 0 if positions is None else positions.num_positions
         self._batch = batch
         self._has_resident_drafts = has_resident_drafts
         self._block_size = block_size
@@ -193,7 +212,8 @@ class HPUInputBuilder:
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         sample_rows[sampled * np.int32(launch.tokens_with_logits)] = launch.rows[sampled]
         given = self._input(launch, seq_lens, sample_rows)
-        return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        sizes = padded_sizes(launch.shape, self._num_positions)
+        return self._fields(launch.shape).pack(given, sizes), sampled
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
         """[n, Q] which tokens of a decode are on the device."""
@@ -221,12 +241,12 @@ class HPUInputBuilder:
     ) -> DecodeInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         shape, start = launch.shape, launch.num_computed_tokens
-        positions, query_lens = start[:, None], None
+        indices, query_lens = start[:, None], None
         if bucket.query_len > 1:
             query_lens = launch.num_scheduled_tokens
             column = np.arange(bucket.query_len, dtype=np.int32)
-            positions = positions + np.minimum(column, query_lens[:, None] - 1)
-        token_ids = batch.token_ids[rows[:, None], positions + self.tokens_ahead]
+            indices = indices + np.minimum(column, query_lens[:, None] - 1)
+        token_ids = batch.token_ids[rows[:, None], indices + self.tokens_ahead]
         token_ids[self._on_device(launch)] = RESIDENT
         metadata = build_decode_metadata(
             batch.block_table[rows],
@@ -241,7 +261,8 @@ class HPUInputBuilder:
         return DecodeInput(
             token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
             rows=self._padded(bucket.batch, self.padding_row, rows),
-            positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
+            indices=self._padded(bucket.num_tokens, 0, indices.ravel()),
+            position_offsets=self._padded(bucket.batch, 0, self._offsets(rows)),
             metadata=metadata,
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,
@@ -262,16 +283,16 @@ class HPUInputBuilder:
         token_ids = np.zeros((bucket.batch, bucket.query_len), np.int32)
         positions = np.zeros_like(token_ids)
         index, column = np.nonzero(np.arange(bucket.query_len) < count[:, None])
-        positions[index, column] = start[index] + column
-        places = start[index] + column + self.tokens_ahead
-        token_ids[index, column] = batch.token_ids[rows[index], places]
+        indices = start[index] + column
+        positions[index, column] = indices
+        token_ids[index, column] = batch.token_ids[rows[index], indices + self.tokens_ahead]
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
         if self._embeddings is not None:
             self._embeddings.mark(launch, token_ids.ravel())
         return PrefillInput(
             token_ids=token_ids.ravel(),
             rows=self._padded(bucket.batch, self.padding_row, rows),
-            positions=positions.ravel(),
+            positions=self._positions_of(launch, positions.ravel()),
             last_tokens=self._padded(bucket.batch, 0, first + count - 1),
             metadata=metadata,
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
@@ -296,7 +317,27 @@ class HPUInputBuilder:
         if self._embeddings is not None:
             self._embeddings.mark(launch, token_ids)
         slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
-        return MergedInput(token_ids, metadata, slots, sample_rows)
+        positions = np.empty((0, bucket.query_len), np.int32)
+        if self._positions is not None:
+            positions = self._positions_of(launch, metadata.positions)
+        return MergedInput(token_ids, positions, metadata, slots, sample_rows)
+
+    def _offsets(self, rows: IntArray) -> IntArray | None:
+        """Return what is added to the indices of tokens after prompts; None: nothing."""
+        return None if self._positions is None else self._positions.offsets[rows]
+
+    def _positions_of(self, launch: PaddedLaunch, indices: IntArray) -> IntArray:
+        """Return the positions [X, T] of the tokens of a prefill with these indices [T]."""
+        if self._positions is None:
+            return indices[None]
+        positions = np.repeat(indices[None], self._num_positions, 0)
+        starts, count = launch.starts, launch.num_scheduled_tokens
+        for first, end, offset in zip(
+            starts, starts + count, self._positions.offsets[launch.rows], strict=True
+        ):
+            positions[:, first:end] += offset
+        self._positions.write_prompts(launch, positions)
+        return positions
 
     @staticmethod
     def _padded(size: int, fill: int, values: IntArray | None = None) -> IntArray:

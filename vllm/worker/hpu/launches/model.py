@@ -58,7 +58,7 @@ class PreparedLaunch:
     token_ids: Tensor
     """[T]"""
     positions: Tensor
-    """[T]"""
+    """[P, T] by which they rotate, see `LaunchContext`."""
     slots: Tensor
     """[T] of the KV cache."""
     last_tokens: Tensor | None = None
@@ -188,6 +188,7 @@ class HPUModel(LaunchModel):
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         resident: the newest tokens of the rows, which were sampled on the device. None: nothing is
             sampled.
+        num_positions: that requests may give for each token of their prompts; 0: none.
 
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
@@ -209,8 +210,10 @@ class HPUModel(LaunchModel):
         resident: ResidentTokens | None = None,
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,
+        num_positions: int = 0,
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
+        self._num_positions = num_positions
         self.keeper: StateKeeper | None = None
         self.embeddings: Tensor | None = None
         self.inner_layers = InnerLayers()
@@ -293,32 +296,36 @@ class HPUModel(LaunchModel):
         given = unpack_decode(packed, shape)
         if self.resident is not None:
             given = self.resident.fill_in(given, shape)
-        query_len, positions = shape.bucket.query_len, None
-        if query_len > 1 or any(layer.options.needs_positions for layer in self._kinds.values()):
-            positions = given.positions.unflatten(0, (-1, query_len))
+        query_len, by_row = shape.bucket.query_len, None
+        if query_len > 1 or any(layer.options.needs_indices for layer in self._kinds.values()):
+            by_row = given.indices.unflatten(0, (-1, query_len))
+        positions = given.indices[None]
+        if self._num_positions:
+            offsets = given.position_offsets[:, None].expand(-1, query_len).flatten()
+            positions = positions + offsets
         attention = PaddedDecode.derive(
             given.metadata,
             self._kinds,
             self._block_size,
             self._dtype,
             self._normaliser,
-            positions,
+            by_row,
         )
         adapters = self._adapters_of(given.adapter_slots, query_len)
         states = None
         if self._has_states:  # and no drafts, so that each row has one token
-            states = PaddedStates(given.rows.long(), given.positions == 0)
+            states = PaddedStates(given.rows.long(), given.indices == 0)
         return PreparedLaunch(
             attention,
             self._token_ids(given.token_ids),
-            given.positions,
+            positions,
             given.metadata.slot_mapping,
             adapters=adapters,
             states=states,
         )
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
-        given = unpack_prefill(packed, shape)
+        given = unpack_prefill(packed, shape, self._num_positions)
         token_ids, replaced = self._separate(given.token_ids)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
@@ -340,7 +347,7 @@ class HPUModel(LaunchModel):
         )
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
-        given = unpack_merged(packed, shape)
+        given = unpack_merged(packed, shape, self._num_positions)
         token_ids, replaced = self._separate(given.token_ids)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(
@@ -349,7 +356,7 @@ class HPUModel(LaunchModel):
         return PreparedLaunch(
             attention,
             token_ids,
-            metadata.positions,
+            given.positions if self._num_positions else metadata.positions[None],
             metadata.slot_mapping,
             metadata.last_token_indices,
             self._adapters_of(given.adapter_slots),

@@ -23,10 +23,12 @@ class ResidentTokens:
         num_rows: of the batch.
         device: the card.
         max_drafts: k, drafts of a row that are made on the card; 0: none are.
+        num_positions: that requests may give for each token of their prompts; 0: none.
 
     Attributes:
         newest: [R] int32, the newest token of each row.
-        ends: [R] int32, its position. This and what follows only where drafts are made on the card.
+        ends: [R] int32, its index in the request. This and what follows only where drafts are made
+            on the card.
         drafts: [R * k] int32, the drafts that the next launch of the row verifies.
         beside: those of what makes the drafts, which begins where this model is.
     """
@@ -34,8 +36,14 @@ class ResidentTokens:
     tokens_ahead = 0
     """See `HPUInputBuilder`."""
 
-    def __init__(self, num_rows: int, device: torch.device, max_drafts: int = 0) -> None:
-        self.max_drafts = max_drafts
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device,
+        max_drafts: int = 0,
+        num_positions: int = 0,
+    ) -> None:
+        self.max_drafts, self._num_positions = max_drafts, num_positions
         self.beside: list[ResidentTokens] = []
         self.newest = _zeros(num_rows + 1, device)
         if max_drafts:
@@ -50,7 +58,8 @@ class ResidentTokens:
         return DecodeInput(
             token_ids=torch.where(given.token_ids < 0, on_card, given.token_ids),
             rows=given.rows,
-            positions=given.positions,
+            indices=given.indices,
+            position_offsets=given.position_offsets,
             metadata=given.metadata,
             adapter_slots=given.adapter_slots,
             sample_rows=given.sample_rows,
@@ -83,7 +92,7 @@ class ResidentTokens:
             return None
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         rows, token_ids = _first(given.sample_rows, shape), sampled.token_ids.view(-1, query_len)
-        ends = _first(given.positions, shape)
+        ends = _first(given.indices, shape)
         if query_len == 1:
             self._keep(rows, token_ids, torch.ones_like(rows), ends + 1)
             return None
@@ -91,7 +100,7 @@ class ResidentTokens:
         run = torch.where(given.token_ids < 0, on_card, given.token_ids).view(-1, query_len)
         host_ids = sampled.host_ids.view(-1, query_len)
         column = _range(query_len, rows)
-        is_last = column >= _num_more(given.positions, shape)[:, None]
+        is_last = column >= _num_more(given.indices, shape)[:, None]
         is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
         # The documented operators of the device have a maximum of int32, as a function of torch and
         # not as a method of tensors, and no minimum.
@@ -103,14 +112,14 @@ class ResidentTokens:
         return torch.cat([counts[:, None], host_ids], 1)
 
     def _prompts(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        """[L] rows of the logits of a prefill, and the positions of what they sample."""
+        """[L] rows of the logits of a prefill, and the indices of what they sample."""
         if shape.merged_prompts:
-            merged = unpack_merged(packed, shape)
+            merged = unpack_merged(packed, shape, self._num_positions)
             metadata = merged.metadata
             last = metadata.positions.index_select(0, metadata.last_token_indices)
             return merged.sample_rows, last + 1
-        given = unpack_prefill(packed, shape)
-        return given.sample_rows, given.positions.index_select(0, given.last_tokens) + 1
+        given = unpack_prefill(packed, shape, self._num_positions)
+        return given.sample_rows, given.metadata.context_lens + given.metadata.query_lens
 
     def _keep(self, rows: Tensor, token_ids: Tensor, counts: Tensor, ends: Tensor) -> None:
         """Keep what rows [B] have put out: the first `counts` of `token_ids` [B, n]."""
@@ -148,7 +157,7 @@ class ResidentDrafts(ResidentTokens):
 
     def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
         """Return [B] the index of the last token of each row of a decode."""
-        return _num_more(given.positions, shape)
+        return _num_more(given.indices, shape)
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
         """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
@@ -164,7 +173,7 @@ class ResidentDrafts(ResidentTokens):
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         target, rows = self._target, _first(given.sample_rows, shape)
         column = self.last_column(given, shape)
-        ends = _first(given.positions, shape) + self.tokens_ahead + 1 + column
+        ends = _first(given.indices, shape) + self.tokens_ahead + 1 + column
         drafts = _at(sampled.token_ids.view(-1, query_len), column)
         if not target.max_drafts:
             self.newest.index_copy_(0, rows.long(), drafts)
@@ -191,9 +200,9 @@ def _first(of_tokens: Tensor, shape: PaddedShape) -> Tensor:
     return of_tokens if query_len == 1 else of_tokens.view(-1, query_len)[:, 0]
 
 
-def _num_more(positions: Tensor, shape: PaddedShape) -> Tensor:
-    """[B] how many tokens of each row follow the first; padding repeats the last position."""
-    by_row = positions.view(-1, shape.bucket.query_len)
+def _num_more(indices: Tensor, shape: PaddedShape) -> Tensor:
+    """[B] how many tokens of each row follow the first; padding repeats the last index."""
+    by_row = indices.view(-1, shape.bucket.query_len)
     return by_row[:, -1] - by_row[:, 0]
 
 

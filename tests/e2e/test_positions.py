@@ -1,0 +1,339 @@
+"""Requests that bring positions give what `transformers` gives for the same `position_ids`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+from tests.e2e.reference import Reference, assert_same_tokens
+from tests.e2e.test_pipeline_parallel import in_stages
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import executor_of, runner_of, scheduler_of, stats_of
+from tests.reference_model import load_reference
+from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.engine.input.token_positions import with_positions
+from vllm.errors import RequestError
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.ops.cpu.decode_step import FusedDecodeStep
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.worker.cpu.worker import CPUWorker
+
+MAX_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+SECTIONS = {1: [8], 3: [2, 3, 3]}
+"""Pairs of a head that rotate by each of so many positions."""
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "num_gpu_blocks_override": 60,
+}
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 24}
+TINY_CACHE = {"num_gpu_blocks_override": 10, **CHUNKS}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A request.
+
+    Attributes:
+        prompt: token ids.
+        positions: [P, n] of them; None: their indices.
+        offset: of the tokens after the prompt; None: they follow the largest position.
+    """
+
+    prompt: list[int]
+    positions: np.ndarray | None = None
+    offset: int | None = None
+
+
+def layout(num_positions: int, *parts: int | tuple[int, int]) -> np.ndarray:
+    """Positions of texts of so many tokens, and of images of so many rows and columns."""
+    columns: list[tuple[int, int, int]] = []
+    for part in parts:
+        first = max((max(column) for column in columns), default=-1) + 1
+        if isinstance(part, int):
+            columns += [(first + i,) * 3 for i in range(part)]
+        else:
+            columns += [
+                (first, first + i, first + j) for i in range(part[0]) for j in range(part[1])
+            ]
+    return np.array(columns, np.int32).T[-num_positions:]
+
+
+def requests_of(num_positions: int) -> list[Given]:
+    layouts = [
+        layout(num_positions, *parts)
+        for parts in (
+            (5, (3, 4), 6),
+            ((4, 5), 3),
+            (20, (5, 6), 2, (2, 2), 17),
+            (3, (4, 4)),  # ends with an image
+            (1, (6, 7), 1),
+            ((1, 1),),
+        )
+    ]
+    generator = np.random.default_rng(1)
+    given = [
+        Given(generator.integers(16, VOCAB_SIZE, positions.shape[1]).tolist(), positions)
+        for positions in layouts
+    ]
+    texts = [generator.integers(16, VOCAB_SIZE, n).tolist() for n in (1, 17, 40)]
+    long = given[2]
+    return [
+        *given[:3],
+        Given(texts[1]),
+        *given[3:],
+        Given(texts[0]),
+        # the same tokens elsewhere, which share no block with those
+        Given(long.prompt),
+        Given(long.prompt, layout(num_positions, (5, 6), 22, 21)),
+        Given(texts[2], layout(num_positions, 40), 30),
+        Given(texts[2], layout(num_positions, 40) + 7),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models by the positions of their tokens."""
+    found = {}
+    for num_positions, sections in SECTIONS.items():
+        folder = make_tiny_model(
+            "qwen2", tmp_path_factory.mktemp("positions"), use_sliding_window=False
+        )
+        config = json.loads((folder / "config.json").read_text())
+        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        rope = config.get(name) or {"rope_type": "default"}
+        config[name] = rope | {"mrope_section": sections}
+        (folder / "config.json").write_text(json.dumps(config))
+        found[num_positions] = folder
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(folders) -> dict[int, list[Reference]]:
+    """What transformers makes of the requests, by the positions of a token."""
+    return {count: list(reference(folder, count)) for count, folder in folders.items()}
+
+
+@torch.inference_mode()
+def reference(folder: Path, num_positions: int):
+    model: Any = load_reference(folder)
+    if num_positions == 3:
+        # its own language model takes three positions; the weights have the same names
+        values = json.loads((folder / "config.json").read_text())
+        keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        keep += ("num_key_value_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+        config = modeling_qwen2_vl.Qwen2VLTextConfig(
+            **{name: values[name] for name in keep},
+            rope_parameters=values.get("rope_parameters") or values["rope_scaling"],
+            attn_implementation="eager",
+        )
+        images = modeling_qwen2_vl.Qwen2VLTextModel(config).eval()
+        images.load_state_dict(model.model.state_dict())
+        model.model = images
+    for given in requests_of(num_positions):
+        yield one(model, given, num_positions)
+
+
+def one(model: Any, given: Given, num_positions: int) -> Reference:
+    n, positions = len(given.prompt), given.positions
+    offset = given.offset
+    if positions is None:
+        positions, offset = np.tile(np.arange(n), (num_positions, 1)), 0
+    elif offset is None:
+        offset = int(positions.max()) + 1 - n
+    behind = np.tile(np.arange(n, n + MAX_TOKENS) + offset, (num_positions, 1))
+    known = torch.from_numpy(np.concatenate((positions, behind), axis=1).astype(np.int64))
+    token_ids, margins, rows = list(given.prompt), [], []
+    for _ in range(MAX_TOKENS):
+        at = known[:, : len(token_ids)]
+        ids = torch.tensor([token_ids])
+        hidden = model.model(ids, position_ids=at if num_positions == 1 else at[:, None])
+        logits = model.lm_head(hidden.last_hidden_state[0]).float()
+        rows.append(logits[-1:].log_softmax(-1))
+        best = logits[-1].topk(2)
+        margins.append(float(best.values[0] - best.values[1]))
+        token_ids.append(int(best.indices[0]))
+    return Reference(given.prompt, token_ids[n:], torch.cat(rows), margins)
+
+
+def give_positions(llm: LLM, given: Sequence[Given]) -> None:
+    """Let the next requests of an engine bring their positions."""
+    processor, waiting = llm.llm_engine.input_processor, list(given)
+    arch = llm.llm_engine.vllm_config.model.resolved_arch
+    process = type(processor).process
+
+    def process_next(*args: Any, **options: Any) -> Any:
+        text, request = process(processor, *args, **options)
+        own = waiting.pop(0)
+        assert own.prompt == request.prompt_token_ids
+        if own.positions is not None:
+            request = with_positions(request, own.positions, arch, own.offset)
+        return text, request
+
+    processor.process = process_next
+
+
+def run(llm: LLM, given: Sequence[Given], params: SamplingParams = GREEDY) -> list[Any]:
+    give_positions(llm, given)
+    prompts = [{"prompt_token_ids": each.prompt} for each in given]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def check(llm: LLM, num_positions: int, wanted: dict[int, list[Reference]]) -> None:
+    outputs = run(llm, requests_of(num_positions))
+    for got, want in zip(outputs, wanted[num_positions], strict=True):
+        assert_same_tokens(list(got.token_ids), want)
+
+
+def test_positions_matter(wanted):
+    for references in wanted.values():
+        of_long = [references[index].token_ids for index in (2, 8, 9)]
+        assert len({tuple(token_ids) for token_ids in of_long}) == 3
+        assert references[10].token_ids != references[11].token_ids
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Let models of float32 run in one call, as models of bfloat16 always do."""
+    if load_cpu_kernels() is not None:
+        monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: CPUPacked())
+
+
+CPU_SETTINGS = {
+    "whole prompts": {},
+    "chunks, preemption": TINY_CACHE,
+    "several decodes": {"num_scheduler_steps": 5},
+    "no prefix cache": {"enable_prefix_caching": False, **CHUNKS},
+}
+
+
+@pytest.mark.parametrize("num_positions", SECTIONS)
+@pytest.mark.parametrize("setting", CPU_SETTINGS)
+def test_tokens_equal_transformers(setting, num_positions, folders, wanted, packed, monkeypatch):
+    in_one_call: list[bool] = []
+    step = FusedDecodeStep.run
+
+    def note(*args: Any, **options: Any) -> Any:
+        found = step(*args, **options)
+        in_one_call.append(found is not None)
+        return found
+
+    monkeypatch.setattr(FusedDecodeStep, "run", note)
+    llm = LLM(str(folders[num_positions]), **ENGINE | CPU_SETTINGS[setting])
+    check(llm, num_positions, wanted)
+    check(llm, num_positions, wanted)  # from the prefix cache
+    assert any(in_one_call) or load_cpu_kernels() is None
+    if "preemption" in setting:
+        assert scheduler_of(llm).num_preemptions
+    elif llm.llm_engine.vllm_config.cache.enable_prefix_caching:
+        assert stats_of(llm).num_prefix_hits
+
+
+def test_logprobs_equal_transformers(folders, wanted):
+    llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
+    params = GREEDY.clone()
+    params.logprobs = 1
+    outputs = run(llm, requests_of(3), params)
+    for got, want in zip(outputs, wanted[3], strict=True):
+        for place, (token_id, entry) in enumerate(zip(got.token_ids, got.logprobs, strict=True)):
+            assert entry[token_id].logprob == pytest.approx(
+                float(want.logprobs[place, token_id]), abs=1e-3
+            )
+
+
+def test_modules_give_the_same(folders, wanted):
+    llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
+    check(llm, 3, wanted)
+    assert runner_of(llm).launches.program is None
+
+
+def test_stages_give_the_same(folders, wanted, packed, monkeypatch):
+    llm = in_stages(monkeypatch, str(folders[3]), pipeline_parallel_size=2, **ENGINE | TINY_CACHE)
+    check(llm, 3, wanted)
+    executor_of(llm).shutdown()
+
+
+def with_drafts(folder: Path, **more: Any) -> dict[str, Any]:
+    drafts = {"model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    return {**ENGINE, **more, "speculative_config": drafts}
+
+
+@pytest.mark.parametrize("more", [{}, TINY_CACHE], ids=["plenty", "crowded"])
+def test_drafts_at_the_same_positions_are_right(more, folders, wanted, packed):
+    llm = LLM(str(folders[3]), **with_drafts(folders[3], **more))
+    check(llm, 3, wanted)
+    stats = stats_of(llm).drafts
+    assert sum(stats.accepted) > 0.9 * stats.num_draft_tokens > 50
+
+
+HPU_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chunks, preemption": (TINY_CACHE, {}),
+    "merged prompts": (CHUNKS, {"VLLM_MERGED_PREFILL": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "mode", "num_positions"),
+    [
+        ("chunks, preemption", "HPU graphs", 3),
+        ("chunks, preemption", "torch.compile", 3),
+        ("merged prompts", "lazy", 3),
+        ("merged prompts", "eager", 1),
+        ("chunks, preemption", "lazy", 1),
+    ],
+)
+def test_a_card_gives_the_same(setting, mode, num_positions, folders, wanted):
+    arguments, variables = HPU_SETTINGS[setting]
+    lazy, eager = MODES[mode]
+    variables = FEW_BUCKETS | variables | {"PT_HPU_LAZY_MODE": lazy}
+    with simulated_hpu(has_profiling_run=False, **variables):
+        llm = LLM(
+            str(folders[num_positions]),
+            enforce_eager=eager,
+            **ENGINE | {"max_num_seqs": 4} | arguments,
+        )
+        check(llm, num_positions, wanted)
+        check(llm, num_positions, wanted)
+
+
+def test_drafts_on_a_card_are_right(folders, wanted):
+    with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}):
+        arguments = with_drafts(folders[3], **CHUNKS) | {"max_num_seqs": 4}
+        llm = LLM(str(folders[3]), enforce_eager=True, **arguments)
+        check(llm, 3, wanted)
+        stats = stats_of(llm).drafts
+        # after a prompt that ends with an image the first drafts may be wrong
+        assert sum(stats.accepted) > 0.7 * stats.num_draft_tokens > 50
+
+
+def test_a_request_whose_positions_do_not_fit_is_refused(folders, models):
+    llm = LLM(str(folders[3]), **ENGINE)
+    prompt, arch = list(range(20, 30)), llm.llm_engine.vllm_config.model.resolved_arch
+    limit = arch.derived_max_model_len
+    flat = np.tile(np.arange(10, dtype=np.int32), (3, 1))
+    wrong: list[tuple[np.ndarray, int | None, str]] = [
+        (flat[:1], None, r"must be \[3, 10\].*got \[1, 10\]"),
+        (flat[:, :9], None, r"must be \[3, 10\].*got \[3, 9\]"),
+        (flat - 1, None, f"must be from 0 to {limit - 1}, got -1 to 28"),
+        (flat, -11, "got -1 to 18"),
+        (flat, limit - 29, f"got 0 to {limit}"),
+    ]
+    for positions, offset, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            run(llm, [Given(prompt, positions, offset)])
+    run(llm, [Given(prompt, flat, limit - 30)])
+
+    text = LLM(str(models("llama")), **ENGINE)
+    with pytest.raises(RequestError, match=r"must be \[0, 10\], as this model takes 0"):
+        run(text, [Given(prompt, flat)])

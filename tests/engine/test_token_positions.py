@@ -1,0 +1,54 @@
+"""Keys of the prefix cache for positions that a request brings."""
+
+import numpy as np
+
+from vllm.core.kv.block_hash import block_hashes
+from vllm.engine.input.token_positions import position_keys
+
+BLOCK_SIZE = 4
+
+
+def text(*starts_and_counts: tuple[int, int]) -> np.ndarray:
+    """Positions of runs of text tokens, each from a start on."""
+    columns = np.concatenate([np.arange(start, start + n) for start, n in starts_and_counts])
+    return np.tile(columns.astype(np.int32), (3, 1))
+
+
+def hashes(positions: np.ndarray, offset: int, num_output: int = 6) -> list[bytes]:
+    """Hashes of the blocks of one and the same text at some positions."""
+    token_ids = list(range(positions.shape[1] + num_output))
+    return block_hashes(b"", token_ids, BLOCK_SIZE, position_keys(positions, offset))
+
+
+def num_shared(one: list[bytes], other: list[bytes]) -> int:
+    return sum(x == y for x, y in zip(one, other, strict=True))
+
+
+def test_indices_as_positions_need_no_key():
+    assert position_keys(text((0, 10)), 0) == ()
+    assert num_shared(hashes(text((0, 10)), 0), block_hashes(b"", range(16), BLOCK_SIZE)) == 4
+
+
+def test_a_key_is_where_positions_jump():
+    assert [key.start for key in position_keys(text((0, 6), (3, 4)), -3)] == [6]
+    assert [key.start for key in position_keys(text((5, 6)), 5)] == [0]
+    assert [key.start for key in position_keys(text((0, 6)), 2)] == [6]
+    image = text((0, 3), (3, 1), (3, 1), (3, 1), (9, 2), (20, 1))
+    assert [key.start for key in position_keys(image, 12)] == [4, 8]
+
+
+def test_blocks_before_the_first_difference_are_shared():
+    one = hashes(text((0, 6), (3, 4)), -3)
+    assert len(one) == 4
+    assert num_shared(one, hashes(text((0, 6), (3, 4)), -3)) == 4
+    assert num_shared(one, hashes(text((0, 6), (2, 4)), -4)) == 1
+    assert num_shared(one, hashes(text((0, 10)), 0)) == 1
+    # the offset counts from the first token of the output on, which is in the third block
+    assert num_shared(one, hashes(text((0, 6), (3, 4)), -2)) == 2
+    assert num_shared(one, hashes(text((1, 6), (4, 4)), -2)) == 0
+
+
+def test_the_position_that_differs_counts():
+    height, width = text((0, 10)), text((0, 10))
+    height[1, 5] = width[2, 5] = 9
+    assert num_shared(hashes(height, 0), hashes(width, 0)) == 1

@@ -1,0 +1,104 @@
+"""Positions that requests bring instead of the indices of their tokens.
+
+A position rotates queries and keys. Slots, lengths, masks and limits of chunks depend on the index
+of a token in its request, whatever its positions are.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.attention import LaunchParts
+from vllm.config import ModelArch
+from vllm.messages import IntArray, NewRequest
+from vllm.utils.ragged import positions_within
+from vllm.worker.batch.launch import Launch
+from vllm.worker.parts.row_parts import BoolArray, RowPart, RowParts
+
+
+class PositionRows(RowPart):
+    """The positions of the requests in the batch, by row.
+
+    Args:
+        arch: of the model.
+        num_rows: of the batch.
+        device: of the model.
+
+    Attributes:
+        num_positions: P, positions of a token.
+        offsets: [rows] position minus index of tokens after the prompt.
+        ends: [rows] tokens of each row up to the last one with another difference; 0: none has.
+    """
+
+    def __init__(self, arch: ModelArch, num_rows: int, device: torch.device) -> None:
+        self.num_positions = arch.num_positions
+        self.offsets: IntArray = np.zeros(num_rows, np.int32)
+        self._device = device
+        self.ends: IntArray = np.zeros(num_rows, np.int32)
+        self._rows: dict[int, IntArray] = {}
+        """[P, n] positions of the prompt, by row."""
+
+    def add(self, new: NewRequest) -> None:
+        given = new.request.positions
+        if given is None:
+            return
+        positions = np.frombuffer(given.data, "<i4").reshape(self.num_positions, -1)
+        num_prompt = len(new.request.prompt_token_ids)
+        is_moved = (positions != np.arange(num_prompt) + given.offset).any(0)
+        self._rows[new.row] = positions
+        self.offsets[new.row] = given.offset
+        self.ends[new.row] = np.flatnonzero(is_moved).max(initial=-1) + 1
+
+    def remove(self, row: int) -> None:
+        if self._rows.pop(row, None) is not None:
+            self.ends[row] = self.offsets[row] = 0
+
+    def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
+        """Keep tokens whose positions are given from decodes, which add an offset to indices."""
+        if not self._rows:
+            return None
+        is_given: BoolArray = indices < self.ends[rows]
+        return is_given
+
+    def part_of(self, launch: Launch) -> LaunchParts:
+        rows, count = launch.rows, launch.num_scheduled_tokens
+        if not self._rows or not (self.offsets[rows] | self.ends[rows]).any():
+            return {}
+        first = launch.num_computed_tokens + self.offsets[rows]
+        positions = (np.repeat(first, count) + positions_within(count))[None]
+        if (launch.num_computed_tokens < self.ends[rows]).any():
+            positions = np.repeat(positions, self.num_positions, 0)
+            self.write_prompts(launch, positions)
+        return {"positions": torch.from_numpy(positions.astype(np.int64)).to(self._device)}
+
+    def write_prompts(self, launch: Launch, positions: npt.NDArray[np.integer[Any]]) -> None:
+        """Write the positions of tokens of prompts.
+
+        Args:
+            launch: of the tokens.
+            positions: [P, T] of the launch; changed.
+        """
+        starts = launch.starts
+        is_given = launch.num_computed_tokens < self.ends[launch.rows]
+        for place in np.flatnonzero(is_given).tolist():
+            of_prompt = self._rows[int(launch.rows[place])]
+            begin = int(launch.num_computed_tokens[place])
+            given = of_prompt[:, begin : begin + int(launch.num_scheduled_tokens[place])]
+            first = int(starts[place])
+            positions[:, first : first + given.shape[1]] = given
+
+
+def parts_beside(parts: RowParts, arch: ModelArch) -> RowParts:
+    """Return what rows bring to a model that makes drafts for another one: their positions, if it
+    takes as many for each token.
+
+    Args:
+        parts: of the rows, which the other model runs.
+        arch: of the model that makes drafts.
+    """
+    found = parts.find(PositionRows)
+    if found is None or found.num_positions != arch.num_positions:
+        return RowParts(())
+    return RowParts((found,))
