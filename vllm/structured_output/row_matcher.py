@@ -24,8 +24,8 @@ class RowMatcher:
     """Follows one output. All work is done by `fill`, in the thread that calls it.
 
     End tokens are only allowed when the output is complete. Before `min_tokens` tokens, and always
-    with `ignore_eos`, they are only allowed if no other token is. For a stop token that is text,
-    the grammar decides; it ends the output.
+    with `ignore_eos`, they are only allowed if no other token is. For a stop token of the user that
+    is text, the grammar decides; it ends the output.
 
     Args:
         request: has a grammar.
@@ -44,6 +44,7 @@ class RowMatcher:
         self._request_id = request.request_id
         self._eos = request.eos_token_id
         self._stop_token_ids = request.stop_token_ids
+        self._model_ends = request.model_end_token_ids
         self._allowed_token_ids = params.allowed_token_ids
         self._min_tokens = params.min_tokens
         self._ends_late = params.ignore_eos
@@ -152,7 +153,11 @@ class RowMatcher:
         def pack(token_ids: Sequence[int]) -> IntArray:
             return pack_tokens(np.array(token_ids, np.int64), vocabulary.num_words)
 
-        self._end_ids = {t for t in self._stop_token_ids if t < len(tokens) and not tokens[t]}
+        self._end_ids = {
+            t
+            for t in self._stop_token_ids
+            if t < len(tokens) and (t in self._model_ends or not tokens[t])
+        }
         if self._eos is not None:
             self._end_ids.add(self._eos)
         self._all_ends = pack(sorted(self._end_ids))

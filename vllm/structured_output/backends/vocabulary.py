@@ -33,6 +33,7 @@ class Vocabulary:
         Raises:
             RequestError: there is no tokenizer, or its text is not the bytes of its tokens.
         """
+        from vllm.transformers_utils.special_tokens import SpecialTokens
         from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -42,9 +43,8 @@ class Vocabulary:
                 "structured output needs a tokenizer whose text is the bytes of its tokens "
                 "(byte-level BPE, or SentencePiece with byte fallback), and this engine has none"
             )
-        token_bytes = TokenBytes(
-            backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=True
-        )
+        hidden = SpecialTokens.of(tokenizer).ids
+        token_bytes = TokenBytes(backend, is_byte_level=decoding.is_byte_level, hidden=hidden)
         return cls([token_bytes[token_id] for token_id in range(vocab_size)])
 
     @classmethod
