@@ -29,6 +29,11 @@ class BackendMatcher(Protocol):
         """Whether the output may end here. Called after `fill`."""
         ...
 
+    def can_accept(self, token_id: int) -> bool:
+        """Whether a text token may come next. Also of tokens that `fill` leaves out, because the
+        library would cut a text that is certain into others."""
+        ...
+
     def accept(self, token_id: int) -> None:
         """Add a generated text token; raises BackendError if the grammar does not allow it here."""
         ...

@@ -35,7 +35,12 @@ from vllm.entrypoints.openai.protocol.base import (
 from vllm.entrypoints.shared.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
 from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import KINDS, REQUEST_FIELDS, GuidedDecodingParams
+from vllm.guided_decoding_params import (
+    INTERNAL_FIELDS,
+    KINDS,
+    REQUEST_FIELDS,
+    GuidedDecodingParams,
+)
 from vllm.sampling_params import (
     BeamSearchParams,
     Door,
@@ -106,7 +111,7 @@ else:
         "GuidedFields", **{name: _CONSTRAINT[field] for name, field in _GUIDED_FIELDS.items()}
     )
     # "json" is declared below: pydantic does not allow the name.
-    _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", "field")]
+    _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", *INTERNAL_FIELDS)]
     ConstraintFields = _make_body("ConstraintFields", **{k: _CONSTRAINT[k] for k in _OTHERS})
 
 
