@@ -1,4 +1,4 @@
-"""A grammar behind thoughts, or in place of calls of tools, however the output is cut into tokens."""
+"""A grammar behind thoughts, or in place of calls, however the output is cut into tokens."""
 
 import json
 

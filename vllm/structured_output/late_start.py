@@ -39,8 +39,7 @@ class _State(NamedTuple):
 
     phase: _Phase
     text: bytes = b""
-    """THOUGHTS: the end of the text, which may be the beginning of a marker. OPENING: the text after
-    white space."""
+    """Of THOUGHTS the end, which may begin a marker. Of OPENING what comes behind white space."""
     num_spaces: int = 0
     """Bytes of white space before the answer."""
     pending: tuple[int, ...] = ()
@@ -54,7 +53,7 @@ class _State(NamedTuple):
 
 
 class LateMatcher:
-    """See `BackendMatcher`: the matcher of a grammar that begins later.
+    """See `OutputMatcher`: the matcher of a grammar that begins later.
 
     Unlike that of a grammar, its masks also allow tokens without text where the output is free.
 
@@ -86,7 +85,7 @@ class LateMatcher:
     # ---- the contract -------------------------------------------------------------------------
 
     def fill(self, mask: IntArray) -> None:
-        """See `BackendMatcher`."""
+        """See `OutputMatcher`."""
         state = self._state
         if state.phase is _Phase.GRAMMAR:
             self._fill_grammar(mask, ())
@@ -98,7 +97,7 @@ class LateMatcher:
             self._fill_opening(mask, state)
 
     def is_complete(self) -> bool:
-        """See `BackendMatcher`."""
+        """See `OutputMatcher`."""
         state = self._state
         if state.phase is _Phase.CALLS:
             return True
@@ -112,7 +111,7 @@ class LateMatcher:
             return self._grammar.is_complete()
 
     def accept(self, token_id: int) -> None:
-        """See `BackendMatcher`."""
+        """See `OutputMatcher`."""
         state = self._after(token_id)
         self._history.append(self._state)
         if len(self._history) > 2 * _MAX_ROLLBACK:
@@ -120,7 +119,7 @@ class LateMatcher:
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
-        """See `BackendMatcher`."""
+        """See `OutputMatcher`."""
         state = self._history[-num_tokens]
         del self._history[-num_tokens:]
         if num_extra := self._state.num_accepted - state.num_accepted:

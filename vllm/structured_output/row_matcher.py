@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, IntArray
-from vllm.structured_output.backends.interface import BackendError, BackendMatcher
+from vllm.structured_output.backends.interface import BackendError, BackendMatcher, OutputMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 from vllm.structured_output.late_start import LateMatcher
 
@@ -25,8 +25,8 @@ class RowMatcher:
     """Follows one output. All work is done by `fill`, in the thread that calls it.
 
     End tokens are only allowed when the output is complete, which it is not inside of thoughts.
-    Before `min_tokens` tokens, and always with `ignore_eos`, they are only allowed if no other token
-    is. For a stop token of the user that is text, the grammar decides; it ends the output.
+    Before `min_tokens` tokens, and always with `ignore_eos`, they are only allowed if no other is.
+    For a stop token of the user that is text, the grammar decides; it ends the output.
 
     Args:
         request: has a grammar.
@@ -101,7 +101,7 @@ class RowMatcher:
             self._matcher = self._start(vocabulary, grammar)
             self._prepare(vocabulary)
 
-    def _start(self, vocabulary: Vocabulary, grammar: BackendMatcher) -> BackendMatcher:
+    def _start(self, vocabulary: Vocabulary, grammar: BackendMatcher) -> OutputMatcher:
         if self._grammar_start is None or not self._grammar_start.is_late:
             return grammar
         return LateMatcher(self._grammar_start, vocabulary, grammar)

@@ -92,7 +92,8 @@ def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int
         return ids
     content = read_hf_config(folder, model_config.hf_overrides)
     value = content.get("eos_token_id")  # -1 and the like stand for none
-    more = [i for i in (value if isinstance(value, list) else [value]) if _is_token_id(i)]
+    given: list[Any] = value if isinstance(value, list) else [value]
+    more = [token_id for token_id in given if _is_token_id(token_id)]
     return more if set(ids) <= set(more) else ids
 
 

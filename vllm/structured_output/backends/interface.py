@@ -14,8 +14,8 @@ class BackendError(ValueError):
     message."""
 
 
-class BackendMatcher(Protocol):
-    """The state of one output in its grammar."""
+class OutputMatcher(Protocol):
+    """Which tokens one output may have next."""
 
     def fill(self, mask: IntArray) -> None:
         """Write the mask of the tokens that are allowed next.
@@ -29,17 +29,21 @@ class BackendMatcher(Protocol):
         """Whether the output may end here. Called after `fill`."""
         ...
 
-    def can_accept(self, token_id: int) -> bool:
-        """Whether a text token may come next. Also of tokens that `fill` leaves out, because the
-        library would cut a text that is certain into others."""
-        ...
-
     def accept(self, token_id: int) -> None:
         """Add a generated text token; raises BackendError if the grammar does not allow it here."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
+        ...
+
+
+class BackendMatcher(OutputMatcher, Protocol):
+    """The state of one output in its grammar."""
+
+    def can_accept(self, token_id: int) -> bool:
+        """Whether a text token may come next. Also of tokens that `fill` leaves out, because the
+        library would cut a text that is certain into others."""
         ...
 
 

@@ -273,7 +273,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         return {field: getattr(self, name) for name, field in _GUIDED_FIELDS.items()}
 
     def constraints(self) -> list[str]:
-        """Names of the fields that ask for structured output."""
+        """Names of the fields that ask for structured output; `response_format` is the last."""
         given = [
             name
             for name, field in _GUIDED_FIELDS.items()
@@ -282,9 +282,14 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         if self.structured_outputs is not None:
             options = self.structured_outputs.given()
             given += [f"structured_outputs.{kind}" for kind in KINDS if kind in options]
-        if self.response_format is not None and self.response_format.type != "text":
+        if self.has_response_format:
             given.append(self._format_field)
         return given
+
+    @property
+    def has_response_format(self) -> bool:
+        """Whether `response_format` asks for structured output."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def num_samples(self) -> int:
