@@ -31,14 +31,14 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     """Where in an output its grammar begins. Made by a server, which knows how its model writes
     thoughts and tool calls; the default is the beginning of the output.
 
-    White space before the answer belongs to none of them.
-
     Args:
         is_thinking: the output begins inside of thoughts.
         thought_starts: if the output begins with one of these, thoughts follow.
         thought_ends: behind the first of these, thoughts are over and the answer begins.
         calls: an answer that begins with one of these is free text: calls of tools.
         special_tokens: id -> text, of the special tokens that are part of these texts.
+        allows_space: white space may come before these texts and before the answer. Who reads the
+            answer leaves it out.
     """
 
     is_thinking: bool = False
@@ -46,6 +46,7 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     thought_ends: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     special_tokens: dict[int, str] = {}
+    allows_space: bool = False
 
     @property
     def is_late(self) -> bool:
@@ -98,6 +99,13 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
                 f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
                 param="guided_decoding",
             )
+
+    @property
+    def ignores_space(self) -> bool:
+        """Whether white space before an output of this kind means nothing, and is no part of it."""
+        if self.choice is not None:
+            return all(isinstance(text, str) and text[:1].strip() for text in self.choice)
+        return self.json is not None or bool(self.json_object)
 
 
 StructuredOutputsParams = GuidedDecodingParams

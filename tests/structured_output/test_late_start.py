@@ -20,10 +20,11 @@ VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b""] * 5 + _WORDS)
 WORDS = {word: 261 + i for i, word in enumerate(_WORDS)}
 SPECIAL = {THINK: "<think>", THINK_END: "</think>", CALL: "[CALL]"}
 
-MARKS = {"thought_ends": ("</think>",), "special_tokens": SPECIAL}
+MARKS = {"thought_ends": ("</think>",), "special_tokens": SPECIAL, "allows_space": True}
 INSIDE = GrammarStart(is_thinking=True, **MARKS)
+STRICT = GrammarStart(is_thinking=True, **{**MARKS, "allows_space": False})
 MAYBE = GrammarStart(thought_starts=("<think>",), **MARKS)
-TOOLS = GrammarStart(calls=("<tool_call>", "[CALL]"), special_tokens=SPECIAL)
+TOOLS = GrammarStart(calls=("<tool_call>", "[CALL]"), special_tokens=SPECIAL, allows_space=True)
 ALL = GrammarStart(
     thought_starts=("<think>",), calls=("<tool_call>", "[CALL]", '{"name": "f"'), **MARKS
 )
@@ -81,6 +82,8 @@ INNER = {*b"ab{", WORDS[b"ab"], END}
         (INSIDE, [b"x < y", OTHER, THINK], ANYTHING),
         (INSIDE, [b"x</think"], ANYTHING - {WORDS[b">{"]}),
         (INSIDE, [b"x</think>"], BEGINNING | SPACES),
+        (STRICT, [b"x</think"], ANYTHING - {WORDS[b">{"], WORDS[b">\n"]}),
+        (STRICT, [THINK_END], BEGINNING),
         (INSIDE, [b"x</think", WORDS[b">\n"]], BEGINNING | SPACES),
         (INSIDE, [WORDS[b"</"], WORDS[b"think"]], ANYTHING - {WORDS[b">{"]}),
         (INSIDE, [THINK_END], BEGINNING | SPACES),

@@ -67,8 +67,8 @@ class ForeignReasoningParser:
         self._is_inside = ends_inside(prompt, parser.starts, parser.ends, is_continued=is_continued)
 
     def grammar_start(self) -> GrammarStart:
-        """See `ReasoningParser.grammar_start`. It begins with the output unless the parser says that
-        thoughts end at the markers of its class."""
+        """See `ReasoningParser.grammar_start`. It begins with the output unless the parser says$
+        that thoughts end at the markers of its class."""
         parser, kind = self._parser, type(self._parser)
         is_known = (
             kind.is_reasoning_end is not ReasoningParser.is_reasoning_end

@@ -3,7 +3,8 @@
 `GrammarStart` says what may come before. An output is in one of four phases:
 
     thoughts     any text; the answer begins behind an end marker
-    opening      white space, then a marker of thoughts or calls, or the grammar; whichever fits
+    opening      a marker of thoughts or calls, or the grammar, whichever fits; white space before
+                 it, where that is allowed
     grammar      the grammar decides
     calls        any text
 """
@@ -72,6 +73,7 @@ class LateMatcher:
         self._thought_starts = [text.encode() for text in start.thought_starts]
         self._ends = [text.encode() for text in start.thought_ends]
         self._calls = [text.encode() for text in start.calls]
+        self._max_spaces = MAX_WHITESPACE if start.allows_space else 0
         self._keep = max(map(len, self._ends), default=1) - 1
         self._scratch = np.empty(vocabulary.num_words, np.int32)
         self._free: IntArray | None = None
@@ -148,7 +150,7 @@ class LateMatcher:
             return _State(_Phase.THOUGHTS, text[-self._keep :] if self._keep else b"")
         place, end = min(found)
         rest = text[place + len(end) :]
-        if rest.strip():
+        if self._is_answer(rest):
             raise BackendError(f"a token holds the end of the thoughts and an answer: {rest!r}")
         return _State(_Phase.OPENING, num_spaces=len(rest))
 
@@ -192,9 +194,12 @@ class LateMatcher:
         tokens = self._vocabulary.tokens
         return tokens[token_id] if token_id < len(tokens) else b""
 
-    @staticmethod
-    def _is_space(data: bytes, num_before: int) -> bool:
-        return bool(data) and not data.strip() and num_before + len(data) <= MAX_WHITESPACE
+    def _is_space(self, data: bytes, num_before: int) -> bool:
+        return bool(data) and not data.strip() and num_before + len(data) <= self._max_spaces
+
+    def _is_answer(self, rest: bytes) -> bool:
+        """Whether what a token has behind the end of thoughts would have to follow the grammar."""
+        return bool(rest.strip() if self._max_spaces else rest)
 
     # ---- masks --------------------------------------------------------------------------------
 
@@ -207,7 +212,12 @@ class LateMatcher:
         """Allow all tokens but those that hold the end of thoughts and the beginning of an answer:
         the grammar could not be given the second half."""
         if self._free is None:
-            banned = [i for end in self._ends for i in self._vocabulary.tokens_around(end)]
+            banned = [
+                token_id
+                for end in self._ends
+                for token_id, rest in self._vocabulary.tokens_around(end)
+                if self._is_answer(rest)
+            ]
             self._free = ~self._pack(banned)
         mask[:] = self._free
         banned = []
@@ -218,7 +228,7 @@ class LateMatcher:
                     banned += [
                         token_id
                         for token_id, token in self._vocabulary.tokens_along(rest)
-                        if token[len(rest) :].strip()
+                        if self._is_answer(token[len(rest) :])
                     ]
         if banned:
             mask &= ~self._pack(banned)

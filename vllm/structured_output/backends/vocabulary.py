@@ -96,13 +96,13 @@ class Vocabulary:
             if token.startswith(text) or text.startswith(token):
                 yield token_id, token
 
-    def tokens_around(self, text: bytes) -> list[int]:
-        """The tokens with this text inside and more than white space behind it."""
+    def tokens_around(self, text: bytes) -> list[tuple[int, bytes]]:
+        """The tokens with this text inside, and what they have behind it."""
         if text not in self._around:
             self._around[text] = [
-                token_id
+                (token_id, token.partition(text)[2])
                 for token_id, token in enumerate(self.tokens)
-                if text in token and token.partition(text)[2].strip()
+                if text in token
             ]
         return self._around[text]
 
@@ -115,7 +115,7 @@ class Vocabulary:
         return groups
 
     @cached_property
-    def _around(self) -> dict[bytes, list[int]]:
+    def _around(self) -> dict[bytes, list[tuple[int, bytes]]]:
         return {}
 
 

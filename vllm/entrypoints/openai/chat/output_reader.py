@@ -173,11 +173,13 @@ class OutputReader:
         if texts := list(texts):
             self._hidden = [_HiddenTexts(texts) for _ in range(2)]
 
-    def grammar_start(self, names: Sequence[str]) -> GrammarStart:
-        """Where a grammar for the answer begins. If it is late, white space before it is left out.
+    def grammar_start(self, names: Sequence[str], *, allows_space: bool) -> GrammarStart:
+        """Where a grammar for the answer begins.
 
         Args:
             names: of the tools that the model may call in place of an answer.
+            allows_space: the answer never begins with white space, so if the grammar is late, there
+                may be some before it, which is left out.
         """
         start = GrammarStart()
         if self._reasoning is not None:
@@ -187,8 +189,8 @@ class OutputReader:
             with parser_failures("tool", self._names[1]):
                 calls = self._tools.call_starts(names)
             start = msgspec.structs.replace(start, calls=calls)
-        self._is_answer_stripped = start.is_late
-        return start
+        self._is_answer_stripped = start.is_late and allows_space
+        return msgspec.structs.replace(start, allows_space=allows_space)
 
     def _split(
         self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool

@@ -282,7 +282,7 @@ async def prepare_turn(
     for reader in readers:
         reader.hide(kept.values())
     if guided is not None:
-        starts = [_grammar_start(reader, body, special) for reader in readers]
+        starts = [_grammar_start(reader, body, guided, special) for reader in readers]
         guided.start = starts[0] if starts[0].is_late else None
     defaults = context.engine.generation_defaults
     num_prompt_tokens = len(prompt["prompt_token_ids"])
@@ -356,13 +356,16 @@ def make_reader(
 
 
 def _grammar_start(
-    reader: OutputReader, body: ChatCompletionRequest, special: SpecialTokens
+    reader: OutputReader,
+    body: ChatCompletionRequest,
+    guided: GuidedDecodingParams,
+    special: SpecialTokens,
 ) -> GrammarStart:
     """Where the grammar of an output begins. A response format is for answers: the model may call
     tools in place of one."""
     may_call = body.tool_choice == "auto" and body.has_response_format
     names = [tool.function.name for tool in body.functions] if may_call else []
-    start = reader.grammar_start(names)
+    start = reader.grammar_start(names, allows_space=guided.ignores_space)
     texts = (*start.thought_starts, *start.thought_ends, *start.calls)
     return msgspec.structs.replace(start, special_tokens=special.parts_of(texts))
 
