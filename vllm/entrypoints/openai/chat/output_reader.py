@@ -89,7 +89,6 @@ class OutputReader:
 
     Attributes:
         has_called: a tool call was read.
-        is_plain: all text is content.
     """
 
     def __init__(
@@ -116,7 +115,11 @@ class OutputReader:
         self._has_begun = False
         self._early_ids: list[int] | None = []
         """The tokens so far, until the answer begins; then None."""
-        self.is_plain = reasoning is None and tools is None and forced is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return self._reasoning is None and self._tools is None and self._forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
         """Read new output.
@@ -174,7 +177,7 @@ class OutputReader:
             self._hidden = [_HiddenTexts(texts) for _ in range(2)]
 
     def grammar_start(self, names: Sequence[str], *, allows_space: bool) -> GrammarStart:
-        """Where a grammar for the answer begins.
+        """Where a grammar for the answer begins. If that is at once, there are no thoughts to read.
 
         Args:
             names: of the tools that the model may call in place of an answer.
@@ -185,6 +188,8 @@ class OutputReader:
         if self._reasoning is not None:
             with parser_failures("reasoning", self._names[0]):
                 start = self._reasoning.grammar_start()
+            if not start.is_late:
+                self._reasoning = None
         if self._tools is not None and names:
             with parser_failures("tool", self._names[1]):
                 calls = self._tools.call_starts(names)
