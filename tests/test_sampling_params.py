@@ -58,6 +58,7 @@ def test_defaults_are_those_of_the_api():
         "output_kind": RequestOutputKind.CUMULATIVE,
         "guided_decoding": None,
         "structured_outputs": None,
+        "kept_special_token_ids": None,
         "logit_bias": None,
         "allowed_token_ids": None,
         "extra_args": None,

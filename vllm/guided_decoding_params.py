@@ -23,6 +23,37 @@ REQUEST_FIELDS = {
 """Name of a request's own field -> field of `GuidedDecodingParams`."""
 
 
+INTERNAL_FIELDS = ("field", "start")
+"""Fields of `GuidedDecodingParams` that no user sets."""
+
+
+class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Where in an output its grammar begins. Made by a server, which knows how its model writes
+    thoughts and tool calls; the default is the beginning of the output.
+
+    Args:
+        is_thinking: the output begins inside of thoughts.
+        thought_starts: if the output begins with one of these, thoughts follow.
+        thought_ends: behind the first of these, thoughts are over and the answer begins.
+        calls: an answer that begins with one of these is free text: calls of tools.
+        special_tokens: id -> text, of the special tokens that are part of these texts.
+        allows_space: white space may come before these texts and before the answer. Who reads the
+            answer leaves it out.
+    """
+
+    is_thinking: bool = False
+    thought_starts: tuple[str, ...] = ()
+    thought_ends: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    special_tokens: dict[int, str] = {}
+    allows_space: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether anything may come before the grammar or in place of it."""
+        return bool(self.is_thinking or self.thought_starts or self.calls)
+
+
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     """Structured output. At most one of json, regex, choice, grammar, json_object and
     structural_tag may be set.
@@ -40,6 +71,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         disable_additional_properties: objects have only the properties that their schema names.
         disable_fallback: refuse what the backend does not enforce.
         field: where the user wrote this, for errors; None is here.
+        start: where the grammar begins; None is at the beginning of the output.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. The content is checked with the
@@ -58,6 +90,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     disable_additional_properties: bool = False
     disable_fallback: bool = False
     field: str | None = None
+    start: GrammarStart | None = None
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -66,6 +99,13 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
                 f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
                 param="guided_decoding",
             )
+
+    @property
+    def ignores_space(self) -> bool:
+        """Whether white space before an output of this kind means nothing, and is no part of it."""
+        if self.choice is not None:
+            return all(isinstance(text, str) and text[:1].strip() for text in self.choice)
+        return self.json is not None or bool(self.json_object)
 
 
 StructuredOutputsParams = GuidedDecodingParams
@@ -97,7 +137,7 @@ def read_guided_decoding(
             f"fields, got {type(given).__name__}",
             param=name,
         )
-    accepted = [field for field in GuidedDecodingParams.__struct_fields__ if field != "field"]
+    accepted = [f for f in GuidedDecodingParams.__struct_fields__ if f not in INTERNAL_FIELDS]
     if unknown := [key for key in given if key not in accepted]:
         raise RequestError(
             f"{name} has no field {unknown[0]!r}; accepted: {', '.join(accepted)}", param=name

@@ -177,6 +177,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         allowed_token_ids: only these may be generated.
         extra_args: passed on to plug-ins.
         structured_outputs: another name of `guided_decoding`, which has the value afterwards.
+        kept_special_token_ids: special tokens that stay in the text with `skip_special_tokens`.
 
     Raises:
         RequestError: (a ValueError) a value is out of range or of the wrong type; names the field.
@@ -214,6 +215,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    kept_special_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -373,6 +375,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise RequestError("stop strings need detokenize=True", param="stop")
         _check_token_ids("stop_token_ids", self.stop_token_ids)
         self.stop_token_ids = list(map(int, self.stop_token_ids or ()))
+        _check_token_ids("kept_special_token_ids", self.kept_special_token_ids)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")

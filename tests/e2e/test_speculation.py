@@ -7,6 +7,7 @@ from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
 from tests.reach import stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
+from vllm.guided_decoding_params import GrammarStart
 from vllm.sampling_params import GuidedDecodingParams
 
 CODE = "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\n"
@@ -24,13 +25,17 @@ SCHEMA = {
     "properties": {"name": {"enum": ["width", "height"]}, "values": {"type": "array"}},
     "required": ["name", "values"],
 }
+BEHIND_A_LINE = GrammarStart(is_thinking=True, thought_ends=("\n",))
 FOLLOWING = [
     SamplingParams(max_tokens=60, temperature=0.9, seed=s, guided_decoding=guided, **more)
     for s, (guided, more) in enumerate(
         [
             (GuidedDecodingParams(json=SCHEMA), {}),
             (GuidedDecodingParams(json=SCHEMA, backend="guidance"), {"min_tokens": 30}),
-            (GuidedDecodingParams(regex="(ab|cd)+ef"), {"repetition_penalty": 1.2}),
+            (
+                GuidedDecodingParams(regex="(ab|cd)+ef", start=BEHIND_A_LINE),
+                {"repetition_penalty": 1.2},
+            ),
             (None, {"frequency_penalty": 0.5, "presence_penalty": 0.2, "logprobs": 1}),
             (None, {"bad_words": ["return w", "* h"], "logit_bias": {300: 1.0}}),
         ]

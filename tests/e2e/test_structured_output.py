@@ -14,6 +14,7 @@ from tests.reach import core_of, scheduler_of
 from tests.structured_output.schemas import random_pattern, random_schema
 from vllm import LLM, SamplingParams
 from vllm.engine.process.wire import AddRequests, decode_to_core, encode
+from vllm.guided_decoding_params import GrammarStart
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 
 PROMPTS = ["data = ", "import json\n", "def read(path):\n    ", '{"a": 1}\n']
@@ -34,7 +35,28 @@ TINY_ENGINE = {
 """Prompts in chunks, and a cache that eight requests overflow."""
 
 
+THOUGHTS_END = "\n"
+"""Comes soon in what the bundled model writes."""
+CALL = "import"
+STARTS = {
+    "at once": None,
+    "thoughts": GrammarStart(is_thinking=True, thought_ends=(THOUGHTS_END,)),
+    "thoughts or not": GrammarStart(thought_starts=("#", "def"), thought_ends=(THOUGHTS_END,)),
+    "calls": GrammarStart(calls=(CALL,)),
+    "all": GrammarStart(is_thinking=True, thought_ends=(THOUGHTS_END,), calls=(CALL,)),
+}
+
+
 def asked(rng: random.Random) -> GuidedDecodingParams:
+    """A form of any kind that begins anywhere."""
+    guided = asked_at_once(rng)
+    start = STARTS[rng.choice(["at once", *STARTS])]
+    if start is not None:
+        guided.start = msgspec.structs.replace(start, allows_space=guided.ignores_space)
+    return guided
+
+
+def asked_at_once(rng: random.Random) -> GuidedDecodingParams:
     """A form of any kind."""
     kind = rng.random()
     if kind < 0.5:
@@ -50,6 +72,16 @@ def asked(rng: random.Random) -> GuidedDecodingParams:
 
 def check(guided: GuidedDecodingParams, text: str) -> None:
     """That an output which ended has its form."""
+    if (start := guided.start) is not None:
+        if start.allows_space and not start.is_thinking:
+            text = text.lstrip()
+        if start.is_thinking or text.startswith(start.thought_starts):
+            _, end, text = text.partition(THOUGHTS_END)
+            assert end
+        if start.allows_space:
+            text = text.lstrip()
+        if text.startswith(start.calls):
+            return
     if guided.json is not None:
         validator = jsonschema.Draft202012Validator
         validator(guided.json, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))

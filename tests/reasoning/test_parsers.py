@@ -103,3 +103,54 @@ def test_parsers_are_registered_by_name(monkeypatch):
         ReasoningParserManager.get("r1")
     with pytest.raises(TypeError, match="not a subclass of ReasoningParser"):
         ReasoningParserManager.register_module("x")(object)
+
+
+PROMPT = "<user>What does <think> do?<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected", "start"),
+    [
+        ("qwen3", PROMPT, "<think>a</think>b", ("a", "b"), "may think"),
+        ("qwen3", PROMPT, "a</think>b", (None, "a</think>b"), "may think"),
+        ("qwen3", PROMPT + "<think>\n", "a</think>b", ("a", "b"), "thinks"),
+        ("qwen3", PROMPT + "<think>\n", "<think>a</think>b", ("a", "b"), "thinks"),
+        ("qwen3", PROMPT + "<think>\n\n</think>\n\n", "b", (None, "b"), "answers"),
+        ("deepseek_r1", PROMPT, "a</think>b", ("a", "b"), "thinks"),
+        ("deepseek_r1", PROMPT + "</think>", "b", (None, "b"), "answers"),
+        ("granite", PROMPT, f"{THOUGHTS}a{ANSWER}b", ("a", "b"), "may think"),
+    ],
+)
+def test_the_prompt_says_whether_the_output_begins_inside_of_thoughts(
+    name, prompt, text, expected, start
+):
+    kind = ReasoningParserManager.get(name)
+    parser = kind()
+    parser.follow(prompt)
+    found = parser.grammar_start()
+    marks = {"may think": (False, kind.starts), "thinks": (True, ()), "answers": (False, ())}
+    assert (found.is_thinking, found.thought_starts) == marks[start]
+    assert found.thought_ends == (() if start == "answers" else kind.ends)
+    assert parser.split(text) == expected
+    first, last = parser.feed(text), parser.finish()
+    assert (
+        tuple((a or "") + (b or "") or None for a, b in zip(first, last, strict=True)) == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("<think>a", (True, ())), ("<think>a</think>b", (False, ())), ("b", (False, ("<think>",)))],
+)
+def test_of_a_message_that_is_continued_the_last_marker_counts(prompt, expected):
+    parser = ReasoningParserManager.get("qwen3")()
+    parser.follow(prompt, is_continued=True)
+    found = parser.grammar_start()
+    assert (found.is_thinking, found.thought_starts) == expected
+
+
+def test_a_model_that_was_told_not_to_think_answers_at_once_whatever_the_prompt():
+    parser = ReasoningParserManager.get("deepseek_r1")(is_thinking=False)
+    parser.follow("<think>\n")
+    assert not parser.grammar_start().is_late
+    assert parser.split("b") == (None, "b")

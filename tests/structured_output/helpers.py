@@ -79,8 +79,10 @@ def allowed(mask: np.ndarray) -> list[int]:
 
 
 def make_request(grammar: Grammar | None, **params: Any) -> EngineRequest:
-    """A request whose output has a form; `eos` and `stop` are its end tokens."""
+    """A request whose output has a form; `eos`, `stop` and `model_ends` are its end
+    tokens."""
     eos, stop = params.pop("eos", END), params.pop("stop", ())
+    model_ends = params.pop("model_ends", ())
     guided = GuidedDecodingParams(regex="compiled elsewhere")
     return EngineRequest(
         request_id="a",
@@ -88,7 +90,8 @@ def make_request(grammar: Grammar | None, **params: Any) -> EngineRequest:
         sampling_params=SamplingParams(**{"max_tokens": None, "guided_decoding": guided, **params}),
         seed=0,
         eos_token_id=eos,
-        stop_token_ids=frozenset(stop),
+        stop_token_ids=frozenset((*stop, *model_ends)),
+        model_end_token_ids=frozenset(model_ends),
         max_total_tokens=10_000,
         arrival_time=0.0,
         grammar=grammar,

@@ -53,6 +53,13 @@ def test_an_output_goes_on_after_a_preemption(kind, source):
         (b"ab", {"stop": [ord("5"), 100_000]}, [*DIGITS, END]),
         (b"ab", {"stop": [ord("5")], "min_tokens": 9}, [d for d in DIGITS if d != ord("5")]),
         (b"", {"stop": [ord("a")], "min_tokens": 9}, [ord("a")]),
+        (b"ab", {"model_ends": [ord("5")]}, [*DIGITS, END]),
+        (
+            b"ab",
+            {"model_ends": [ord("5")], "ignore_eos": True},
+            [d for d in DIGITS if d != ord("5")],
+        ),
+        (b"", {"model_ends": [END + 1]}, [ord("a")]),
         (b"ab", {"allowed_token_ids": [ord("3"), END]}, [ord("3"), END]),
         (b"ab", {"allowed_token_ids": [ord("3")]}, [ord("3")]),
         (b"ab", {"allowed_token_ids": [ord("x")]}, [END]),

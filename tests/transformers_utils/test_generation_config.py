@@ -121,3 +121,28 @@ def test_taken_defaults_are_logged_once(tmp_path, capsys):
     assert line.endswith(
         "] sampling defaults of the model: temperature=0.123 (generation_config='vllm' drops them)"
     )
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "of_config", "expected"),
+    [
+        (None, [1, 107], [1, 107]),
+        (None, 2, [2]),
+        (None, None, []),
+        (None, -1, []),
+        ({}, [1, 107], [1, 107]),
+        ({"eos_token_id": 1}, [1, 107], [1, 107]),
+        ({"eos_token_id": [7, 8]}, 7, [7, 8]),
+        ({"eos_token_id": [7, 8]}, [7, 9], [7, 8]),
+    ],
+)
+def test_config_json_adds_end_tokens_that_the_other_file_lacks(
+    of_generation, of_config, expected, tmp_path
+):
+    if of_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(of_generation))
+    config = {"model_type": "llama"} | ({} if of_config is None else {"eos_token_id": of_config})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path) == {"eos_token_ids": expected}
+    overrides = {"eos_token_id": 5}
+    assert load(tmp_path, override_generation_config=overrides) == {"eos_token_ids": [5]}

@@ -11,6 +11,7 @@ import pytest
 
 from vllm.entrypoints.chat_utils import ChatOptions, render_chat
 from vllm.errors import ConfigError
+from vllm.transformers_utils.special_tokens import SpecialTokens
 from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
@@ -262,7 +263,8 @@ def test_ids_are_ranks_behind_those_of_special_tokens(tokenizer):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 11)
     decoding = ByteDecoding.of(tokenizer.backend_tokenizer)
     assert decoding is not None and decoding.is_byte_level  # text is made token by token
-    table = TokenBytes(tokenizer.backend_tokenizer, is_byte_level=True, skip_special_tokens=True)
+    hidden = SpecialTokens.of(tokenizer).ids
+    table = TokenBytes(tokenizer.backend_tokenizer, is_byte_level=True, hidden=hidden)
     assert (table[NUM_SPECIAL + 200], table[first_word + 14], table[3]) == (
         b"\xc8",
         b"\xc3\xa9",

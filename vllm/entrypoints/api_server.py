@@ -35,7 +35,10 @@ from vllm.utils import FlexibleArgumentParser
 
 router = APIRouter(include_in_schema=False)
 
-_NOT_FROM_CLIENTS = {"logits_processors", "output_kind", "guided_decoding", "extra_args"}
+_NOT_FROM_CLIENTS = {
+    *("logits_processors", "output_kind", "guided_decoding", "extra_args"),
+    "kept_special_token_ids",
+}
 _FIELDS = frozenset(SamplingParams.__struct_fields__) - _NOT_FROM_CLIENTS
 
 

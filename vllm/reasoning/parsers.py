@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+from vllm.guided_decoding_params import GrammarStart
 from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
@@ -39,10 +40,16 @@ class ReasoningParser:
     ) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
         self._is_thinking = is_thinking
+        self._is_start_needed = not self.is_start_optional
         self._stream = TextStream()
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._steps = self._parse()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that must be in an output even where they are special tokens."""
+        return (*self.starts, *self.ends)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -50,6 +57,29 @@ class ReasoningParser:
         assert self.model_tokenizer is not None
         vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
         return vocabulary
+
+    def follow(self, prompt: str, *, is_continued: bool = False) -> None:
+        """Say what the output follows, before anything is read.
+
+        A prompt may end inside of thoughts, or behind them.
+
+        Args:
+            prompt: its text, with the special tokens.
+            is_continued: the prompt ends with the beginning of the answer, and not with what the
+                chat template writes before it.
+        """
+        is_inside = ends_inside(prompt, self.starts, self.ends, is_continued=is_continued)
+        if is_inside is None or not self._is_thinking:
+            return
+        self._is_thinking, self._is_start_needed = is_inside, False
+
+    def grammar_start(self) -> GrammarStart:
+        """Where a grammar for the answer begins; see `follow`."""
+        if not self._is_thinking:
+            return GrammarStart()
+        if self._is_start_needed:
+            return GrammarStart(thought_starts=self.starts, thought_ends=self.ends)
+        return GrammarStart(is_thinking=True, thought_ends=self.ends)
 
     def feed(
         self, delta_text: str, delta_token_ids: Sequence[int] = ()
@@ -73,6 +103,7 @@ class ReasoningParser:
     def split(self, text: str) -> tuple[str | None, str | None]:
         """(thoughts, answer) of a complete text. Gives the same as feeding it in any pieces."""
         parser = type(self)(self.tokenizer, is_thinking=self._is_thinking)
+        parser._is_start_needed = self._is_start_needed
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
@@ -124,8 +155,8 @@ class ReasoningParser:
             if (yield from stream.read_literal(start)):
                 return True
         # White space belongs to the text after it.
-        (self._reasoning if self.is_start_optional else self._content).append(stream.forget())
-        return self.is_start_optional
+        (self._content if self._is_start_needed else self._reasoning).append(stream.forget())
+        return not self._is_start_needed
 
     def _add_reasoning(self, piece: str) -> None:
         self._stream.forget()
@@ -153,7 +184,9 @@ class DeepSeekR1ReasoningParser(ReasoningParser):
 
 
 class Qwen3ReasoningParser(ReasoningParser):
-    """`<think>...</think>`: Qwen3. A text that does not begin with `<think>` has no thoughts."""
+    """`<think>...</think>`: Qwen3. A text without `<think>` has no thoughts, unless the prompt ends
+    with it.
+    """
 
 
 class GraniteReasoningParser(ReasoningParser):
@@ -161,6 +194,23 @@ class GraniteReasoningParser(ReasoningParser):
 
     starts = ("Here is my thought process:", "Here's my thought process:")
     ends = ("Here is my response:", "Here's my response:")
+
+
+def ends_inside(
+    prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
+) -> bool | None:
+    """Whether a prompt ends inside of thoughts (True), behind them (False), or neither (None).
+
+    A template writes a marker at the very end of the prompt; a marker further up is part of what
+    somebody wrote. Of a message that is continued the last marker counts.
+    """
+    if is_continued:
+        start, end = (max(map(prompt.rfind, texts), default=-1) for texts in (starts, ends))
+        return None if start == end else start > end
+    text = prompt.rstrip()
+    if text.endswith(tuple(ends)):
+        return False
+    return True if text.endswith(tuple(starts)) else None
 
 
 def _join(first: str | None, last: str | None) -> str | None:

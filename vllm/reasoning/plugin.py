@@ -7,9 +7,11 @@ Such a parser has `extract_reasoning_content` for whole outputs and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from vllm.reasoning.parsers import ReasoningParser
+from vllm.guided_decoding_params import GrammarStart
+from vllm.reasoning.parsers import ReasoningParser, ends_inside
 
 _WHOLE = ("extract_reasoning_content", "extract_reasoning")
 _STREAMED = ("extract_reasoning_content_streaming", "extract_reasoning_streaming")
@@ -57,6 +59,30 @@ class ForeignReasoningParser:
         self._parser = parser
         self._request = request
         self._history = OutputHistory()
+        self._is_inside: bool | None = None
+
+    def follow(self, prompt: str, *, is_continued: bool = False) -> None:
+        """See `ReasoningParser.follow`; only the grammar of the answer depends on it here."""
+        parser = self._parser
+        self._is_inside = ends_inside(prompt, parser.starts, parser.ends, is_continued=is_continued)
+
+    def grammar_start(self) -> GrammarStart:
+        """See `ReasoningParser.grammar_start`. It begins with the output unless the parser says$
+        that thoughts end at the markers of its class."""
+        parser, kind = self._parser, type(self._parser)
+        is_known = (
+            kind.is_reasoning_end is not ReasoningParser.is_reasoning_end
+            or kind.ends is not ReasoningParser.ends
+        )
+        if not is_known or self._is_inside is False or parser.tokenizer is None:
+            return GrammarStart()
+        encode = partial(parser.tokenizer.encode, add_special_tokens=False)
+        ends = tuple(end for end in kind.ends if self.is_reasoning_end(encode(end)))
+        if not ends:
+            return GrammarStart()
+        if self._is_inside or kind.is_start_optional:
+            return GrammarStart(is_thinking=True, thought_ends=ends)
+        return GrammarStart(thought_starts=kind.starts, thought_ends=ends)
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
         """See `ReasoningParser.feed`."""
@@ -71,6 +97,12 @@ class ForeignReasoningParser:
     def finish(self) -> tuple[str | None, str | None]:
         """See `ReasoningParser.finish`; such a parser holds nothing back."""
         return None, None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See `ReasoningParser.markers`."""
+        markers: tuple[str, ...] = self._parser.markers
+        return markers
 
     def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
         """See `ReasoningParser.is_reasoning_end`."""

@@ -8,8 +8,9 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, IntArray
-from vllm.structured_output.backends.interface import BackendError, BackendMatcher
+from vllm.structured_output.backends.interface import BackendError, BackendMatcher, OutputMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
+from vllm.structured_output.late_start import LateMatcher
 
 logger = init_logger(__name__)
 
@@ -23,9 +24,9 @@ ms."""
 class RowMatcher:
     """Follows one output. All work is done by `fill`, in the thread that calls it.
 
-    End tokens are only allowed when the output is complete. Before `min_tokens` tokens, and always
-    with `ignore_eos`, they are only allowed if no other token is. For a stop token that is text,
-    the grammar decides; it ends the output.
+    End tokens are only allowed when the output is complete, which it is not inside of thoughts.
+    Before `min_tokens` tokens, and always with `ignore_eos`, they are only allowed if no other is.
+    For a stop token of the user that is text, the grammar decides; it ends the output.
 
     Args:
         request: has a grammar.
@@ -44,9 +45,12 @@ class RowMatcher:
         self._request_id = request.request_id
         self._eos = request.eos_token_id
         self._stop_token_ids = request.stop_token_ids
+        self._model_ends = request.model_end_token_ids
         self._allowed_token_ids = params.allowed_token_ids
         self._min_tokens = params.min_tokens
         self._ends_late = params.ignore_eos
+        guided = params.guided_decoding
+        self._grammar_start = None if guided is None else guided.start
         self._num_tokens = len(output_token_ids)
         self._unread = list(output_token_ids)
         self._open_grammar: Callable[[], tuple[Vocabulary, BackendMatcher]] | None = open_grammar
@@ -92,9 +96,15 @@ class RowMatcher:
 
     def _open(self) -> None:
         if self._open_grammar is not None:
-            vocabulary, self._matcher = self._open_grammar()
+            vocabulary, grammar = self._open_grammar()
             self._open_grammar = None
+            self._matcher = self._start(vocabulary, grammar)
             self._prepare(vocabulary)
+
+    def _start(self, vocabulary: Vocabulary, grammar: BackendMatcher) -> OutputMatcher:
+        if self._grammar_start is None or not self._grammar_start.is_late:
+            return grammar
+        return LateMatcher(self._grammar_start, vocabulary, grammar)
 
     def _spend(self, seconds: float) -> None:
         self._spent_s += seconds
@@ -152,13 +162,18 @@ class RowMatcher:
         def pack(token_ids: Sequence[int]) -> IntArray:
             return pack_tokens(np.array(token_ids, np.int64), vocabulary.num_words)
 
-        self._end_ids = {t for t in self._stop_token_ids if t < len(tokens) and not tokens[t]}
+        self._end_ids = {
+            t
+            for t in self._stop_token_ids
+            if t < len(tokens) and (t in self._model_ends or not tokens[t])
+        }
         if self._eos is not None:
             self._end_ids.add(self._eos)
         self._all_ends = pack(sorted(self._end_ids))
         self._stops = pack(sorted(self._stop_token_ids - self._end_ids))
         self._ends = self._all_ends
-        self._text = vocabulary.text_mask & ~self._all_ends
+        is_late = isinstance(self._matcher, LateMatcher)
+        self._text = ~self._all_ends if is_late else vocabulary.text_mask & ~self._all_ends
         if self._allowed_token_ids is not None:
             allowed = pack(self._allowed_token_ids)
             self._ends = self._ends & allowed

@@ -1,4 +1,4 @@
-"""Sampling defaults and end tokens in a model's generation_config.json."""
+"""Sampling defaults of a model's generation_config.json, and its end tokens."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,6 +9,7 @@ from vllm.config import ModelConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.sampling_params import Door, SamplingParams, numbers_at
+from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.json_file import read_json_object
 
 logger = init_logger(__name__)
@@ -28,8 +29,9 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
 
     Returns:
         Some of the fields of SamplingParams that have `Door.MODEL`, and always `eos_token_ids`:
-        list of int, the tokens that end an output. The end tokens are a property of the model: they
-        are read even when `generation_config` is "vllm" and its sampling defaults are not.
+        list of int, the tokens that end an output, of generation_config.json or config.json. They
+        are a property of the model: they are read even when `generation_config` is "vllm" and its
+        sampling defaults are not.
 
     Raises:
         ConfigError: a file or an override is damaged, or a value is out of range.
@@ -47,7 +49,11 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     sampling = _read_sampling({**chosen, **overrides})
     if sampling:
         _log_once(", ".join(f"{name}={value}" for name, value in sampling.items()))
-    return {**sampling, "eos_token_ids": _read_eos_token_ids({**of_model, **chosen, **overrides})}
+    named = {**of_model, **chosen, **overrides}
+    ids = _read_eos_token_ids(named)
+    if "eos_token_id" not in overrides:
+        ids = _with_those_of_config(ids, model_config)
+    return {**sampling, "eos_token_ids": ids}
 
 
 def _read_file(folder: Path) -> dict[str, Any]:
@@ -74,10 +80,31 @@ def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int]:
+    """The end tokens, and those of config.json if it has no others or the same and more.
+
+    transformers makes a generation_config.json that is missing from config.json. A copy of a model
+    may have lost some of its end tokens in one of the two files. Defaults of a model type do not
+    count: they may be any token of the vocabulary.
+    """
+    folder = Path(model_config.hf_config_path or model_config.resolved_path)
+    if not (folder / "config.json").is_file():
+        return ids
+    content = read_hf_config(folder, model_config.hf_overrides)
+    value = content.get("eos_token_id")  # -1 and the like stand for none
+    given: list[Any] = value if isinstance(value, list) else [value]
+    more = [token_id for token_id in given if _is_token_id(token_id)]
+    return more if set(ids) <= set(more) else ids
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
     value = content.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(map(_is_token_id, ids)):
         raise ConfigError(f"{_FILE_NAME}: eos_token_id must be token ids, got {value!r}")
     return list(ids)
 

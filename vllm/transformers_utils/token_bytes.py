@@ -7,6 +7,7 @@ those, text is made token by token with a dictionary look-up, and no prefix is d
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,22 +35,20 @@ class TokenBytes(dict[int, bytes]):
     Args:
         backend: the tokenizer of the tokenizers library.
         is_byte_level: tokens are written in the alphabet of byte-level BPE.
-        skip_special_tokens: special tokens have no bytes.
+        hidden: ids of tokens that have no bytes here, such as special ones.
 
     Attributes:
         texts: token id -> its text; None if its bytes are not complete characters.
     """
 
     def __init__(
-        self, backend: Tokenizer, *, is_byte_level: bool, skip_special_tokens: bool
+        self, backend: Tokenizer, *, is_byte_level: bool, hidden: Iterable[int] = ()
     ) -> None:
         super().__init__()
         self.texts = _WholeTexts(self)
         self._backend = backend
         self._to_bytes = _byte_level_bytes if is_byte_level else _sentencepiece_bytes
-        if skip_special_tokens:
-            added = backend.get_added_tokens_decoder()
-            self.update((token_id, b"") for token_id, token in added.items() if token.special)
+        self.update(dict.fromkeys(hidden, b""))
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -145,6 +145,7 @@ class InputProcessor:
             sampling_params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_id=eos,
+            model_end_token_ids=others,
             stop_token_ids=others.union(
                 params.stop_token_ids or (), params.all_stop_token_ids - {eos}
             ),

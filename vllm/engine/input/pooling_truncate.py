@@ -6,6 +6,7 @@ The tokenizer's own truncation is a setting of an object that threads share; thi
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import RequestError
+from vllm.transformers_utils.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ def _parts(
     if tokenizer.is_fast:
         parts: list[int | None] = encoded.sequence_ids(0)
         return parts
-    special = set(tokenizer.all_special_ids)
+    special = SpecialTokens.of(tokenizer).ids
     return [None if token_id in special else 0 for token_id in token_ids]
 
 

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.errors import RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import TokenEmbeddings
+from vllm.transformers_utils.special_tokens import SpecialTokens
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class PromptTokenizer:
     Args:
         config: complete and consistent.
         tokenizer: None: only token ids are accepted. May be replaced at any time.
-        generation_defaults: from the model's generation_config.json; of it, only
-            "eos_token_ids" is used here: end tokens in addition to the tokenizer's.
+        generation_defaults: of `load_generation_defaults`; of it, only "eos_token_ids" is used
+            here: end tokens in addition to the tokenizer's.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class PromptTokenizer:
         """The end token that is not reported as a stop reason, and further end tokens of the model.
 
         The first is the tokenizer's, or config.json's when there is none. The others come from
-        generation_config.json and are reported as stop reason, like a user's stop tokens.
+        generation_config.json and config.json and are reported as stop reason, like a user's stop
+        tokens.
         """
-        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        eos = SpecialTokens.of(self.tokenizer).eos_token_id
         others = self._default_end_tokens
         if eos is None and self._config_end_tokens:
             eos, *rest = self._config_end_tokens

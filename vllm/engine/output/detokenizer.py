@@ -1,9 +1,10 @@
 """Incremental detokenisation: never returns a part of a character, nor a character twice."""
 
 import codecs
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
+from vllm.transformers_utils.special_tokens import SpecialTokens
 from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ _UNKNOWN = "\ufffd"
 _MAX_INCOMPLETE = 3
 """Largest number of U+FFFD that an incomplete character decodes to: one per byte, and four bytes
 are complete."""
+_MAX_TABLES = 8
+"""Sets of hidden tokens whose tables are kept; all parsers of a server need two or three."""
 _CONTEXT_TOKENS = 8
 """How many previous tokens decide how the next one is joined, such as with a space."""
 
@@ -122,20 +125,20 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._tables: dict[bool, TokenBytes] = {}
+        self._special_ids = SpecialTokens.of(tokenizer).ids
+        self._tables: dict[frozenset[int], TokenBytes] = {}
+        """Hidden tokens -> the table without their text."""
         self._decoding = ByteDecoding.of(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
-        self._shown_ids: dict[bool, frozenset[int]] = {}
-        if self._decoding is None:
-            # Kept: transformers computes both sets again at each call, slowly.
-            known = frozenset(tokenizer.get_vocab().values())
-            special = frozenset(tokenizer.all_special_ids)
-            self._shown_ids = {False: known, True: known - special}
+        # Kept: transformers computes it again at each call, slowly.
+        is_general = self._decoding is None
+        self._known_ids = frozenset(tokenizer.get_vocab().values() if is_general else ())
 
     def create(
         self,
         prompt_token_ids: Sequence[int] | None,
         *,
         skip_special_tokens: bool = True,
+        kept_special_token_ids: Collection[int] = (),
         spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
         """A detokenizer for output that follows a prompt.
@@ -144,10 +147,14 @@ class DetokenizerFactory:
             prompt_token_ids: the prompt; its text is not part of the result. None: the prompt is
                 text that is not known.
             skip_special_tokens: leave special tokens out of the text.
+            kept_special_token_ids: those that stay in the text nevertheless.
             spaces_between_special_tokens: only has an effect with tokenizers written in Python.
         """
+        hidden = self._special_ids.difference(kept_special_token_ids)
+        if not skip_special_tokens:
+            hidden = frozenset()
         if self._decoding is not None:
-            table = self._table(skip_special_tokens)
+            table = self._table(hidden)
             is_start = (
                 self._decoding.strips_first_space
                 and prompt_token_ids is not None
@@ -159,30 +166,30 @@ class DetokenizerFactory:
         def decode(token_ids: list[int]) -> str:
             return self._decode(token_ids, spaces_between_special_tokens)
 
-        return WindowDetokenizer(
-            decode, self._shown_ids[skip_special_tokens], prompt_token_ids or ()
-        )
+        return WindowDetokenizer(decode, self._known_ids - hidden, prompt_token_ids or ())
 
     def text_of(self, token_id: int) -> str:
         """The text of one token on its own, special ones too; U+FFFD for part of a character."""
         text = self._texts.get(token_id)
         if text is None:
             if self._decoding is not None:
-                text = self._table(False)[token_id].decode(errors="replace")
+                text = self._table(frozenset())[token_id].decode(errors="replace")
             else:
-                text = self._decode([token_id] if token_id in self._shown_ids[False] else [], True)
+                text = self._decode([token_id] if token_id in self._known_ids else [], True)
             self._texts[token_id] = text
         return text
 
-    def _table(self, skip_special_tokens: bool) -> TokenBytes:
+    def _table(self, hidden: frozenset[int]) -> TokenBytes:
         assert self._decoding is not None
-        if skip_special_tokens not in self._tables:
-            self._tables[skip_special_tokens] = TokenBytes(
+        if hidden not in self._tables:
+            if len(self._tables) == _MAX_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[hidden] = TokenBytes(
                 self._tokenizer.backend_tokenizer,
                 is_byte_level=self._decoding.is_byte_level,
-                skip_special_tokens=skip_special_tokens,
+                hidden=hidden,
             )
-        return self._tables[skip_special_tokens]
+        return self._tables[hidden]
 
     def _decode(self, token_ids: list[int], spaces_between_special_tokens: bool) -> str:
         text = self._tokenizer.decode(

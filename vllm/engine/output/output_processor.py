@@ -223,6 +223,7 @@ class OutputProcessor:
         detokenizer = self._detokenizers.create(
             prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
+            kept_special_token_ids=params.kept_special_token_ids or (),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         strings = [params.stop] if isinstance(params.stop, str) else params.stop

@@ -14,8 +14,8 @@ class BackendError(ValueError):
     message."""
 
 
-class BackendMatcher(Protocol):
-    """The state of one output in its grammar."""
+class OutputMatcher(Protocol):
+    """Which tokens one output may have next."""
 
     def fill(self, mask: IntArray) -> None:
         """Write the mask of the tokens that are allowed next.
@@ -35,6 +35,15 @@ class BackendMatcher(Protocol):
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
+        ...
+
+
+class BackendMatcher(OutputMatcher, Protocol):
+    """The state of one output in its grammar."""
+
+    def can_accept(self, token_id: int) -> bool:
+        """Whether a text token may come next. Also of tokens that `fill` leaves out, because the
+        library would cut a text that is certain into others."""
         ...
 
 

@@ -121,6 +121,10 @@ class LLGuidanceMatcher:
         """See `BackendMatcher`."""
         return self._matcher.is_accepting()
 
+    def can_accept(self, token_id: int) -> bool:
+        """See `BackendMatcher`."""
+        return bool(self._matcher.validate_tokens([token_id]))
+
     def accept(self, token_id: int) -> None:
         """See `BackendMatcher`."""
         if not self._matcher.consume_token(token_id):

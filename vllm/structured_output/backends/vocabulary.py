@@ -1,6 +1,7 @@
 """The bytes of every token, which is all that grammars need of a tokenizer."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ class Vocabulary:
         Raises:
             RequestError: there is no tokenizer, or its text is not the bytes of its tokens.
         """
+        from vllm.transformers_utils.special_tokens import SpecialTokens
         from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -42,9 +44,8 @@ class Vocabulary:
                 "structured output needs a tokenizer whose text is the bytes of its tokens "
                 "(byte-level BPE, or SentencePiece with byte fallback), and this engine has none"
             )
-        token_bytes = TokenBytes(
-            backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=True
-        )
+        hidden = SpecialTokens.of(tokenizer).ids
+        token_bytes = TokenBytes(backend, is_byte_level=decoding.is_byte_level, hidden=hidden)
         return cls([token_bytes[token_id] for token_id in range(vocab_size)])
 
     @classmethod
@@ -82,6 +83,40 @@ class Vocabulary:
         return pack_tokens(
             np.array([i for i, token in enumerate(self.tokens) if token], np.int64), self.num_words
         )
+
+    @cached_property
+    def spaces(self) -> list[tuple[int, bytes]]:
+        """The tokens of white space, and their bytes."""
+        return [(i, t) for i, t in enumerate(self.tokens) if t and not t.strip()]
+
+    def tokens_along(self, text: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the tokens that are a beginning of a text, or begin with it."""
+        for token_id in self._by_first_byte.get(text[:1], ()):
+            token = self.tokens[token_id]
+            if token.startswith(text) or text.startswith(token):
+                yield token_id, token
+
+    def tokens_around(self, text: bytes) -> list[tuple[int, bytes]]:
+        """The tokens with this text inside, and what they have behind it."""
+        if text not in self._around:
+            self._around[text] = [
+                (token_id, token.partition(text)[2])
+                for token_id, token in enumerate(self.tokens)
+                if text in token
+            ]
+        return self._around[text]
+
+    @cached_property
+    def _by_first_byte(self) -> dict[bytes, list[int]]:
+        groups: dict[bytes, list[int]] = {}
+        for token_id, token in enumerate(self.tokens):
+            if token:
+                groups.setdefault(token[:1], []).append(token_id)
+        return groups
+
+    @cached_property
+    def _around(self) -> dict[bytes, list[tuple[int, bytes]]]:
+        return {}
 
 
 def pack_tokens(token_ids: "np.typing.NDArray[np.int64]", num_words: int) -> IntArray:

@@ -105,6 +105,13 @@ class XGrammarMatcher:
         """See `BackendMatcher`."""
         return bool(self._matcher.is_completed())
 
+    def can_accept(self, token_id: int) -> bool:
+        """See `BackendMatcher`."""
+        if not self._matcher.accept_token(token_id):
+            return False
+        self._matcher.rollback(1)
+        return True
+
     def accept(self, token_id: int) -> None:
         """See `BackendMatcher`."""
         if not self._matcher.accept_token(token_id):

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -69,21 +68,25 @@ def test_an_unknown_name_is_told_with_the_known_ones():
     )
 
 
+NAMES = ["f", "g"]
+
+
 @pytest.mark.parametrize(
-    ("name", "special", "tools", "choice", "expected"),
+    ("name", "call", "answer"),
     [
-        ("mistral", "[TOOL_CALLS]", ["f"], "auto", False),
-        ("internlm", "<|plugin|>", ["f"], "auto", False),
-        ("deepseek_v3", "<｜tool▁sep｜>", ["f"], "auto", False),
-        ("hermes", "<|im_end|>", ["f"], "auto", True),
-        ("mistral", "[TOOL_CALLS]", None, "auto", True),
-        ("mistral", "[TOOL_CALLS]", ["f"], "none", True),
+        ("hermes", "<tool_call>{", "{"),
+        ("mistral", "[TOOL_CALLS]f{", "["),
+        ("llama3_json", '{"name": "g", "parameters": {', '{"name": "g"}'),
+        ("llama3_json", '<|python_tag|>{"name"', '{"a": 1}'),
+        ("granite", '[{"name":"f","arguments":{', "[{}]"),
+        ("xlam", '{"name": "f", "arguments": {', "```json\n{"),
+        ("pythonic", "[g(a=1)]", "[1]"),
+        ("llama4_pythonic", "<|python_start|>[f(", "[f]"),
+        ("phi4_mini", 'functools[{"', "functools is a module"),
+        ("qwen3_coder", "<tool_call>", "<b>"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>", "<"),
     ],
 )
-def test_special_tokens_stay_in_the_text_where_calls_are_made_of_them(
-    name, special, tools, choice, expected
-):
-    tokenizer = SimpleNamespace(all_special_tokens=["<s>", special])
-    request = SimpleNamespace(tools=tools, tool_choice=choice, skip_special_tokens=True)
-    assert ToolParserManager.get(name)(tokenizer).adjust_request(request) is request
-    assert request.skip_special_tokens is expected
+def test_calls_begin_as_no_other_answer_does(name, call, answer):
+    starts = ToolParserManager.get(name)(None).call_starts(NAMES)
+    assert call.startswith(starts) and not answer.startswith(starts)

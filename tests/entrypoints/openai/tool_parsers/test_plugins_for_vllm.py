@@ -180,6 +180,20 @@ def test_without_thoughts_everything_is_the_answer():
 
 
 @pytest.mark.parametrize(
+    ("ends", "expected"), [(None, (None, "hm|yes", None)), (("|",), ("hm", "yes", ("|",)))]
+)
+def test_a_grammar_waits_for_the_end_of_thoughts_that_a_plug_in_names(ends, expected):
+    if ends is not None:
+        ReasoningParserManager.get("pipe").ends = ends
+    engine = engine_that_says("hm|yes")
+    with client_of(engine, router, **FLAGS) as client:
+        message = chat(client, guided_choice=["yes"])["choices"][0]["message"]
+    start = engine.seen[0][1].guided_decoding.start
+    found = None if start is None else start.thought_ends
+    assert (message["reasoning_content"], message["content"], found) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x|RAISE", "the tool parser 'bang' failed on this request: ValueError: this output is"),

@@ -3,10 +3,12 @@
 The same object reads a stream and a whole output, so that both give the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.tool_choice import (
@@ -15,7 +17,9 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     ToolCallDelta,
 )
 from vllm.entrypoints.shared.errors import GenerationError
+from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
+from vllm.utils.text.text_stream import Markers
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
@@ -55,6 +59,23 @@ class ReadDelta:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
+class _HiddenTexts:
+    """Removes texts from a text that comes in pieces."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._markers = Markers(sorted(texts, key=len, reverse=True))
+        self._held = ""
+
+    def remove(self, piece: str, *, is_last: bool) -> str:
+        text, kept, start = self._held + piece, "", 0
+        while found := self._markers.search(text, start):
+            kept += text[start : found.start()]
+            start = found.end()
+        end = len(text) if is_last else self._markers.safe_end(text, start)
+        self._held = text[end:]
+        return kept + text[start:end]
+
+
 class OutputReader:
     """Reads one output. Reasoning is split off first; tool calls are looked for in the rest.
 
@@ -68,7 +89,6 @@ class OutputReader:
 
     Attributes:
         has_called: a tool call was read.
-        is_plain: all text is content.
     """
 
     def __init__(
@@ -87,10 +107,19 @@ class OutputReader:
         self._max_calls = max_calls
         self._custom = custom
         self._names = names
+        self._hidden: list[_HiddenTexts] = []
+        """For reasoning and content."""
+        self._is_answer_stripped = False
+        self._has_answer = False
+        """Whether there was content, or calls that had to be made."""
         self._has_begun = False
         self._early_ids: list[int] | None = []
         """The tokens so far, until the answer begins; then None."""
-        self.is_plain = reasoning is None and tools is None and forced is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return self._reasoning is None and self._tools is None and self._forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
         """Read new output.
@@ -110,13 +139,22 @@ class OutputReader:
             with parser_failures("reasoning", self._names[0]):
                 delta.reasoning, content = self._split(text, token_ids, is_last, is_whole)
                 token_ids = self._answer_ids(token_ids, bool(content))
+        if self._is_answer_stripped and not self._has_answer:
+            content = content.lstrip()
+        self._has_answer = self._has_answer or bool(content)
         if self._forced is not None:
-            delta.tool_calls = self._forced.feed(content)
+            # Thoughts that were cut off are no call.
+            is_begun = self._has_answer or self._reasoning is None
+            delta.tool_calls = self._forced.feed(content) if is_begun else []
         elif self._tools is not None:
             with parser_failures("tool", self._names[1]):
                 self._find_calls(delta, content, token_ids, is_last, is_whole)
         else:
             delta.content = content
+        if self._hidden:
+            of_reasoning, of_content = self._hidden
+            delta.reasoning = of_reasoning.remove(delta.reasoning, is_last=is_last)
+            delta.content = of_content.remove(delta.content, is_last=is_last)
         if self._custom is not None:
             delta.tool_calls = self._custom.convert(delta.tool_calls)
             if is_last:
@@ -125,6 +163,39 @@ class OutputReader:
             delta.tool_calls = [c for c in delta.tool_calls if c["index"] < self._max_calls]
         self.has_called = self.has_called or bool(delta.tool_calls)
         return delta
+
+    @property
+    def markers(self) -> list[str]:
+        """The texts that the parsers look for."""
+        tools = self._tools
+        of_tools = () if tools is None else (*tools.markers, *tools.further_tokens)
+        return [*(() if self._reasoning is None else self._reasoning.markers), *of_tools]
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Leave special tokens out that are in the text for the sake of the parsers alone."""
+        if texts := list(texts):
+            self._hidden = [_HiddenTexts(texts) for _ in range(2)]
+
+    def grammar_start(self, names: Sequence[str], *, allows_space: bool) -> GrammarStart:
+        """Where a grammar for the answer begins. If that is at once, there are no thoughts to read.
+
+        Args:
+            names: of the tools that the model may call in place of an answer.
+            allows_space: the answer never begins with white space, so if the grammar is late, there
+                may be some before it, which is left out.
+        """
+        start = GrammarStart()
+        if self._reasoning is not None:
+            with parser_failures("reasoning", self._names[0]):
+                start = self._reasoning.grammar_start()
+            if not start.is_late:
+                self._reasoning = None
+        if self._tools is not None and names:
+            with parser_failures("tool", self._names[1]):
+                calls = self._tools.call_starts(names)
+            start = msgspec.structs.replace(start, calls=calls)
+        self._is_answer_stripped = start.is_late and allows_space
+        return msgspec.structs.replace(start, allows_space=allows_space)
 
     def _split(
         self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool

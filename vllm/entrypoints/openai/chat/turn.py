@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
@@ -41,10 +43,11 @@ from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import GuidedDecodingParams
+from vllm.guided_decoding_params import GrammarStart, GuidedDecodingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Arguments of chat templates with which a request says that the model must not think."""
 
 
 @dataclass(slots=True)
@@ -261,11 +267,6 @@ async def prepare_turn(
     check_sampling_fields(body)
     check_tools(context, body)
     guided = await off_loop.run(partial(_output_constraint, body))
-    # First, because a tool parser may need special tokens in the text.
-    readers = [
-        make_reader(context, body, is_constrained=guided is not None)
-        for _ in range(body.num_samples)
-    ]
     prompt = await chat_prompt(
         context,
         body,
@@ -274,6 +275,15 @@ async def prepare_turn(
         cache_salt=body.cache_salt,
         max_tokens=context.config.scheduler.max_model_len - 1,
     )
+    # Before the parameters: a parser of the user may change the request.
+    readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]
+    special = SpecialTokens.of(context.engine.tokenizer)
+    kept = special.parts_of(readers[0].markers) if body.skip_special_tokens is not False else {}
+    for reader in readers:
+        reader.hide(kept.values())
+    if guided is not None:
+        starts = [_grammar_start(reader, body, guided, special) for reader in readers]
+        guided.start = starts[0] if starts[0].is_late else None
     defaults = context.engine.generation_defaults
     num_prompt_tokens = len(prompt["prompt_token_ids"])
     make_params = partial(
@@ -286,6 +296,7 @@ async def prepare_turn(
         guided=guided,
     )
     params = await off_loop.run(make_params)
+    params.kept_special_token_ids = list(kept) or None
     return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)
 
 
@@ -316,34 +327,51 @@ def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
 
 
 def make_reader(
-    context: ServerContext, body: ChatCompletionRequest, *, is_constrained: bool
+    context: ServerContext, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> OutputReader:
-    """Make the reader for one output of a request. Its tool parser adjusts the request.
-
-    There is no reasoning if structured output begins with the first token.
-    """
+    """Make the reader for one output of a request. Its tool parser adjusts the request."""
     args, tokenizer = context.args, context.engine.tokenizer
-    max_calls = 1 if body.parallel_tool_calls is False else None
-    if (name := body.only_call) is not None:
-        is_custom = name in body.custom_tools
-        return OutputReader(forced=NamedToolReader(name, is_custom=is_custom))
-    custom = CustomCalls(body.custom_tools) if body.custom_tools else None
-    if body.tool_choice == "required":
-        return OutputReader(forced=RequiredToolReader(), max_calls=max_calls, custom=custom)
     reasoning = tools = None
-    if args.reasoning_parser is not None and not is_constrained:
+    forced: NamedToolReader | RequiredToolReader | None = None
+    custom = CustomCalls(body.custom_tools) if body.custom_tools else None
+    if args.reasoning_parser is not None:
         with parser_failures("reasoning", args.reasoning_parser):
-            reasoning = _make_reasoning_parser(args, tokenizer, body)
-    if body.tool_choice == "auto" and args.tool_call_parser is not None:
+            reasoning = _make_reasoning_parser(args, tokenizer, body, prompt)
+    if (name := body.only_call) is not None:
+        forced, custom = NamedToolReader(name, is_custom=name in body.custom_tools), None
+    elif body.tool_choice == "required":
+        forced = RequiredToolReader()
+    elif body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
             tools.adjust_request(body)
-    names = args.reasoning_parser, args.tool_call_parser
-    return OutputReader(reasoning, tools, max_calls=max_calls, custom=custom, names=names)
+    return OutputReader(
+        reasoning,
+        tools,
+        forced,
+        max_calls=1 if body.parallel_tool_calls is False and name is None else None,
+        custom=custom,
+        names=(args.reasoning_parser, args.tool_call_parser),
+    )
+
+
+def _grammar_start(
+    reader: OutputReader,
+    body: ChatCompletionRequest,
+    guided: GuidedDecodingParams,
+    special: SpecialTokens,
+) -> GrammarStart:
+    """Where the grammar of an output begins. A response format is for answers: the model may call
+    tools in place of one."""
+    may_call = body.tool_choice == "auto" and body.has_response_format
+    names = [tool.function.name for tool in body.functions] if may_call else []
+    start = reader.grammar_start(names, allows_space=guided.ignores_space)
+    texts = (*start.thought_starts, *start.thought_ends, *start.calls)
+    return msgspec.structs.replace(start, special_tokens=special.parts_of(texts))
 
 
 def _make_reasoning_parser(
-    args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest
+    args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> "ReasoningParser | ForeignReasoningParser | None":
     """A parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
@@ -351,10 +379,20 @@ def _make_reasoning_parser(
 
     assert args.reasoning_parser is not None
     kind = ReasoningParserManager.get(args.reasoning_parser)
-    is_thinking = bool(template_kwargs(args, body).get("enable_thinking", True))
+    kwargs = template_kwargs(args, body)
+    is_thinking = all(kwargs.get(name, True) for name in _THINKING_SWITCHES)
+    parser: ReasoningParser | ForeignReasoningParser
     if not is_foreign(kind):
-        return kind(tokenizer, is_thinking=is_thinking)
-    return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None
+        parser = kind(tokenizer, is_thinking=is_thinking)
+    elif is_thinking:
+        parser = ForeignReasoningParser(kind(tokenizer), body)
+    else:
+        return None
+    text = prompt.get("prompt")
+    if text is None:
+        text = "" if tokenizer is None else str(tokenizer.decode(prompt["prompt_token_ids"]))
+    parser.follow(text, is_continued=bool(body.continue_final_message))
+    return parser
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":

@@ -11,6 +11,7 @@ from vllm.entrypoints.shared.context import ServerContext
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.messages import TokenEmbeddings
 from vllm.outputs import CompletionOutput, Logprob
+from vllm.transformers_utils.special_tokens import SpecialTokens
 
 
 class CompletionPrompt:
@@ -73,8 +74,8 @@ class CompletionPrompt:
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or not self._is_text or self.body.logprobs is None:
             return ()
-        pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-        return {token_id for token_id, token in pairs if token not in self.text}
+        special = SpecialTokens.of(tokenizer).texts
+        return {token_id for token_id, text in special.items() if text not in self.text}
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, special ones too; "" if the engine runs without a tokenizer."""

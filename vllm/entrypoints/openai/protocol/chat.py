@@ -114,9 +114,11 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
             choice, tools = plain_choice(self.tool_choice, self.functions, self.custom_tools)
             self.tool_choice, self.tools = choice, list(tools)
             self._is_choice_read = True
-        if self.tool_choice != "auto" and (given := self.constraints()):
+        # A response format is for answers, and a call that is required is none.
+        others = self.constraints()[: -1 if self.has_response_format else None]
+        if self.tool_choice != "auto" and others:
             raise field_error(
-                given[0], "cannot be combined with this tool_choice, which sets the output format"
+                others[0], "cannot be combined with this tool_choice, which sets the output format"
             )
         return self
 

@@ -35,7 +35,12 @@ from vllm.entrypoints.openai.protocol.base import (
 from vllm.entrypoints.shared.request_limits import OUTPUTS, STOP, Limit, Limits, longest_text
 from vllm.entrypoints.shared.validation_text import TAG_SIGN
 from vllm.errors import RequestError
-from vllm.guided_decoding_params import KINDS, REQUEST_FIELDS, GuidedDecodingParams
+from vllm.guided_decoding_params import (
+    INTERNAL_FIELDS,
+    KINDS,
+    REQUEST_FIELDS,
+    GuidedDecodingParams,
+)
 from vllm.sampling_params import (
     BeamSearchParams,
     Door,
@@ -106,7 +111,7 @@ else:
         "GuidedFields", **{name: _CONSTRAINT[field] for name, field in _GUIDED_FIELDS.items()}
     )
     # "json" is declared below: pydantic does not allow the name.
-    _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", "field")]
+    _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", *INTERNAL_FIELDS)]
     ConstraintFields = _make_body("ConstraintFields", **{k: _CONSTRAINT[k] for k in _OTHERS})
 
 
@@ -268,7 +273,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         return {field: getattr(self, name) for name, field in _GUIDED_FIELDS.items()}
 
     def constraints(self) -> list[str]:
-        """Names of the fields that ask for structured output."""
+        """Names of the fields that ask for structured output; `response_format` is the last."""
         given = [
             name
             for name, field in _GUIDED_FIELDS.items()
@@ -277,9 +282,14 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         if self.structured_outputs is not None:
             options = self.structured_outputs.given()
             given += [f"structured_outputs.{kind}" for kind in KINDS if kind in options]
-        if self.response_format is not None and self.response_format.type != "text":
+        if self.has_response_format:
             given.append(self._format_field)
         return given
+
+    @property
+    def has_response_format(self) -> bool:
+        """Whether `response_format` asks for structured output."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def num_samples(self) -> int:

@@ -11,6 +11,7 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.transformers_utils.special_tokens import SpecialTokens
 
 
 async def search(
@@ -73,7 +74,8 @@ async def search(
         tokenizer=None,
     )
     tokenizer = await engine.get_tokenizer()
+    special = SpecialTokens.of(tokenizer).ids
     for beam in found.sequences:
         del beam.tokens[: len(token_ids)]
-        beam.text = str(tokenizer.decode(beam.tokens, skip_special_tokens=True))
+        beam.text = str(tokenizer.decode([t for t in beam.tokens if t not in special]))
     return found.sequences

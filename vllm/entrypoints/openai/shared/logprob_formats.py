@@ -38,7 +38,7 @@ def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have it
     if backend is None or (decoding := ByteDecoding.of(backend)) is None:
         return None
-    known = TokenBytes(backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=False)
+    known = TokenBytes(backend, is_byte_level=decoding.is_byte_level)
     return known.__getitem__
 
 

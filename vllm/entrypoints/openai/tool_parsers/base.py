@@ -102,20 +102,19 @@ class ToolParser:
     # --- For those who use a parser ---
 
     def adjust_request(self, request: RequestT) -> RequestT:
-        """Prepare a request whose output this parser will read. Returns the request.
-
-        If the format's markers are special tokens of the model, the text must contain them.
-        """
+        """Prepare a request whose output this parser will read. Returns the request."""
         self._tools = getattr(request, "tools", None) or ()
-        special = set(getattr(self.tokenizer, "all_special_tokens", ()))
-        texts = (*self.markers, *self.further_tokens)
-        if (
-            self._tools
-            and getattr(request, "tool_choice", "auto") != "none"
-            and any(token and token in text for text in texts for token in special)
-        ):
-            request.skip_special_tokens = False  # type: ignore[attr-defined]
         return request
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The texts with which an answer begins that calls tools, and no other answer should.
+
+        Where an answer has to follow a grammar, it may begin with one of them instead.
+
+        Args:
+            names: of the tools.
+        """
+        return self.markers
 
     def feed(self, delta_text: str, delta_token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
         """Read new text.

@@ -1,6 +1,8 @@
 """Calls written as JSON: `{"name": ..., "arguments": {...}}`, one, several, or an array of them."""
 
-from collections.abc import Callable
+import itertools
+import json
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
@@ -28,6 +30,16 @@ class JsonToolParser(ToolParser):
     """What may stand after the calls; left out of the content."""
     separator: ClassVar[str] = ""
     """What stands between objects that are in no array."""
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See `ToolParser.call_starts`. Name and arguments tell a bare call from other JSON."""
+        starts = list(self.markers)
+        for opening in self.bare:
+            bracket = "" if opening == "{" else opening
+            for name, key in itertools.product(map(json.dumps, names), _ARGUMENT_KEYS):
+                starts.append(f'{bracket}{{"name": {name}, "{key}": {{')
+                starts.append(f'{bracket}{{"name":{name},"{key}":{{')
+        return tuple(starts)
 
     def read_calls(self, marker: str) -> Wait[None]:
         """See `ToolParser.read_calls`."""

@@ -3,6 +3,7 @@
 import re
 import secrets
 import string
+from collections.abc import Sequence
 
 from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import JSON, read_group
@@ -65,6 +66,10 @@ class Phi4MiniToolParser(JsonToolParser):
 
     markers = ("functools",)
 
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See `ToolParser.call_starts`."""
+        return ("functools[",)
+
     def read_calls(self, marker: str) -> Wait[None]:
         """See `ToolParser.read_calls`."""
         # In prose the word is a Python module; only a list that follows at once is a call.
@@ -77,6 +82,11 @@ class XlamToolParser(JsonToolParser):
 
     markers = ("</think>", "```", "[TOOL_CALLS]", "<tool_call>")
     bare = "[{"
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See `ToolParser.call_starts`."""
+        others = ("</think>", "```")  # may come before any answer
+        return tuple(start for start in super().call_starts(names) if start not in others)
 
     def read_calls(self, marker: str) -> Wait[None]:
         """See `ToolParser.read_calls`."""

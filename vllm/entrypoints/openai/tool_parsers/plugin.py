@@ -49,6 +49,23 @@ class ForeignToolParser:
         self._request = request
         return request
 
+    @property
+    def further_tokens(self) -> tuple[str, ...]:
+        """See `ToolParser.further_tokens`."""
+        texts: tuple[str, ...] = self._parser.further_tokens
+        return texts
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See `ToolParser.markers`; empty if the parser does not say."""
+        texts: tuple[str, ...] = self._parser.markers
+        return texts
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See `ToolParser.call_starts`."""
+        starts: tuple[str, ...] = self._parser.call_starts(names)
+        return starts
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
         """See `ToolParser.feed`."""
         if not text and not token_ids:

@@ -1,6 +1,7 @@
 """Calls written as Python: `[f(a=1), g(b="x")]`. Read, never run."""
 
 import re
+from collections.abc import Sequence
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import PYTHON, read_group
@@ -17,6 +18,10 @@ class PythonicToolParser(ToolParser):
     """
 
     bare = "["
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """See `ToolParser.call_starts`."""
+        return (*self.markers, *(f"[{name}(" for name in names))
 
     def read_calls(self, marker: str) -> Wait[None]:
         """See `ToolParser.read_calls`."""

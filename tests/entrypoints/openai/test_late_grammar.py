@@ -1,0 +1,162 @@
+"""What the engine is told of thoughts, calls and special tokens, and what the client gets."""
+
+import copy
+import json
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.entrypoints.openai.scripted_engine import TEMPLATE, ScriptedEngine, make_client
+from vllm.engine.input.input_processor import InputProcessor
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+LIST = '[{"name": "f", "parameters": {}}]'
+TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+OPEN = TEMPLATE + "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+CLOSED = TEMPLATE + "<think>\n\n</think>\n\n"
+
+
+def ask(engine, settings, **body):
+    """The message, its stream's text, and the parameters that the engine was given."""
+    content = "What does <think> do?" if type(engine) is ScriptedEngine else "x"
+    messages = [{"role": "user", "content": content}]
+    body = {"model": "", "messages": messages, **body}
+    with make_client(engine, **settings) as client:
+        answer = client.post("/v1/chat/completions", json=body)
+        streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    message = answer.json()["choices"][0]["message"]
+    assert (message["content"] or "") == content
+    assert (message.get("reasoning_content") or "") == reasoning
+    params = next(iter(engine.requests.values()))[1]
+    return message, params
+
+
+def start_of(settings, body):
+    start = ask(ScriptedEngine("x"), settings, **body)[1].guided_decoding.start
+    return None if start is None else (start.is_thinking, start.thought_starts, start.calls)
+
+
+QWEN = {"reasoning_parser": "qwen3"}
+R1 = {"reasoning_parser": "deepseek_r1"}
+MAY_THINK = (False, ("<think>",), ())
+THINKS = (True, (), ())
+MAY_CALL = (False, (), ("<tool_call>",))
+BOTH = (False, ("<think>",), ("<tool_call>",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "expected"),
+    [
+        ({}, {"response_format": FORMAT}, None),
+        (QWEN, {"response_format": FORMAT}, MAY_THINK),
+        (QWEN, {"guided_choice": ["a"]}, MAY_THINK),
+        (QWEN, {"tools": [TOOL], "tool_choice": "required"}, MAY_THINK),
+        (QWEN, {"tools": [TOOL], "tool_choice": NAMED}, MAY_THINK),
+        (R1, {"response_format": FORMAT}, THINKS),
+        ({**QWEN, "chat_template": OPEN}, {"response_format": FORMAT}, THINKS),
+        ({**R1, "chat_template": CLOSED}, {"response_format": FORMAT}, None),
+        (R1, {"guided_regex": "a", "chat_template_kwargs": {"enable_thinking": False}}, None),
+        (R1, {"guided_regex": "a", "chat_template_kwargs": {"thinking": False}}, None),
+        ({"reasoning_parser": "granite"}, {"guided_regex": "a"}, None),
+        (TOOLS, {"tools": [TOOL], "response_format": FORMAT}, MAY_CALL),
+        (TOOLS, {"tools": [TOOL], "guided_regex": "a"}, None),
+        (TOOLS, {"tools": [TOOL], "tool_choice": "none", "response_format": FORMAT}, None),
+        (TOOLS, {"tools": [TOOL], "tool_choice": "required", "response_format": FORMAT}, None),
+        (TOOLS, {"tools": [TOOL], "tool_choice": NAMED, "response_format": FORMAT}, None),
+        (TOOLS | QWEN, {"tools": [TOOL], "response_format": FORMAT}, BOTH),
+    ],
+)
+def test_the_engine_is_told_where_the_grammar_begins(settings, body, expected):
+    if settings.get("reasoning_parser") == "granite":
+        expected = (False, ("Here is my thought process:", "Here's my thought process:"), ())
+    assert start_of(settings, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "body", "reasoning", "content"),
+    [
+        (QWEN, '<think>hm</think>\n\n{"a": 1}', {"response_format": FORMAT}, "hm", '{"a": 1}'),
+        (QWEN, '{"a": 1}', {"response_format": FORMAT}, None, '{"a": 1}'),
+        ({**QWEN, "chat_template": OPEN}, "hm\n</think>\n\nyes", {}, "hm\n", "\n\nyes"),
+        ({**QWEN, "chat_template": OPEN}, "hm", {}, "hm", None),
+        ({**R1, "chat_template": CLOSED}, "yes", {}, None, "yes"),
+        ({**R1, "chat_template": TEMPLATE + "</think>"}, "yes", {}, None, "yes"),
+        (R1, "hm</think> yes", {"guided_choice": ["yes"]}, "hm", "yes"),
+    ],
+)
+def test_the_prompt_tells_whether_the_output_begins_with_thoughts(
+    settings, text, body, reasoning, content
+):
+    message, _ = ask(ScriptedEngine(*text), settings, **body)
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "calls"),
+    [
+        ("required", f"<think>hm</think>\n{LIST}", [("f", "{}")]),
+        (NAMED, '<think>hm</think>\n{"b": 2}', [("f", '{"b": 2}')]),
+        ("auto", f"<think>hm</think>\n{CALL}", [("f", "{}")]),
+        ("required", "<think>hm", []),
+        (NAMED, "<think>hm", []),
+    ],
+)
+def test_a_model_thinks_before_it_calls(choice, text, calls):
+    settings = TOOLS | QWEN
+    body = {"tools": [TOOL], "tool_choice": choice, "response_format": FORMAT}
+    message, _ = ask(ScriptedEngine(*text), settings, **body)
+    assert message["reasoning_content"] == "hm"
+    found = [call["function"] for call in message.get("tool_calls") or []]
+    assert [(call["name"], call["arguments"]) for call in found] == calls
+
+
+def test_an_answer_continues_thoughts_that_the_client_began():
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "<think>a"},
+    ]
+    settings = {**QWEN, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    message, _ = ask(ScriptedEngine("b</think>c"), settings, messages=messages, **more)
+    assert (message["reasoning_content"], message["content"]) == ("b", "c")
+
+
+class SpecialEngine(ScriptedEngine):
+    """Has markers as special tokens, which only their flags tell."""
+
+    def __init__(self, *pieces):
+        super().__init__(*pieces)
+        self.tokenizer = copy.deepcopy(self.tokenizer)
+        texts = ["<tool_call>", "<think>", "</think>", "<|other|>"]
+        self.tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in texts])
+        self.ids = dict(zip(texts, self.tokenizer.convert_tokens_to_ids(texts), strict=True))
+        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, {})
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_markers_that_are_special_tokens_are_found_and_hidden(skips):
+    text = "<think>hm</think>Hi<tool_call> there<think>"
+    engine = SpecialEngine(*text)
+    settings = TOOLS | QWEN
+    message, params = ask(engine, settings, tools=[TOOL], skip_special_tokens=skips)
+    kept = sorted(engine.ids[t] for t in ("<tool_call>", "<think>", "</think>"))
+    assert sorted(params.kept_special_token_ids or []) == (kept if skips else [])
+    assert params.skip_special_tokens is skips
+    assert message["reasoning_content"] == "hm"
+    assert message["content"] == ("Hi there" if skips else "Hi<tool_call> there<think>")
+    called, params = ask(SpecialEngine(*CALL), settings, tools=[TOOL], response_format=FORMAT)
+    assert called["tool_calls"][0]["function"]["name"] == "f" and called["content"] is None
+    assert sorted(params.guided_decoding.start.special_tokens) == kept
+
+
+def test_without_parsers_no_special_token_is_kept():
+    assert ask(SpecialEngine("x"), {})[1].kept_special_token_ids is None

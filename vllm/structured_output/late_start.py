@@ -1,0 +1,280 @@
+"""A grammar that begins later than its output: behind thoughts, or not at all if tools are called.
+
+`GrammarStart` says what may come before. An output is in one of four phases:
+
+    thoughts     any text; the answer begins behind an end marker
+    opening      a marker of thoughts or calls, or the grammar, whichever fits; white space before
+                 it, where that is allowed
+    grammar      the grammar decides
+    calls        any text
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm.guided_decoding_params import GrammarStart
+from vllm.messages import IntArray
+from vllm.structured_output.backends.interface import (
+    MAX_WHITESPACE,
+    BackendError,
+    BackendMatcher,
+)
+from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
+
+_MAX_ROLLBACK = 256
+"""States that are kept to go back to; more than a step has drafts."""
+
+
+class _Phase(IntEnum):
+    THOUGHTS = 0
+    OPENING = 1
+    GRAMMAR = 2
+    CALLS = 3
+
+
+class _State(NamedTuple):
+    """Where an output is; a new one for each token."""
+
+    phase: _Phase
+    text: bytes = b""
+    """Of THOUGHTS the end, which may begin a marker. Of OPENING what comes behind white space."""
+    num_spaces: int = 0
+    """Bytes of white space before the answer."""
+    pending: tuple[int, ...] = ()
+    """Tokens of `text` in OPENING, which the grammar allows but has not been given."""
+    fits_grammar: bool = True
+    """OPENING: `text` may be the beginning of the grammar."""
+    may_think: bool = False
+    """OPENING: `text` may be the beginning of thoughts."""
+    num_accepted: int = 0
+    """Tokens that the matcher of the grammar has been given."""
+
+
+class LateMatcher:
+    """See `OutputMatcher`: the matcher of a grammar that begins later.
+
+    Unlike that of a grammar, its masks also allow tokens without text where the output is free.
+
+    Args:
+        start: what may come before the grammar.
+        vocabulary: of the output.
+        grammar: at the beginning of the answer.
+    """
+
+    def __init__(
+        self, start: GrammarStart, vocabulary: Vocabulary, grammar: BackendMatcher
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._grammar = grammar
+        self._special = {i: text.encode() for i, text in start.special_tokens.items()}
+        self._thought_starts = [text.encode() for text in start.thought_starts]
+        self._ends = [text.encode() for text in start.thought_ends]
+        self._calls = [text.encode() for text in start.calls]
+        self._max_spaces = MAX_WHITESPACE if start.allows_space else 0
+        self._keep = max(map(len, self._ends), default=1) - 1
+        self._scratch = np.empty(vocabulary.num_words, np.int32)
+        self._free: IntArray | None = None
+        self._state = (
+            _State(_Phase.THOUGHTS)
+            if start.is_thinking
+            else _State(_Phase.OPENING, may_think=bool(start.thought_starts))
+        )
+        self._history: list[_State] = []
+
+    # ---- the contract -------------------------------------------------------------------------
+
+    def fill(self, mask: IntArray) -> None:
+        """See `OutputMatcher`."""
+        state = self._state
+        if state.phase is _Phase.GRAMMAR:
+            self._fill_grammar(mask, ())
+        elif state.phase is _Phase.CALLS:
+            mask[:] = -1
+        elif state.phase is _Phase.THOUGHTS:
+            self._fill_thoughts(mask, state.text)
+        else:
+            self._fill_opening(mask, state)
+
+    def is_complete(self) -> bool:
+        """See `OutputMatcher`."""
+        state = self._state
+        if state.phase is _Phase.CALLS:
+            return True
+        if state.phase is _Phase.THOUGHTS or not state.fits_grammar:
+            return False
+        if not state.pending:
+            return self._grammar.is_complete()
+        with _Given(self._grammar, state.pending):
+            # Some matchers only know it once they have computed what may come.
+            self._grammar.fill(self._scratch)
+            return self._grammar.is_complete()
+
+    def accept(self, token_id: int) -> None:
+        """See `OutputMatcher`."""
+        state = self._after(token_id)
+        self._history.append(self._state)
+        if len(self._history) > 2 * _MAX_ROLLBACK:
+            del self._history[:_MAX_ROLLBACK]
+        self._state = state
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `OutputMatcher`."""
+        state = self._history[-num_tokens]
+        del self._history[-num_tokens:]
+        if num_extra := self._state.num_accepted - state.num_accepted:
+            self._grammar.rollback(num_extra)
+        self._state = state
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def _after(self, token_id: int) -> _State:
+        """Return the state after a token; the grammar is given what has become its part."""
+        state = self._state
+        if state.phase is _Phase.GRAMMAR:
+            self._grammar.accept(token_id)
+            return state._replace(num_accepted=state.num_accepted + 1)
+        if state.phase is _Phase.CALLS:
+            return state
+        data = self._special.get(token_id) or self._bytes_of(token_id)
+        if state.phase is _Phase.THOUGHTS:
+            return self._think(state.text + data)
+        return self._open(state, token_id, data)
+
+    def _think(self, text: bytes) -> _State:
+        """Return the state inside of thoughts that end with this text."""
+        found = [(place, end) for end in self._ends if (place := text.find(end)) >= 0]
+        if not found:
+            return _State(_Phase.THOUGHTS, text[-self._keep :] if self._keep else b"")
+        place, end = min(found)
+        rest = text[place + len(end) :]
+        if self._is_answer(rest):
+            raise BackendError(f"a token holds the end of the thoughts and an answer: {rest!r}")
+        return _State(_Phase.OPENING, num_spaces=len(rest))
+
+    def _open(self, state: _State, token_id: int, data: bytes) -> _State:
+        """Return the state after a token with which an answer or thoughts may begin."""
+        if not state.text and self._is_space(data, state.num_spaces):
+            return state._replace(num_spaces=state.num_spaces + len(data))
+        if not data:
+            raise BackendError(f"token {token_id} has no text, so no answer can begin with it")
+        text = state.text + data
+        if state.may_think:
+            for start in self._thought_starts:
+                if text.startswith(start):
+                    return self._think(text[len(start) :])
+        if any(text.startswith(call) for call in self._calls):
+            return _State(_Phase.CALLS)
+        fits = state.fits_grammar and self._allows(token_id, state.pending)
+        is_marker = any(marker.startswith(text) for marker in self._markers(state))
+        if not fits and not is_marker:
+            raise BackendError(f"token {token_id} is not allowed at the beginning of the answer")
+        pending = (*state.pending, token_id)
+        if is_marker:
+            return state._replace(
+                text=text, pending=pending if fits else (), fits_grammar=fits, num_accepted=0
+            )
+        for each in pending:
+            self._grammar.accept(each)
+        return _State(_Phase.GRAMMAR, num_accepted=len(pending))
+
+    def _markers(self, state: _State) -> list[bytes]:
+        return self._calls + self._thought_starts if state.may_think else self._calls
+
+    def _allows(self, token_id: int, pending: Sequence[int]) -> bool:
+        """Whether the grammar allows a token behind those that it has not been given yet."""
+        if not self._bytes_of(token_id):
+            return False
+        with _Given(self._grammar, pending):
+            return self._grammar.can_accept(token_id)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        tokens = self._vocabulary.tokens
+        return tokens[token_id] if token_id < len(tokens) else b""
+
+    def _is_space(self, data: bytes, num_before: int) -> bool:
+        return bool(data) and not data.strip() and num_before + len(data) <= self._max_spaces
+
+    def _is_answer(self, rest: bytes) -> bool:
+        """Whether what a token has behind the end of thoughts would have to follow the grammar."""
+        return bool(rest.strip() if self._max_spaces else rest)
+
+    # ---- masks --------------------------------------------------------------------------------
+
+    def _fill_grammar(self, mask: IntArray, pending: Sequence[int]) -> None:
+        with _Given(self._grammar, pending):
+            self._grammar.fill(mask)
+        mask &= self._vocabulary.text_mask
+
+    def _fill_thoughts(self, mask: IntArray, text: bytes) -> None:
+        """Allow all tokens but those that hold the end of thoughts and the beginning of an answer:
+        the grammar could not be given the second half."""
+        if self._free is None:
+            banned = [
+                token_id
+                for end in self._ends
+                for token_id, rest in self._vocabulary.tokens_around(end)
+                if self._is_answer(rest)
+            ]
+            self._free = ~self._pack(banned)
+        mask[:] = self._free
+        banned = []
+        for end in self._ends:
+            for length in range(1, len(end)):
+                if text.endswith(end[:length]):
+                    rest = end[length:]
+                    banned += [
+                        token_id
+                        for token_id, token in self._vocabulary.tokens_along(rest)
+                        if self._is_answer(token[len(rest) :])
+                    ]
+        if banned:
+            mask &= ~self._pack(banned)
+
+    def _fill_opening(self, mask: IntArray, state: _State) -> None:
+        allowed = [
+            token_id for m in self._markers(state) for token_id in self._steps(m, state.text)
+        ]
+        if not state.text:
+            allowed += [
+                token_id
+                for token_id, token in self._vocabulary.spaces
+                if self._is_space(token, state.num_spaces)
+            ]
+        if state.fits_grammar:
+            self._fill_grammar(mask, state.pending)
+        else:
+            mask[:] = 0
+        mask |= self._pack(allowed)
+
+    def _steps(self, marker: bytes, text: bytes) -> Iterator[int]:
+        """Yield the tokens that continue a text towards a marker, or beyond it."""
+        if not marker.startswith(text):
+            return
+        rest = marker[len(text) :]
+        for token_id, _ in self._vocabulary.tokens_along(rest):
+            yield token_id
+        for token_id, token in self._special.items():
+            if token and (token.startswith(rest) or rest.startswith(token)):
+                yield token_id
+
+    def _pack(self, token_ids: Sequence[int]) -> IntArray:
+        return pack_tokens(np.array(token_ids, np.int64), self._vocabulary.num_words)
+
+
+class _Given:
+    """A matcher that has been given some more tokens, for a while."""
+
+    def __init__(self, matcher: BackendMatcher, token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._token_ids = token_ids
+
+    def __enter__(self) -> None:
+        for token_id in self._token_ids:
+            self._matcher.accept(token_id)
+
+    def __exit__(self, *_: object) -> None:
+        if self._token_ids:
+            self._matcher.rollback(len(self._token_ids))

@@ -1,0 +1,56 @@
+"""Which tokens of a tokenizer are special: the one answer for all who ask.
+
+The text of an output, the markers of tool calls and reasoning, grammars and end tokens depend on
+it. transformers has two lists, those with a name and those that tokenizer.json flags. A token of
+either is special here.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer; `of` makes it, once.
+
+    Args:
+        texts: id -> text, of all of them.
+        eos_token_id: the end token; None when there is none.
+    """
+
+    def __init__(self, texts: Mapping[int, str], eos_token_id: int | None = None) -> None:
+        self.texts = texts
+        self.ids = frozenset(texts)
+        self.eos_token_id = eos_token_id
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase | None") -> "SpecialTokens":
+        """Return the special tokens of a tokenizer; none without one."""
+        if tokenizer is None:
+            return cls({})
+        found = _MADE.get(tokenizer)
+        if found is None:
+            found = _MADE[tokenizer] = cls(_texts_of(tokenizer), tokenizer.eos_token_id)
+        return found
+
+    def parts_of(self, texts: Iterable[str]) -> dict[int, str]:
+        """Id -> text, of the special tokens that one of these texts contains."""
+        wanted = tuple(texts)
+        return {i: t for i, t in self.texts.items() if t and any(t in text for text in wanted)}
+
+
+_MADE: "WeakKeyDictionary[PreTrainedTokenizerBase, SpecialTokens]" = WeakKeyDictionary()
+
+
+def _texts_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    added = tokenizer.added_tokens_decoder
+    texts = {token_id: token.content for token_id, token in added.items() if token.special}
+    # A name may be given to a token that is not in the vocabulary.
+    named = zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)
+    for token_id, text in named:
+        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text:
+            texts[token_id] = text
+    return texts
