@@ -99,12 +99,51 @@ def test_a_regex_holds_also_among_several_tools():
     assert first["properties"]["parameters"]["properties"]["input"]["pattern"] == r"^(?:\d+)$"
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tools": [custom(format=REGEX)]}, hermes("sql", {"input": "any"})),
+        ({"tools": [custom(format=LARK), *TOOLS]}, hermes("sql", {"input": "any"})),
+        (
+            {"tools": [custom(format=LARK), *TOOLS], "tool_choice": "required"},
+            required("sql", {"input": "any"}),
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_hold_leaves_the_input_free(fields, text):
+    with client_of(engine_that_says(text), chat_router, **AUTO) as client:
+        choice = ChatCompletion.model_validate(chat(client, **fields)).choices[0]
+    [call] = choice.message.tool_calls
+    assert (call.type, call.custom.input) == ("custom", "any")
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+def test_tools_of_other_servers_are_left_out(choice):
+    foreign = [{"type": "web_search"}, {"type": "mcp", "server_label": "s"}]
+    with client_of(engine_that_says(hermes("sql", ESCAPED)), chat_router, **AUTO) as client:
+        found = chat(client, tools=[*foreign, custom()], web_search_options={}, **choice)
+        alone = chat(client, tools=foreign, **choice)
+    assert found["choices"][0]["message"]["tool_calls"][0]["custom"]["input"] == INPUT
+    assert alone["choices"][0]["message"]["tool_calls"] == []
+
+
 REFUSED = [
-    ({"tools": [custom(format=REGEX)]}, "tools", "'sql' cannot be enforced with tool_choice auto"),
     (
-        {"tools": [custom(format=LARK), *TOOLS], "tool_choice": "required"},
-        "tools",
-        "Lark grammar of the custom tool 'sql' cannot be enforced with tool_choice required",
+        {"tools": TOOLS, "tool_choice": {"type": "web_search"}},
+        "tool_choice",
+        "must name a function or a custom tool, got the type 'web_search'",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "web_search"}]},
+            },
+        },
+        "tool_choice",
+        "must have a function or a custom tool",
     ),
     ({"tools": [custom(format={"type": "grammar"})]}, "tools", "needs grammar with syntax and"),
     ({"tools": [custom(), custom()]}, "tools", "two tools have the name 'sql'"),
@@ -239,7 +278,7 @@ def test_items_of_custom_calls_become_messages():
             },
             "allows the custom 'x'",
         ),
-        ({"tools": [{"type": "web_search"}]}, "declare functions or custom tools"),
+        ({"tools": [{"type": 7}]}, "must be a string such as function or custom, got 7"),
     ],
 )
 def test_a_response_refuses_what_is_wrong_by_its_name(fields, message):

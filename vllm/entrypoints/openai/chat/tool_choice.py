@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.tools import FunctionDefinition
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 
@@ -36,33 +37,23 @@ def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(grammar=tool.grammar.definition, field="tools")
 
 
-def check_grammars(body: ChatCompletionRequest) -> None:
-    """Refuse the grammar of a custom tool that cannot be enforced.
+def note_free_grammars(body: ChatCompletionRequest) -> None:
+    """Log the grammars of custom tools that are not enforced.
 
-    Raises:
-        RequestError: says when it could be.
+    With `auto` the model may write anything, and among several required tools the output is JSON,
+    in which a Lark grammar cannot hold. The model sees the grammar as a description all the same.
     """
-    for tool in (tool.function for tool in body.functions):
-        custom = body.custom_tools.get(tool.name)
-        grammar = None if custom is None else custom.grammar
-        if grammar is None or body.tool_choice == "none" or body.only_call == tool.name:
+    for name, tool in body.custom_tools.items():
+        if tool.grammar is None or body.tool_choice == "none" or body.only_call == name:
             continue
-        advice = (
-            f'name the tool in tool_choice ({{"type": "custom", "custom": {{"name": '
-            f'"{tool.name:.100}"}}}}), require it alone, or leave its format out'
+        if body.tool_choice == "required" and tool.grammar.syntax == "regex":
+            continue
+        note_ignored(
+            "the grammar of the custom tool",
+            name,
+            "not enforced, because the model need not call this tool; its input may be any text. "
+            "Name the tool in tool_choice to enforce it",
         )
-        if body.tool_choice == "auto":
-            raise RequestError(
-                f"tools: the grammar of the custom tool {tool.name!r:.100} cannot be enforced with "
-                f"tool_choice auto, where the model may write anything; {advice}",
-                param="tools",
-            )
-        if body.tool_choice == "required" and grammar.syntax == "lark":
-            raise RequestError(
-                f"tools: the Lark grammar of the custom tool {tool.name!r:.100} cannot be enforced "
-                f"with tool_choice required and several tools; {advice}, or give a regex",
-                param="tools",
-            )
 
 
 def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:

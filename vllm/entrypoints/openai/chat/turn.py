@@ -26,8 +26,8 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
     ToolCallDelta,
-    check_grammars,
     merge_deltas,
+    note_free_grammars,
     tool_constraint,
 )
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
@@ -300,10 +300,9 @@ def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Refuse tool choices that the server is not configured for.
 
     Raises:
-        RequestError: tool choice auto without a tool parser, or a grammar of a custom tool that
-            cannot be enforced.
+        RequestError: tool choice auto without a tool parser.
     """
-    check_grammars(body)
+    note_free_grammars(body)
     args = context.args
     if body.tool_choice != "auto":
         return
