@@ -232,7 +232,7 @@ def test_structured_outputs_reach_the_engine(client, engine, given):
 def test_structured_outputs_are_checked(client, fields, param):
     response = client.post(PATH, json={"prompt": "a", **fields})
     assert response.status_code == 400, response.text
-    assert param in response.json()["message"]
+    assert param in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_embeddings_come_before_texts(client, engine):
         assert all(kinds) == (not more["prompt"])
     fields = {"prompt": None, "prompt_embeds": encoded, "prompt_logprobs": 1}
     response = client.post(PATH, json=fields)
-    assert (response.status_code, response.json()["param"]) == (400, "prompt_logprobs")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
     events = client.post(PATH, json={"prompt_embeds": encoded, "stream": True}).text
     assert text_of(chunks_of(events))
 
@@ -364,9 +364,10 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "param", "status"), WRONG, ids=str)
 def test_what_is_wrong_is_refused_by_name(client, engine, fields, param, status):
     response = client.post(PATH, json={"prompt": "a b", **fields})
-    body = response.json()
-    assert response.status_code == body["code"] == status, body
-    assert param in (body["param"] or ""), body
+    error = response.json()["error"]
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert (response.status_code, error["type"]) == (status, kind), error
+    assert param in (error["param"] or ""), error
     assert not engine.core.running
     assert complete(client)["choices"][0]["text"]
 
@@ -375,9 +376,10 @@ def test_a_request_that_does_not_fit_is_told_the_numbers(client):
     body = client.post(PATH, json={"prompt": "a b", "max_tokens": 1000}).json()
     assert (
         "This model's maximum context length is 256 tokens. However, you requested 1003 tokens"
-        in body["message"]
+        in body["error"]["message"]
     )
-    seed = client.post(PATH, json={"prompt": "a", "seed": -(2**70)}).json()
+    assert body["error"]["code"] == "context_length_exceeded"
+    seed = client.post(PATH, json={"prompt": "a", "seed": -(2**70)}).json()["error"]
     assert seed["message"].startswith("seed must be at least -9223372036854775808, got -11805")
 
 
@@ -386,7 +388,7 @@ def test_a_failure_midway_is_an_event_and_before_the_first_token_a_status(client
     text = client.post(PATH, json={"prompt": "a", "stream": True}).text
     *chunks, error = chunks_of(text)
     assert text_of(chunks) == "def f"
-    assert (error["error"]["code"], error["error"]["object"]) == (500, "error")
+    assert (error["error"]["type"], error["error"]["code"]) == ("server_error", "internal_error")
     assert "secret" not in text
     engine.fail_at = 0
     assert client.post(PATH, json={"prompt": "a", "stream": True}).status_code == 500
@@ -396,4 +398,4 @@ def test_a_request_that_fails_in_the_engine_is_an_error_also_without_a_stream(cl
     engine.core.errors["cmpl-x"] = "bad logits"
     response = client.post(PATH, json={"prompt": "a", "request_id": "x"})
     assert response.status_code == 500
-    assert response.json()["message"] == "bad logits"
+    assert response.json()["error"]["message"] == "bad logits"

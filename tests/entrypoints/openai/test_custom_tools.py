@@ -178,8 +178,8 @@ def test_what_cannot_be_is_refused_by_its_name(fields, param, message):
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert message in answer.json()["message"]
-    assert answer.json()["param"].startswith(param)
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith(param)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -213,7 +213,7 @@ def test_a_conversation_with_a_custom_call_goes_on():
         refused = client.post("/v1/chat/completions", json=body)
     prompt = engine.tokenizer.decode(engine.seen[0][0]["prompt_token_ids"])
     assert "[sql:SELECT 1]" in prompt
-    assert "custom must have a name and an input" in refused.json()["message"]
+    assert "custom must have a name and an input" in refused.json()["error"]["message"]
 
 
 # ---- responses --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def test_a_body_may_have_max_request_bytes(size, status, is_chunked):
     response = make_client(max_request_bytes=100).post("/echo", content=content, headers=JSON)
     assert response.status_code == status
     if status == 413:
-        assert "100 bytes (--max-request-bytes)" in response.json()["message"]
+        assert "100 bytes (--max-request-bytes)" in response.json()["error"]["message"]
     else:
         assert response.json()["body"] == body.decode()
 

@@ -244,7 +244,7 @@ def test_an_error_in_between_is_the_last_event():
     events = read_events(post(make_client(engine), stream=True))
     assert events[-1] == {
         "type": "error",
-        "error": {"type": "api_error", "message": "the core died", "code": "EngineDeadError"},
+        "error": {"type": "api_error", "message": "the core died", "code": "engine_dead"},
     }
 
 

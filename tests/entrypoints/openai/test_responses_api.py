@@ -330,7 +330,7 @@ def test_a_bad_request_is_refused_with_a_status(fields, status, text, stream):
     engine = ScriptedEngine("yes")
     answer = post(make_client(engine), **fields, stream=stream)
     assert answer.status_code == status
-    assert text in answer.json()["message"]
+    assert text in answer.json()["error"]["message"]
     assert not engine.requests
 
 
@@ -396,7 +396,7 @@ def test_a_background_response_is_made_while_nobody_waits():
         wait_for_status(client, made["id"], "in_progress")
         assert client.get("/load").json() == {"server_load": 1}
         early = post(client, previous_response_id=made["id"])
-        assert (early.status_code, early.json()["param"]) == (400, "previous_response_id")
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
         client.portal.call(engine.release.set)
         done = wait_for_status(client, made["id"], "completed")
         assert done["output"][0]["content"][0]["text"] == "ab"
@@ -428,8 +428,8 @@ def test_only_background_responses_are_cancelled_or_streamed_again():
     client = make_client(ScriptedEngine("a"))
     url = f"{PATH}/{post(client).json()['id']}"
     assert client.post(f"{url}/cancel").status_code == 400
-    assert client.get(url, params={"stream": True}).json()["param"] == "stream"
-    assert post(client, background=True, store=False).json()["param"] == "background"
+    assert client.get(url, params={"stream": True}).json()["error"]["param"] == "stream"
+    assert post(client, background=True, store=False).json()["error"]["param"] == "background"
 
 
 def test_a_background_stream_can_be_taken_up_again():
@@ -481,4 +481,4 @@ def test_any_value_of_a_field_is_taken_or_refused(field):
         answer = client.post(PATH, content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400, 404), (value, answer.text)
         if answer.status_code == 400:
-            assert len(answer.json()["message"]) < 4100
+            assert len(answer.json()["error"]["message"]) < 4100

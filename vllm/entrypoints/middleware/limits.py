@@ -53,7 +53,7 @@ class BodyLimits:
             if not late.is_the_only_one():
                 raise
             message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
-            info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
+            info = ErrorInfo(408, message, headers=_CLOSE)
             await refuse(scope, receive, send, info)
             return
         finally:
@@ -83,7 +83,7 @@ class BodyLimits:
         if given == "application/json" or given.endswith("+json"):
             return None
         message = f"Content-Type must be application/json, got {given[:100]!r}"
-        return ErrorInfo(415, "Unsupported Media Type", message)
+        return ErrorInfo(415, message)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Read the body; None if the client disconnects before its end."""
@@ -106,7 +106,7 @@ class BodyLimits:
             f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
             f"or shorter inputs"
         )
-        return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
+        return ErrorInfo(413, message, headers=_CLOSE)
 
 
 _CLOSE = {"Connection": "close"}  # the rest of the body must not be parsed as a request

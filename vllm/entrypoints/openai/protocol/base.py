@@ -114,14 +114,19 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
-class ErrorResponse(ResponseModel):
-    """Body of every response that is an error."""
+class ErrorInfo(ResponseModel):
+    """What is wrong with a request, or has failed in the server."""
 
-    object: Literal["error"] = "error"
     message: str
     type: str
     param: str | None = None
-    code: int
+    code: str | None = None
+
+
+class ErrorResponse(ResponseModel):
+    """Body of every response that is an error."""
+
+    error: ErrorInfo
 
 
 def error_responses(

@@ -9,7 +9,7 @@ from fastapi import Request
 from vllm.config import VllmConfig
 from vllm.engine.input.prompt_embeds import needs_tokens
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.errors import RequestError
+from vllm.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def output_budget(
             f"{num_prompt_tokens} tokens in the prompt, which leaves none for the completion. "
             f"Please reduce the length of the prompt.",
             param="prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     if wanted is not None and wanted > room:
         raise RequestError(
@@ -133,6 +134,7 @@ def output_budget(
             f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in "
             f"the completion). Please reduce the length of the prompt or of the completion.",
             param="max_tokens",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     cap = defaults.get("max_tokens")
     return min(x for x in (room, wanted, cap) if x is not None)
