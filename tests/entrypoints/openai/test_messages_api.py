@@ -277,6 +277,27 @@ def test_a_client_that_leaves_aborts_its_request(stream):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/completions", {"prompt": ["hi", "you"]}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "hi"}),
+        (PATH, {"messages": [USER], "max_tokens": 9}),
+    ],
+)
+def test_the_key_in_the_engine_is_its_own_although_ids_of_clients_repeat(path, body):
+    engine = ScriptedEngine("a")
+    client = make_client(engine)
+    for _ in range(2):
+        answer = client.post(path, json=body, headers={"X-Request-Id": "same"})
+        assert answer.status_code == 200
+    num_prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    assert len(engine.requests) == 2 * num_prompts
+    assert all("same" in request_id for request_id in engine.requests)
+
+
 # ---- fuzz ---------------------------------------------------------------------------------
 
 

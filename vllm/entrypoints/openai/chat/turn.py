@@ -249,7 +249,7 @@ async def prepare_turn(
     Args:
         context: of the server; its engine is ready.
         body: the tool parser may change fields of it.
-        request_id: unique among running requests; also the beginning of ids that clients see.
+        request_id: unique among running requests.
         trace_headers: W3C trace context of the request.
 
     Raises:
