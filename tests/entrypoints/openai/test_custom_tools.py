@@ -1,6 +1,7 @@
 """Tools whose input is text, and choices among some of the tools: chat and responses."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -125,6 +126,24 @@ def test_tools_of_other_servers_are_left_out(choice):
         alone = chat(client, tools=foreign, **choice)
     assert found["choices"][0]["message"]["tool_calls"][0]["custom"]["input"] == INPUT
     assert alone["choices"][0]["message"]["tool_calls"] == []
+
+
+@pytest.mark.parametrize("parser", ["mistral", "hermes", None])
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        (INPUT, NAMED),
+        ('{"place": "x"}', {"type": "function", "function": {"name": "wait"}}),
+        (required("wait", {}), "required"),
+    ],
+)
+def test_the_id_of_a_call_that_has_to_be_made_is_of_the_form_of_the_parser(parser, text, choice):
+    flags = {} if parser is None else {**AUTO, "tool_call_parser": parser}
+    with client_of(engine_that_says(text), chat_router, **flags) as client:
+        answer = chat(client, tools=[custom(), *TOOLS], tool_choice=choice)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    form = "[a-zA-Z0-9]{9}" if parser == "mistral" else "chatcmpl-tool-.*"
+    assert re.fullmatch(form, call["id"])
 
 
 REFUSED = [

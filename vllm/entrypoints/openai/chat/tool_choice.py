@@ -5,7 +5,7 @@ of `{"name": ..., "parameters": ...}`. Independent of the engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
@@ -126,11 +126,17 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
     return moved
 
 
-def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
+MakeId = Callable[[], str]
+"""Makes the id of a call: as the tool parser does, because templates may refuse others."""
+
+
+def first_delta(
+    index: int, name: str, arguments: str, make_id: MakeId = random_tool_call_id
+) -> ToolCallDelta:
     """The first delta of a call, with id, type and name."""
     return {
         "index": index,
-        "id": random_tool_call_id(),
+        "id": make_id(),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -144,15 +150,18 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
 class NamedToolReader:
     """Reads an output that is the arguments of one call, or its input if the tool is custom."""
 
-    def __init__(self, name: str, *, is_custom: bool = False) -> None:
+    def __init__(
+        self, name: str, *, is_custom: bool = False, make_id: MakeId = random_tool_call_id
+    ) -> None:
         self._name: str | None = name
+        self._make_id = make_id
         self._is_custom = is_custom
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         """The deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
-            first = first_delta(0, name, text)
+            first = first_delta(0, name, text, self._make_id)
             if self._is_custom:
                 del first["function"]
                 first.update(type="custom", custom={"name": name, "input": text})
@@ -170,7 +179,8 @@ class RequiredToolReader:
     cut off, so are the calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
+        self._make_id = make_id
         self._depth = 0
         self._is_string = False
         self._is_escaped = False
@@ -187,7 +197,7 @@ class RequiredToolReader:
             was_arguments = self._is_arguments
             name = self._read(char)
             if name is not None:
-                deltas.append(first_delta(self._index, name, ""))
+                deltas.append(first_delta(self._index, name, "", self._make_id))
             elif was_arguments and self._is_arguments:
                 if not self._is_between(char):
                     arguments.append(char)
