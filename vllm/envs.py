@@ -130,8 +130,10 @@ class Envs:
         "Serve the routes for development too: /server_info, /reset_prefix_cache, "
         "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
     )
-    VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = _server(
-        5, "Seconds that a connection without a request stays open.", at_least=1
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
+        None,
+        "Seconds that a connection without a request stays open; keep_alive_timeout comes first.",
+        at_least=1,
     )
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,

@@ -38,13 +38,19 @@ class RequestError(VllmError, ValueError):
     Attributes:
         status: HTTP status of the response.
         param: the request field at fault, or None.
+        code: a word of OpenAI's API for what is wrong, which programs compare, or None.
     """
 
     status = 400
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""The code of a request that is too long for the model; agents shorten it then."""
 
 
 class PromptTooLongError(RequestError):
@@ -55,6 +61,7 @@ class PromptTooLongError(RequestError):
             f"prompt has {num_prompt_tokens} tokens; this model takes at most "
             f"{max_model_len - 1} (max_model_len={max_model_len}, one is kept for the output)",
             param="prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
 
 
@@ -68,6 +75,7 @@ class TextTooLongError(PromptTooLongError):
             f"is a text of {num_bytes} bytes, which is longer than the prompt may be (at "
             f"most {max_tokens} tokens). Please reduce the length of the prompt.",
             param="prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
 
 

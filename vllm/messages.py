@@ -341,6 +341,13 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
         return cls(step_id=output.step_id, token_ids=output.token_ids, num_tokens=output.num_tokens)
 
 
+NO_TOKEN_LEFT = (
+    "no token can be sampled: the logits have NaN or infinity, or every token is forbidden"
+)
+NO_ALLOWED_TOKEN = "the grammar allows none of allowed_token_ids at this point of the output"
+"""Errors that fields of a request which contradict each other can cause."""
+
+
 class Finished(msgspec.Struct, frozen=True):
     """How a request ended."""
 

@@ -282,6 +282,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
+    def restricting_fields(self) -> list[str]:
+        """Names of the fields that forbid tokens, as the user wrote them."""
+        found = [
+            name
+            for name in ("allowed_token_ids", "bad_words", "logit_bias", "logits_processors")
+            if getattr(self, name)
+        ]
+        if self.min_tokens > 0:
+            found.append("min_tokens")
+        if (guided := self.guided_decoding) is not None:
+            found.append(guided.field or "guided_decoding")
+        return found
+
+    @property
     def all_stop_token_ids(self) -> set[int]:
         """The token ids that end the output: the user's, and those of the model that
         `update_from_generation_config` has set."""

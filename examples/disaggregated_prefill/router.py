@@ -87,8 +87,8 @@ class Router:
         except httpx.HTTPError as error:
             message = f"no decode server answers: {error!r}"
             print(message, flush=True)
-            content = {"object": "error", "message": message, "type": "BadGateway", "code": 502}
-            return JSONResponse(content, 502)
+            error = {"message": message, "type": "server_error", "param": None, "code": None}
+            return JSONResponse({"error": error}, 502)
 
         async def chunks() -> AsyncIterator[bytes]:
             try:

@@ -318,7 +318,7 @@ def test_markdown_is_shown_as_it_is_meant(chat, engine):
 
 
 def flat_error(status, message, **headers):
-    return JSONResponse({"object": "error", "message": message}, status, headers)
+    return JSONResponse({"error": {"message": message}}, status, headers)
 
 
 async def cut_stream():

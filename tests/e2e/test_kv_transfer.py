@@ -342,7 +342,8 @@ def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(
         decode.shutdown()
         decode.server_close()
         answer = client.post("/v1/completions", json=body)
-        assert answer.status_code == 502 and "no decode server answers" in answer.json()["message"]
+        assert answer.status_code == 502
+        assert "no decode server answers" in answer.json()["error"]["message"]
 
 
 def test_servers_behind_the_router_take_turns_and_a_lost_one_is_left_out(router_example):

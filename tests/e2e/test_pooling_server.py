@@ -95,7 +95,7 @@ def test_a_client_that_leaves_ends_its_prompts(served):
 def test_what_the_model_cannot_do_is_a_400(path, served):
     _, server = served
     status, _, body = server.request("POST", path, {"prompt": "w7", "input": "w7"})
-    assert status == 400 and "task 'embed'" in json.loads(body)["message"]
+    assert status == 400 and "task 'embed'" in json.loads(body)["error"]["message"]
 
 
 def test_a_cross_encoder_scores_and_ranks(tmp_path):

@@ -155,7 +155,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(client, server):
     ("fields", "error", "text"),
     [
         ({"model": "other"}, openai.NotFoundError, "other"),
-        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "web_search"),
+        ({"tool_choice": {"type": "web_search"}}, openai.BadRequestError, "web_search"),
         ({"max_output_tokens": 10**6}, openai.BadRequestError, "context length"),
         ({"previous_response_id": "resp_x"}, openai.NotFoundError, "resp_x"),
         ({"input": [{"role": "user", "content": 7}]}, openai.BadRequestError, r"input\[0\]"),

@@ -216,18 +216,26 @@ def test_the_end_of_an_output(llm, options, text, finish_reason):
 
 def test_a_request_whose_form_cannot_be_followed_ends_alone(llm):
     good = SamplingParams(temperature=0, max_tokens=5)
-    bad = SamplingParams(
-        max_tokens=5,
-        allowed_token_ids=[300],
-        guided_decoding=GuidedDecodingParams(choice=["yes"]),
-    )
+    form = GuidedDecodingParams(choice=["yes"])
+    letter = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    bad = [
+        SamplingParams(max_tokens=5, allowed_token_ids=[300], guided_decoding=form),
+        SamplingParams(max_tokens=5, bad_words=["y", "ye", "yes"], guided_decoding=form),
+        SamplingParams(max_tokens=5, bad_words=["a"], allowed_token_ids=letter),
+    ]
     want = llm.generate(["x = "], good, use_tqdm=False)[0].outputs[0]
-    first, failed, last = (
-        o.outputs[0] for o in llm.generate(["x = "] * 3, [good, bad, good], use_tqdm=False)
+    first, *failed, last = (
+        o.outputs[0] for o in llm.generate(["x = "] * 5, [good, *bad, good], use_tqdm=False)
     )
     assert (first.text, last.text) == (want.text, want.text)
-    assert failed.finish_reason == "error"
-    assert "the grammar allows none of allowed_token_ids" in failed.stop_reason
+    assert [each.finish_reason for each in failed] == ["error"] * 3
+    told = [each.stop_reason.partition(" contradict each other")[0] for each in failed]
+    assert told == [
+        "allowed_token_ids and guided_decoding",
+        "bad_words and guided_decoding",
+        "allowed_token_ids and bad_words",
+    ]
+    assert all(each.is_refused for each in failed)
 
 
 def test_a_grammar_for_another_tokenizer_ends_its_request(llm):

@@ -1,5 +1,6 @@
 """Logits processors that requests name."""
 
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.engine.process.wire import AddRequests, decode_to_core, encode
 from vllm.errors import ConfigError, RequestError
 from vllm.messages import EngineRequest
 from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams
+from vllm.utils.imports import IMPORT_LOCK
 
 HERE = "tests.engine.processors_for_tests"
 ALL = r"tests\.engine\.processors_for_tests\..*|no_such_module.*"
@@ -116,3 +118,17 @@ def test_what_is_no_processor_is_refused_by_its_field(processor):
 def test_a_pattern_that_is_none_is_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"logits_processor_pattern '\(' is not a regular"):
         ModelConfig(logits_processor_pattern="(")
+
+
+@pytest.mark.parametrize(
+    "processor", [f"{HERE}.only_five", {"qualname": f"{HERE}.Only", "args": [7]}]
+)
+def test_nothing_is_imported_while_another_thread_imports(processor):
+    done = []
+    worker = threading.Thread(target=lambda: done.append(resolve(processor)))
+    with IMPORT_LOCK:
+        worker.start()
+        worker.join(0.05)
+        assert not done
+    worker.join(60)
+    assert len(done) == 1

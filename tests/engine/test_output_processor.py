@@ -10,7 +10,15 @@ from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.fan_out import fan_out
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.errors import RequestError
-from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
+from vllm.guided_decoding_params import GuidedDecodingParams
+from vllm.messages import (
+    NO_ALLOWED_TOKEN,
+    NO_TOKEN_LEFT,
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+)
 from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -243,6 +251,33 @@ def test_aborting_gives_a_last_output_with_what_was_generated(kind):
     assert text + output.outputs[0].text == "a b"
     assert processor.num_unfinished_requests == 0
     assert processor.process(tokens({"r": 10})) == ([], [])
+
+
+@pytest.mark.parametrize("error", [NO_TOKEN_LEFT, NO_ALLOWED_TOKEN])
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        ({"allowed_token_ids": [5], "bad_words": ["a"]}, "allowed_token_ids and bad_words"),
+        ({"allowed_token_ids": [5], "min_tokens": 2}, "allowed_token_ids and min_tokens"),
+        (
+            {
+                "allowed_token_ids": [5],
+                "guided_decoding": GuidedDecodingParams(choice=["a"], field="guided_choice"),
+            },
+            "allowed_token_ids and guided_choice",
+        ),
+        ({"allowed_token_ids": [5]}, None),
+        ({}, None),
+    ],
+)
+def test_fields_that_allow_no_token_together_are_a_mistake_of_the_request(params, fields, error):
+    processor = make(**params)
+    failed = Finished(FinishReason.ERROR, error=error)
+    (output,), _ = processor.process(EngineOutput(finished={"r": failed}))
+    sample = output.outputs[0]
+    assert sample.is_refused == (fields is not None)
+    told = f"{fields} contradict each other" if fields else error
+    assert sample.stop_reason.startswith(told) and error in sample.stop_reason
 
 
 def test_an_id_is_refused_while_in_use_and_free_afterwards():

@@ -373,9 +373,30 @@ def test_less_than_nothing_on_the_host_is_refused(number):
 
 
 @pytest.mark.parametrize(
+    ("settings", "num_slots", "num_in_host_memory"),
+    [
+        ({}, 4, 16),
+        ({"max_cpu_loras": 1}, 1, 1),
+        ({"max_cpu_loras": 3}, 3, 3),
+        ({"max_cpu_loras": 30}, 4, 30),
+        ({"max_loras": 2}, 2, 8),
+        ({"max_loras": 2, "max_cpu_loras": 3}, 2, 3),
+    ],
+)
+def test_slots_follow_the_adapters_in_host_memory(settings, num_slots, num_in_host_memory):
+    config = EngineArgs(enable_lora=True, **settings).create_engine_config()
+    assert (config.lora.num_slots, config.lora.num_in_host_memory) == (
+        *(num_slots, num_in_host_memory),
+    )
+    assert config.scheduler.max_loras == num_slots
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras .3. must be at least max_loras .4."),
+        ({"max_loras": 0}, "max_loras must be an integer of at least 1"),
+        ({"max_cpu_loras": 0}, "max_cpu_loras must be an integer of at least 1"),
         ({"max_lora_rank": 0}, "max_lora_rank must be an integer of at least 1"),
     ],
 )

@@ -63,10 +63,10 @@ def test_a_stream_has_one_object_per_line(client):
 
 def test_a_stream_that_fails_ends_with_the_error(client):
     first = client.post("/generate", json={"prompt": "bad", "stream": True})
-    assert first.status_code == 400 and first.json()["message"] == "no such token"
+    assert first.status_code == 400 and first.json()["error"]["message"] == "no such token"
     late = client.post("/generate", json={"prompt": "late", "stream": True})
     assert late.status_code == 200
-    assert json.loads(late.text.splitlines()[-1])["message"] == "gone wrong"
+    assert json.loads(late.text.splitlines()[-1])["error"]["message"] == "gone wrong"
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_a_stream_that_fails_ends_with_the_error(client):
 def test_a_body_that_is_wrong_is_refused_by_name(client, body, message):
     response = client.post("/generate", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
-    assert message in response.json()["message"]
+    assert message in response.json()["error"]["message"]

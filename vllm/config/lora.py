@@ -6,6 +6,8 @@ from typing import Literal
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
+_USUAL_SLOTS = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
@@ -14,15 +16,16 @@ class LoRAConfig:
     enable_lora: bool = False
     """Accept requests with a LoRA adapter."""
 
-    max_loras: int = 4
-    """Maximum number of different adapters in one step. Requests with further ones wait."""
+    max_loras: int | None = None
+    """Maximum number of different adapters in one step. Requests with further ones wait. Not set:
+    4, or max_cpu_loras where that is less."""
 
     max_lora_rank: int = 16
     """Maximum rank of an adapter."""
 
     max_cpu_loras: int | None = None
     """Maximum number of adapters in host memory; the one that was used least recently is dropped.
-    Not set: 4 * max_loras."""
+    Not set: four times max_loras."""
 
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the modules that adapters may change, such as q_proj, lm_head or experts. Others
@@ -32,15 +35,25 @@ class LoRAConfig:
     """Type of adapter weights. auto: that of the model."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_loras", "max_lora_rank")
+        check_at_least(self, 1, "max_lora_rank")
+        for name in ("max_loras", "max_cpu_loras"):
+            if getattr(self, name) is not None:
+                check_at_least(self, 1, name)
         check_one_of(self, "lora_dtype", ("auto", "float16", "bfloat16", "float32"))
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+        if self.num_in_host_memory < self.num_slots:
             raise ConfigError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
                 f"({self.max_loras})"
             )
 
     @property
+    def num_slots(self) -> int:
+        """`max_loras` with its default."""
+        if self.max_loras is not None:
+            return self.max_loras
+        return min(_USUAL_SLOTS, self.max_cpu_loras or _USUAL_SLOTS)
+
+    @property
     def num_in_host_memory(self) -> int:
         """`max_cpu_loras` with its default."""
-        return self.max_cpu_loras or 4 * self.max_loras
+        return self.max_cpu_loras or 4 * self.num_slots

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError, NotFoundError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, CacheKey
 from vllm.transformers_utils.hub import resolve_adapter_folder
@@ -310,12 +310,13 @@ def adapter_folder(request: LoRARequest) -> Path:
     """The local folder of an adapter, which is downloaded if its path is a name on the hub.
 
     Raises:
-        RequestError: there is no such folder or repository.
+        NotFoundError: there is no such folder or repository.
+        RequestError: the path is none.
     """
     try:
         return resolve_adapter_folder(request.path)
     except ConfigError as error:
-        raise RequestError(
+        raise NotFoundError(
             f"the LoRA adapter {request.lora_name!r}: {error}. Name a folder that peft's "
             f"save_pretrained has written, or a repository on the Hugging Face hub",
             param="lora_path",

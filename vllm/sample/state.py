@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
+from vllm.messages import NO_TOKEN_LEFT, EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
@@ -54,8 +54,6 @@ _DEFAULTS = np.array(NEUTRAL, np.float32)
 
 _EXTREME = 1e30
 """Larger numbers, or smaller ones than its inverse, have the same effect but overflow a float32."""
-
-_INVALID = "no token can be sampled: the logits have NaN or infinity, or every token is forbidden"
 
 
 class SamplingState:
@@ -480,4 +478,4 @@ def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
 
 def invalid_rows(rows: IntArray, host_ids: IntArray) -> dict[int, str]:
     """row -> why it has no token, for the rows [n] whose `SamplerOutput.host_ids` [n] say so."""
-    return {int(rows[i]): _INVALID for i in np.flatnonzero(host_ids < 0)}
+    return {int(rows[i]): NO_TOKEN_LEFT for i in np.flatnonzero(host_ids < 0)}

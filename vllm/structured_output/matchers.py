@@ -22,6 +22,7 @@ from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.imports import IMPORT_LOCK
 
 logger = init_logger(__name__)
 
@@ -181,9 +182,10 @@ class GrammarMatchers:
     def _preload(self) -> None:
         try:
             with self._load_lock:
-                vocabulary = self._ready_vocabulary()
-                for name in BACKENDS:
-                    import_backend(name)
+                with IMPORT_LOCK:
+                    vocabulary = self._ready_vocabulary()
+                    for name in BACKENDS:
+                        import_backend(name)
                 for name in BACKENDS:
                     if not self._has_weights:
                         self._backend(name, vocabulary)

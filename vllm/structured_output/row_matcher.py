@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, IntArray
+from vllm.messages import NO_ALLOWED_TOKEN, EngineRequest, IntArray
 from vllm.structured_output.backends.interface import BackendError, BackendMatcher, OutputMatcher
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 from vllm.structured_output.late_start import LateMatcher
@@ -151,9 +151,7 @@ class RowMatcher:
             if not mask.any():
                 mask |= self._all_ends
         elif not has_text:
-            raise BackendError(
-                "the grammar allows none of allowed_token_ids at this point of the output"
-            )
+            raise BackendError(NO_ALLOWED_TOKEN)
 
     def _prepare(self, vocabulary: Vocabulary) -> None:
         """Compute the masks that never change."""

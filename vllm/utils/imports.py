@@ -2,12 +2,17 @@
 libraries."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from vllm.errors import ConfigError
+
+IMPORT_LOCK = threading.RLock()
+"""Held by a thread that imports in the background, and by one that imports what a user names. Large
+libraries such as transformers fail when two threads import them at the same time."""
 
 
 @contextmanager
@@ -34,9 +39,10 @@ def load_class(name: str) -> Any:
 
 
 def load_name(name: str) -> Any:
-    """The object that "package.module.name" names; raises what the import raises."""
+    """Return the object that "package.module.name" names; raises what the import raises."""
     module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
+    with IMPORT_LOCK:
+        return getattr(import_module(module), attribute)
 
 
 def load_user_class(setting: str, name: str) -> type:

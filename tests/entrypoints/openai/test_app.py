@@ -19,18 +19,65 @@ from vllm.version import __version__
 @pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [
-        ("GET", "/nope", 404, "NotFoundError"),
-        ("DELETE", "/version", 405, "Method Not Allowed"),
-        ("GET", "/health/", 404, "NotFoundError"),
-        ("GET", "/fail", 500, "Internal Server Error"),
+        ("GET", "/nope", 404, "not_found_error"),
+        ("DELETE", "/version", 405, "invalid_request_error"),
+        ("HEAD", "/nope", 404, None),
+        ("HEAD", "/v1/chat/completions", 405, None),
+        ("OPTIONS", "/nope", 404, "not_found_error"),
+        ("GET", "/fail", 500, "server_error"),
     ],
 )
-def test_an_error_has_the_flat_body(method, path, status, kind):
+def test_an_error_has_the_body_of_the_api(method, path, status, kind):
     response = make_client().request(method, path)
-    body = response.json()
-    assert response.status_code == status == body["code"]
-    assert (body["object"], body["type"]) == ("error", kind)
+    body = response.json()["error"]["type"] if response.content else None
+    assert (response.status_code, body) == (status, kind)
     assert "sesame" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/version/", "//version", "/version//", "//version/"])
+def test_a_slash_too_many_does_no_harm(path):
+    client = make_client(root_path="/behind")
+    for prefix in ("", "/behind"):
+        answer = client.get(f"http://testserver{prefix}{path}")
+        assert answer.json() == {"version": __version__}, path
+    guarded = make_client(api_key=("key",))
+    assert guarded.get(f"http://testserver{path}").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/version", "/livez", "/v1/models/"])
+def test_head_is_get_without_the_body(path):
+    client = make_client()
+    head, full = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (full.status_code, b"")
+    assert head.headers["content-length"] == full.headers["content-length"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/version", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "OPTIONS, POST"),
+        ("/v1/responses/resp_1/", "DELETE, GET, HEAD, OPTIONS"),
+        ("/v1/models/a/b", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_options_lists_the_methods_of_a_path(path, methods):
+    answer = make_client(api_key=("key",)).options(path)
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, methods, b"")
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_a_page_of_the_internet_may_call_a_private_server_if_it_is_let(is_allowed):
+    headers = {
+        "Origin": "https://page.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    client = make_client(allow_private_network=is_allowed)
+    answer = client.options("/v1/chat/completions", headers=headers)
+    assert answer.status_code == (200 if is_allowed else 400)
+    allowed = answer.headers.get("access-control-allow-private-network")
+    assert allowed == ("true" if is_allowed else None)
 
 
 def test_the_version_is_that_of_the_package():
@@ -236,7 +283,7 @@ def test_the_same_errors_come_with_and_without_the_search_for_a_route(root_path)
 
     def status_of(method: str, path: str, **request) -> tuple[int, str]:
         response = client.request(method, path, **request)
-        return response.status_code, response.json()["message"]
+        return response.status_code, response.json()["error"]["message"]
 
     assert status_of("POST", "/v1/completions", headers=json_type)[0] == 400  # without a body
     empty = iter([b""])  # chunks that are no body
@@ -245,11 +292,11 @@ def test_the_same_errors_come_with_and_without_the_search_for_a_route(root_path)
     assert status_of("POST", "/v1/completions", json={"prompt": []})[0] == 400
     assert status_of("POST", "/v1/completions", headers=json_type, content=b"{")[0] == 400
     assert status_of("GET", "/v1/completions")[0] == 405
-    assert status_of("POST", "/v1/completions/", json={"prompt": "a"})[0] == 404
+    assert status_of("POST", "/v1/completions/", json={"prompt": []})[0] == 400
 
 
 def test_a_body_goes_to_its_route_without_a_search(monkeypatch):
     client = make_client()
     monkeypatch.setattr(BodyRoute, "matches", lambda *_: pytest.fail("a search"))
     response = client.post("/v1/completions", json={"prompt": []})
-    assert response.status_code == 400 and "prompt" in response.json()["message"]
+    assert response.status_code == 400 and "prompt" in response.json()["error"]["message"]

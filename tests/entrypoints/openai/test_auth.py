@@ -36,7 +36,8 @@ def test_one_of_the_keys_is_needed(headers, status):
     response = make_client(api_key=KEYS).get("/version", headers=headers)
     assert response.status_code == status
     if status == 401:
-        assert response.json() == {"error": "Unauthorized"}
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
 
 
 def test_a_browser_does_not_ask_for_user_and_password():

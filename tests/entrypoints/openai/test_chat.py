@@ -175,8 +175,8 @@ def test_a_template_of_the_request_harms_only_its_request(template, text):
     with client_of(engine_that_says("x"), router) as client:
         response = client.post(PATH, json={"messages": MESSAGES, "chat_template": template})
         assert response.status_code == 400
-        assert response.json()["param"] in ("chat_template", "prompt")
-        assert text in response.json()["message"]
+        assert response.json()["error"]["param"] in ("chat_template", "prompt")
+        assert text in response.json()["error"]["message"]
         assert chat(client)["choices"]
 
 
@@ -351,7 +351,7 @@ def test_what_is_wrong_is_refused_by_name(plain_client, fields, param):
         wanted = {"messages": MESSAGES, "stream": is_stream, **fields}
         body = (response := plain_client.post(PATH, json=wanted)).json()
         assert response.status_code == 400, body
-        assert param in (body["param"] or ""), body
+        assert param in (body["error"]["param"] or ""), body
     assert chat(plain_client)["choices"]
 
 
@@ -361,10 +361,10 @@ def test_a_failure_midway_is_an_event():
     with client_of(engine, router) as client:
         *chunks, error = stream(client)
         assert text_of(chunks)
-        assert error["error"]["code"] == 500
+        assert error["error"]["code"] == "internal_error"
         assert client.post(PATH, json={"messages": MESSAGES, "stream": True}).status_code == 500
 
 
 def test_only_whole_answers_can_be_ranked(plain_client):
     wanted = {"messages": MESSAGES, "stream": True, "best_of": 2}
-    assert plain_client.post(PATH, json=wanted).json()["param"] == "best_of"
+    assert plain_client.post(PATH, json=wanted).json()["error"]["param"] == "best_of"

@@ -192,4 +192,4 @@ def test_variables_stand_behind_flags(monkeypatch, argv, key):
     }
     monkeypatch.setattr(cli_args.envs, "get", lambda: envs.Envs.load(variables))
     _, server = read(*argv)
-    assert (server.api_key, server.dev_mode, server.keep_alive_s) == (key, True, 7)
+    assert (server.api_key, server.dev_mode, server.keep_alive_timeout) == (key, True, 7)

@@ -1,6 +1,7 @@
 """Tools whose input is text, and choices among some of the tools: chat and responses."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -99,12 +100,69 @@ def test_a_regex_holds_also_among_several_tools():
     assert first["properties"]["parameters"]["properties"]["input"]["pattern"] == r"^(?:\d+)$"
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tools": [custom(format=REGEX)]}, hermes("sql", {"input": "any"})),
+        ({"tools": [custom(format=LARK), *TOOLS]}, hermes("sql", {"input": "any"})),
+        (
+            {"tools": [custom(format=LARK), *TOOLS], "tool_choice": "required"},
+            required("sql", {"input": "any"}),
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_hold_leaves_the_input_free(fields, text):
+    with client_of(engine_that_says(text), chat_router, **AUTO) as client:
+        choice = ChatCompletion.model_validate(chat(client, **fields)).choices[0]
+    [call] = choice.message.tool_calls
+    assert (call.type, call.custom.input) == ("custom", "any")
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+def test_tools_of_other_servers_are_left_out(choice):
+    foreign = [{"type": "web_search"}, {"type": "mcp", "server_label": "s"}]
+    with client_of(engine_that_says(hermes("sql", ESCAPED)), chat_router, **AUTO) as client:
+        found = chat(client, tools=[*foreign, custom()], web_search_options={}, **choice)
+        alone = chat(client, tools=foreign, **choice)
+    assert found["choices"][0]["message"]["tool_calls"][0]["custom"]["input"] == INPUT
+    assert alone["choices"][0]["message"]["tool_calls"] == []
+
+
+@pytest.mark.parametrize("parser", ["mistral", "hermes", None])
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        (INPUT, NAMED),
+        ('{"place": "x"}', {"type": "function", "function": {"name": "wait"}}),
+        (required("wait", {}), "required"),
+    ],
+)
+def test_the_id_of_a_call_that_has_to_be_made_is_of_the_form_of_the_parser(parser, text, choice):
+    flags = {} if parser is None else {**AUTO, "tool_call_parser": parser}
+    with client_of(engine_that_says(text), chat_router, **flags) as client:
+        answer = chat(client, tools=[custom(), *TOOLS], tool_choice=choice)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    form = "[a-zA-Z0-9]{9}" if parser == "mistral" else "chatcmpl-tool-.*"
+    assert re.fullmatch(form, call["id"])
+
+
 REFUSED = [
-    ({"tools": [custom(format=REGEX)]}, "tools", "'sql' cannot be enforced with tool_choice auto"),
     (
-        {"tools": [custom(format=LARK), *TOOLS], "tool_choice": "required"},
-        "tools",
-        "Lark grammar of the custom tool 'sql' cannot be enforced with tool_choice required",
+        {"tools": TOOLS, "tool_choice": {"type": "web_search"}},
+        "tool_choice",
+        "must name a function or a custom tool, got the type 'web_search'",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "web_search"}]},
+            },
+        },
+        "tool_choice",
+        "must have a function or a custom tool",
     ),
     ({"tools": [custom(format={"type": "grammar"})]}, "tools", "needs grammar with syntax and"),
     ({"tools": [custom(), custom()]}, "tools", "two tools have the name 'sql'"),
@@ -139,8 +197,8 @@ def test_what_cannot_be_is_refused_by_its_name(fields, param, message):
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert message in answer.json()["message"]
-    assert answer.json()["param"].startswith(param)
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith(param)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -174,7 +232,7 @@ def test_a_conversation_with_a_custom_call_goes_on():
         refused = client.post("/v1/chat/completions", json=body)
     prompt = engine.tokenizer.decode(engine.seen[0][0]["prompt_token_ids"])
     assert "[sql:SELECT 1]" in prompt
-    assert "custom must have a name and an input" in refused.json()["message"]
+    assert "custom must have a name and an input" in refused.json()["error"]["message"]
 
 
 # ---- responses --------------------------------------------------------------------------------
@@ -239,7 +297,7 @@ def test_items_of_custom_calls_become_messages():
             },
             "allows the custom 'x'",
         ),
-        ({"tools": [{"type": "web_search"}]}, "declare functions or custom tools"),
+        ({"tools": [{"type": 7}]}, "must be a string such as function or custom, got 7"),
     ],
 )
 def test_a_response_refuses_what_is_wrong_by_its_name(fields, message):

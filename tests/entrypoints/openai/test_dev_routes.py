@@ -66,18 +66,18 @@ def test_a_wrong_call_is_refused(body):
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (RequestError("sleep mode is off"), 400, "BadRequestError"),
-        (CapacityError("2 requests run", status=409), 409, "ConflictError"),
-        (CapacityError("asleep", status=503), 503, "ServiceUnavailableError"),
-        (WorkerCallError("KeyError: 1"), 500, "Internal Server Error"),
-        (RequestTimeoutError("too long"), 504, "TimeoutError"),
+        (RequestError("sleep mode is off"), 400, "invalid_request_error"),
+        (CapacityError("2 requests run", status=409), 409, "conflict_error"),
+        (CapacityError("asleep", status=503), 503, "service_unavailable_error"),
+        (WorkerCallError("KeyError: 1"), 500, "server_error"),
+        (RequestTimeoutError("too long"), 504, "timeout_error"),
     ],
 )
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc"])
 def test_the_error_of_a_call_is_told(path, error, status, kind):
     response, _ = send(path, answer=error, body={"method": "m"})
-    body = response.json()
-    assert (response.status_code, body["type"], body["message"]) == (status, kind, str(error))
+    told = response.json()["error"]
+    assert (response.status_code, told["type"], told["message"]) == (status, kind, str(error))
 
 
 def test_level_and_tags_must_be_what_they_are():

@@ -68,7 +68,7 @@ def test_other_requests_wait_for_the_application():
 def test_without_an_application_those_who_wait_are_sent_away():
     before, after, message = run("/v1/models", EarlyApp.close)
     assert (before, after) == (None, 503)
-    assert json.loads(message["body"])["code"] == 503
+    assert json.loads(message["body"])["error"]["type"] == "service_unavailable_error"
 
 
 def test_all_requests_go_to_the_application_once_it_is_there():

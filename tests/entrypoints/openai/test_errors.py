@@ -20,17 +20,22 @@ from vllm.errors import (
 )
 
 CASES = [
-    (RequestError("no", param="n"), 400, "BadRequestError", "n"),
-    (PromptTooLongError(5, 4), 400, "BadRequestError", "prompt"),
-    (NotFoundError("no", param="model"), 404, "NotFoundError", "model"),
-    (CapacityError("no"), 400, "BadRequestError", None),
-    (CapacityError("no", status=503), 503, "ServiceUnavailableError", None),
-    (RequestTimeoutError("no"), 504, "TimeoutError", None),
-    (EngineDeadError("no"), 500, "EngineDeadError", None),
-    (GenerationError("no"), 500, "Internal Server Error", None),
-    (HTTPException(405, "no"), 405, "Method Not Allowed", None),
-    (RuntimeError("secret detail"), 500, "Internal Server Error", None),
-    (RequestError("half a pair: \ud800"), 400, "BadRequestError", None),
+    (RequestError("no", param="n"), 400, "invalid_request_error", "n", None),
+    (PromptTooLongError(5, 4), 400, "invalid_request_error", "prompt", "context_length_exceeded"),
+    (
+        NotFoundError("no", param="model", code="model_not_found"),
+        *(404, "not_found_error", "model", "model_not_found"),
+    ),
+    (CapacityError("no"), 400, "invalid_request_error", None, None),
+    (CapacityError("no", status=409), 409, "conflict_error", None, None),
+    (CapacityError("no", status=503), 503, "service_unavailable_error", None, None),
+    (RequestTimeoutError("no"), 504, "timeout_error", None, None),
+    (EngineDeadError("no"), 500, "server_error", None, "engine_dead"),
+    (GenerationError("no"), 500, "server_error", None, "request_failed"),
+    (HTTPException(405, "no"), 405, "invalid_request_error", None, None),
+    (HTTPException(429, "no"), 429, "rate_limit_error", None, None),
+    (RuntimeError("secret detail"), 500, "server_error", None, "internal_error"),
+    (RequestError("half a pair: \ud800"), 400, "invalid_request_error", None, None),
 ]
 
 
@@ -51,15 +56,17 @@ def routes_that_raise(error) -> APIRouter:
     return router
 
 
-@pytest.mark.parametrize(("error", "status", "kind", "param"), CASES, ids=str)
-def test_an_exception_becomes_a_flat_body(error, status, kind, param):
+@pytest.mark.parametrize(("error", "status", "kind", "param", "code"), CASES, ids=str)
+def test_an_exception_becomes_a_body_of_the_api(error, status, kind, param, code):
     with client_of(None, routes_that_raise(error)) as client:
         response = client.post("/fail", json={})
-    body = response.json()
-    assert (response.status_code, body["code"], body["type"]) == (status, status, kind)
-    assert body["object"] == "error"
-    assert body["param"] == param
-    assert "secret" not in body["message"]
+    assert list(response.json()) == ["error"]
+    told = response.json()["error"]
+    assert list(told) == ["message", "type", "param", "code"]
+    assert (response.status_code, told["type"], told["param"], told["code"]) == (
+        *(status, kind, param, code),
+    )
+    assert "secret" not in told["message"]
     assert ("retry-after" in response.headers) == (status == 503)
 
 
@@ -83,12 +90,12 @@ def test_a_body_that_is_wrong_is_400_and_names_the_field(content, param, text):
     with client_of(None, routes_that_raise(RuntimeError())) as client:
         headers = {"content-type": "application/json"}
         response = client.post("/fail", content=content, headers=headers)
-    body = response.json()
+    error = response.json()["error"]
     assert response.status_code == 400
-    assert body["type"] == "Bad Request"
-    assert text in body["message"]
-    assert param is None or body["param"] == param
-    assert len(body["message"]) < 5000
+    assert error["type"] == "invalid_request_error"
+    assert text in error["message"]
+    assert param is None or error["param"] == param
+    assert len(error["message"]) < 5000
 
 
 def test_a_client_that_has_left_gets_no_body():
@@ -101,11 +108,10 @@ def test_a_stream_that_fails_ends_with_the_error_and_done():
     events = error_events(RequestError("no", param="n")).decode().split("\n\n")
     assert json.loads(events[0].removeprefix("data: ")) == {
         "error": {
-            "object": "error",
             "message": "no",
-            "type": "BadRequestError",
+            "type": "invalid_request_error",
             "param": "n",
-            "code": 400,
+            "code": None,
         }
     }
     assert events[1:] == ["data: [DONE]", ""]

@@ -86,7 +86,7 @@ def test_no_more_than_max_queued_requests_wait():
         calls = [Call(app) for _ in range(4)]
         await settle()
         assert [call.status for call in calls] == [None, None, 503, 503]
-        assert "max_queued_requests" in calls[2].body["message"]
+        assert "max_queued_requests" in calls[2].body["error"]["message"]
         context.engine.startup.set_ready()
         await asyncio.gather(*(call.task for call in calls))
         assert [call.status for call in calls] == [200, 200, 503, 503]
@@ -101,7 +101,7 @@ def test_those_who_wait_are_told_that_the_start_failed():
         await settle()
         context.engine.startup.set_failed(EngineDeadError("the engine process has ended"))
         await call.task
-        assert (call.status, call.body["type"]) == (500, "EngineDeadError")
+        assert (call.status, call.body["error"]["code"]) == (500, "engine_dead")
 
     run(test())
 
@@ -114,7 +114,7 @@ def test_those_who_wait_are_told_of_a_shutdown():
         context.is_draining = True
         context.engine.startup.set_failed(EngineDeadError("the engine was shut down"))
         await call.task
-        assert (call.status, call.body["message"]) == (503, "the server is shutting down")
+        assert (call.status, call.body["error"]["message"]) == (503, "the server is shutting down")
 
     run(test())
 
@@ -126,7 +126,7 @@ def test_early_requests_may_be_rejected_with_the_time_to_wait():
     response = client.post("/echo", json={})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "94"
-    assert "compiling graphs, 3 of 12" in response.json()["message"]
+    assert "compiling graphs, 3 of 12" in response.json()["error"]["message"]
     context.engine.startup.set_ready()
     assert client.post("/echo", json={}).status_code == 200
 
@@ -149,7 +149,7 @@ def test_a_dead_engine_is_500_with_the_reason():
     context.engine.startup.set_failed(EngineDeadError("the engine process has ended (signal 9)"))
     response = TestClient(app).post("/echo", json={})
     assert response.status_code == 500
-    assert "signal 9" in response.json()["message"]
+    assert "signal 9" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/version", "/load", "/docs", "/openapi.json"])

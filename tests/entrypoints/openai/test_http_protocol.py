@@ -95,6 +95,30 @@ def test_an_ordinary_request_is_answered():
     assert run(REQUEST % (3, b"close"), b"abc").endswith(b"\r\n\r\n3")
 
 
+async def stream_app(scope, receive, send):
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for piece in (b"data: 1\n\n", b"", b"data: 2\n\n"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("connection", [b"", b"Connection: keep-alive\r\n"])
+def test_an_old_client_gets_a_stream_without_chunks(connection):
+    head = b"GET / HTTP/%s\r\nHost: a\r\n" + connection + b"\r\n"
+    told, _, body = run(head % b"1.0", application=stream_app).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in told and b"connection: close" in told
+    assert body == b"data: 1\n\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_an_old_client_gets_a_body_with_its_length(method):
+    head = method + b" / HTTP/1.0\r\n\r\n"
+    told, _, body = run(head).partition(b"\r\n\r\n")
+    assert b"content-length: 1" in told and b"transfer-encoding" not in told
+    assert body == (b"" if method == b"HEAD" else b"0")
+
+
 def test_headers_that_are_too_long_are_refused_while_they_come():
     part = b"x-a: " + b"b" * 1000 + b"\r\n"
     parts = [b"GET / HTTP/1.1\r\nHost: a\r\n", *[part] * (MAX_HEAD_BYTES // 1000 + 1)]

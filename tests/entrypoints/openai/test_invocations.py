@@ -68,7 +68,7 @@ def test_a_conversation_is_answered_as_by_the_chat_route(stream):
 def test_errors_are_those_of_the_route_or_name_the_keys(body, status, text):
     answer = make_client().post("/invocations", json=body)
     assert answer.status_code == status
-    assert text in answer.json()["message"]
+    assert text in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_keys_choose_the_route(fields, path):
 def test_audio_is_refused_in_words(name):
     answer = make_client().post(f"/v1/audio/{name}", files={"file": b"RIFF"})
     assert answer.status_code == 404
-    assert answer.json()["type"] == "NotFoundError"
-    assert "audio is not available" in answer.json()["message"]
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert "audio is not available" in answer.json()["error"]["message"]

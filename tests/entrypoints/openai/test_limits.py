@@ -1,6 +1,9 @@
 """Bodies that are too large, too slow or of another type never reach a route."""
 
 import asyncio
+import gzip
+import json
+import zlib
 
 import pytest
 
@@ -18,7 +21,7 @@ def test_a_body_may_have_max_request_bytes(size, status, is_chunked):
     response = make_client(max_request_bytes=100).post("/echo", content=content, headers=JSON)
     assert response.status_code == status
     if status == 413:
-        assert "100 bytes (--max-request-bytes)" in response.json()["message"]
+        assert "100 bytes (--max-request-bytes)" in response.json()["error"]["message"]
     else:
         assert response.json()["body"] == body.decode()
 
@@ -94,3 +97,57 @@ def test_a_client_that_leaves_in_the_middle_gets_no_answer():
 def test_a_declared_length_is_believed_when_it_is_too_large(length):
     sent, body = run([], headers=((b"content-length", length),))
     assert sent[0]["status"] == 413 and body is None
+
+
+# ---- compressed bodies ------------------------------------------------------------------------
+
+
+def raw_deflate(data):
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+def in_two(data):
+    return gzip.compress(data[:7]) + gzip.compress(data[7:])
+
+
+PACKERS = {
+    "gzip": gzip.compress,
+    "x-gzip": in_two,
+    "deflate": zlib.compress,
+    "Deflate": raw_deflate,
+    "identity": bytes,
+}
+
+
+@pytest.mark.parametrize("encoding", PACKERS)
+@pytest.mark.parametrize("size", [2, 200_000])
+def test_a_compressed_body_is_unpacked(encoding, size):
+    body = json.dumps({"a": [i * 7919 % 10007 for i in range(size // 2)]}).encode()
+    headers = {**JSON, "Content-Encoding": encoding}
+    answer = make_client().post("/echo", content=PACKERS[encoding](body), headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["body"] == body.decode()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status", "text"),
+    [
+        ("gzip", gzip.compress(b"x" * 10**4), 413, "100 bytes (--max-request-bytes)"),
+        ("deflate", zlib.compress(b"x" * 101), 413, "100 bytes (--max-request-bytes)"),
+        ("gzip", b"{}", 400, "not valid gzip data"),
+        ("gzip", gzip.compress(b"{}")[:-9], 400, "ends too early"),
+        ("gzip", gzip.compress(b"{}") + b"rest", 400, "not valid gzip data"),
+        ("deflate", b"\xff\xff", 400, "not valid deflate data"),
+        ("deflate", zlib.compress(b"{}") + b"rest", 400, "not valid deflate data"),
+        ("br", b"{}", 415, "must be one of gzip, deflate, got 'br'"),
+        ("gzip, gzip", b"{}", 415, "must be one of gzip, deflate, got 'gzip, gzip'"),
+    ],
+)
+def test_a_body_that_cannot_be_unpacked_is_refused(encoding, content, status, text):
+    client = make_client(max_request_bytes=100)
+    headers = {**JSON, "Content-Encoding": encoding}
+    answer = client.post("/echo", content=content, headers=headers)
+    assert answer.status_code == status
+    assert text in answer.json()["error"]["message"]
+    assert ("accept-encoding" in answer.headers) == (status == 415)

@@ -130,6 +130,60 @@ def test_counted_tokens_are_those_of_the_usage(fields):
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
+CLAUDE_CODE = {
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=fa690;"},
+        {"type": "text", "text": "S", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "T", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
+        {"role": "system", "content": "R"},
+        {"role": "user", "content": "b"},
+    ],
+    "tools": [{**TOOL, "cache_control": None}, {"type": "bash_20250124", "name": "bash"}],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u" * 1000},
+}
+
+
+def test_a_request_of_claude_code_is_served_and_counted():
+    engine = ScriptedEngine("yes")
+    client = make_client(engine, **HERMES)
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,x"}
+    body = {**CLAUDE_CODE, "max_tokens": 5}
+    answer = client.post(f"{PATH}?beta=true", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    ((prompt, _),) = engine.requests.values()
+    assert prompt == "<system>S<user>a<assistant>[add]<tool><system>R<user>b<assistant>"
+    usage = answer.json()["usage"]
+    num_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    counted = client.post(f"{PATH}/count_tokens?beta=true", json=CLAUDE_CODE, headers=headers)
+    assert counted.json() == {"input_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "He said "hi" and"}', '{"a": 1'])
+def test_a_damaged_call_is_the_same_in_a_stream(arguments):
+    pieces = ["<tool_call>{", f'"name": "add", "arguments": {arguments}', "}</tool_call>"]
+    client = make_client(ScriptedEngine(*pieces), **HERMES)
+    whole = post(client, tools=[TOOL]).json()
+    (block,) = [block for block in whole["content"] if block["type"] == "tool_use"]
+    assert block["input"] != {}
+    streamed = accumulate(read_events(post(client, tools=[TOOL], stream=True)))
+    assert without_ids(streamed)["content"] == without_ids(whole)["content"]
+
+
 # ---- errors -------------------------------------------------------------------------------
 
 
@@ -141,7 +195,7 @@ def test_counted_tokens_are_those_of_the_usage(fields):
         ({"max_tokens": 10**9}, "invalid_request_error", "context length"),
         ({"max_tokens": 10**30}, "invalid_request_error", "max_tokens"),
         ({"messages": []}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "invalid_request_error", "role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "invalid_request_error", "role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "invalid_request_error",
@@ -190,7 +244,7 @@ def test_an_error_in_between_is_the_last_event():
     events = read_events(post(make_client(engine), stream=True))
     assert events[-1] == {
         "type": "error",
-        "error": {"type": "api_error", "message": "the core died", "code": "EngineDeadError"},
+        "error": {"type": "api_error", "message": "the core died", "code": "engine_dead"},
     }
 
 
@@ -221,6 +275,27 @@ def test_a_client_that_leaves_aborts_its_request(stream):
         assert engine.aborted == list(engine.requests)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/completions", {"prompt": ["hi", "you"]}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "hi"}),
+        (PATH, {"messages": [USER], "max_tokens": 9}),
+    ],
+)
+def test_the_key_in_the_engine_is_its_own_although_ids_of_clients_repeat(path, body):
+    engine = ScriptedEngine("a")
+    client = make_client(engine)
+    for _ in range(2):
+        answer = client.post(path, json=body, headers={"X-Request-Id": "same"})
+        assert answer.status_code == 200
+    num_prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    assert len(engine.requests) == 2 * num_prompts
+    assert all("same" in request_id for request_id in engine.requests)
 
 
 # ---- fuzz ---------------------------------------------------------------------------------

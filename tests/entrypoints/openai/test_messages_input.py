@@ -1,9 +1,12 @@
 """Conversations in Anthropic's form: what they become for a chat template, and what is refused."""
 
+import logging
+
 import pytest
 
 from vllm.entrypoints.anthropic.input import as_messages, as_tool_choice, as_tools
 from vllm.entrypoints.anthropic.protocol import Conversation
+from vllm.entrypoints.shared.ignored import forget_ignored
 from vllm.errors import RequestError
 
 USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
@@ -63,11 +66,126 @@ def test_a_turn_of_results_is_only_messages_of_tools(result, content):
     assert convert("a", [USE], [result])[2:] == [{**TOOL_MESSAGE, "content": content}]
 
 
+def test_system_messages_stay_where_they_are():
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": "98 tokens left"},
+        {"role": "assistant", "content": "b"},
+        {"role": "system", "content": [text("x"), {"type": "tool_addition", "tool": {}}]},
+        {"role": "user", "content": "c"},
+    ]
+    assert as_messages(Conversation(messages=messages, system="S")) == [
+        {"role": "system", "content": "S"},
+        *messages[:3],
+        {"role": "system", "content": "x"},
+        messages[4],
+    ]
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch="
+
+
+@pytest.mark.parametrize(
+    ("system", "wanted"),
+    [
+        ([text(BILLING + "1;"), text("be"), text("brief")], "be\nbrief"),
+        ([text(BILLING + "1;\nbe brief")], "be brief"),
+        (BILLING + "1;\nbe brief", "be brief"),
+        ([text("be"), text(BILLING + "1;")], "be"),
+        ([text("say x-anthropic-billing-header: a")], "say x-anthropic-billing-header: a"),
+        ([text("a"), text(""), text("b")], "a\n\nb"),
+        ([text(BILLING)], None),
+        (BILLING, None),
+    ],
+)
+def test_the_billing_header_is_no_part_of_the_prompt(system, wanted):
+    messages = convert("hi", system=system)
+    system_messages = [] if wanted is None else [{"role": "system", "content": wanted}]
+    assert messages == [*system_messages, {"role": "user", "content": "hi"}]
+
+
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+FOUND = {"type": "search_result", "source": "http://a", "title": "T", "content": [text("F")]}
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ({**text("a"), **CACHED, "citations": None}, "a"),
+        (DOCUMENT, "D"),
+        ({**DOCUMENT, "title": "T", "context": "C", **CACHED}, "T\nC\nD"),
+        ({"type": "document", "source": {"type": "content", "content": "D"}}, "D"),
+        ({"type": "document", "source": {"type": "content", "content": [text("D")]}}, "D"),
+        (FOUND, "T\nhttp://a\nF"),
+        ({"type": "tool_reference", "tool_name": "grep"}, "grep"),
+        ({"type": "container_upload", "file_id": "f"}, ""),
+        ({"type": "a_type_of_next_year"}, ""),
+    ],
+)
+def test_a_block_of_the_user_is_read_as_text_or_left_out(block, wanted):
+    assert convert([text("1"), block])[0]["content"] == "\n".join(filter(None, ["1", wanted]))
+    results = convert("a", [USE], [{**RESULT, "content": [text("1"), block]}])
+    assert results[-1]["content"] == "\n".join(filter(None, ["1", wanted]))
+
+
+def test_what_the_servers_of_the_api_did_is_left_out_of_a_turn():
+    turn = [
+        {"type": "thinking", "thinking": "", "signature": "s"},
+        {"type": "redacted_thinking", "data": "xyz"},
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+        {"type": "mcp_tool_use", "id": "m1", "name": "f", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m1", "content": [text("x")]},
+        {"type": "compaction", "content": "so far"},
+        {"type": "compaction", "content": None},
+        {**text("done"), **CACHED},
+        {**USE, **CACHED, "caller": {"type": "direct"}},
+    ]
+    message = convert("a", turn, [RESULT])[1]
+    assert message == {
+        "role": "assistant",
+        "reasoning_content": "",
+        "content": "so far\n\ndone",
+        "tool_calls": [TOOL_CALL],
+    }
+
+
+@pytest.fixture
+def log():
+    """Lines of the log, which notes everything anew."""
+    forget_ignored()
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.entrypoints.shared.ignored")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_what_is_left_out_is_in_the_log_once(log):
+    for _ in range(3):
+        convert([{"type": "container_upload", "file_id": "f"}, text("a")])
+        as_tools([{"type": "memory_20250818", "name": "memory"}])
+    assert [line.partition(":")[0] for line in log] == [
+        "content blocks of the type 'container_upload'",
+        "tools of the type 'memory_20250818'",
+    ]
+
+
 @pytest.mark.parametrize(
     ("turns", "param"),
     [
         ([[{"type": "image", "source": {}}]], "messages.0.content.0.type"),
         ([[USE]], "messages.0.content.0.type"),
+        (
+            [[{**DOCUMENT, "source": {"type": "base64", "data": "JVBE"}}]],
+            "messages.0.content.0.source.type",
+        ),
+        ([[{"type": "document"}]], "messages.0.content.0.source.type"),
+        ([[{**FOUND, "content": 7}]], "messages.0.content.0.content"),
+        ([[{"type": "tool_reference"}]], "messages.0.content.0.tool_name"),
         ([[{"type": 3}]], "messages.0.content.0"),
         ([[{"type": "text"}]], "messages.0.content.0.text"),
         (["a", [{**USE, "input": "x"}]], "messages.1.content.0.input"),
@@ -93,10 +211,35 @@ def test_tools_become_functions():
     assert as_tools([]) is None
 
 
+SERVER_TOOLS = [
+    {"type": kind, "name": kind.rpartition("_")[0]}
+    for kind in (
+        *("web_search_20250305", "web_fetch_20260318", "bash_20250124", "computer_20251124"),
+        *("text_editor_20250728", "code_execution_20250825", "memory_20250818"),
+        *("tool_search_tool_regex_20251119", "browser_toolset_20260801", "next_year_20270101"),
+    )
+]
+
+
+def test_tools_of_the_servers_are_left_out():
+    tool = {"name": "add", "input_schema": SCHEMA, **CACHED, "defer_loading": True, "strict": True}
+    mcp = {"type": "mcp_toolset", "mcp_server_name": "s"}
+    found = as_tools([*SERVER_TOOLS, tool, mcp])
+    assert [each["function"]["name"] for each in found] == ["add"]
+    assert as_tools(SERVER_TOOLS) is None
+
+
+@pytest.mark.parametrize("tool", SERVER_TOOLS)
+def test_a_choice_of_a_tool_that_is_left_out_is_refused(tool):
+    with pytest.raises(RequestError, match=f"{tool['type']!r}, which this server does not run"):
+        as_tool_choice({"type": "tool", "name": tool["name"]}, SERVER_TOOLS)
+
+
 @pytest.mark.parametrize(
     ("tool", "param"),
     [
-        ({"type": "web_search_20250305", "name": "web_search"}, "tools.0.type"),
+        ({"type": 7, "name": "web_search"}, "tools.0.type"),
+        ({"type": "", "name": "web_search"}, "tools.0.type"),
         ({"name": "add"}, "tools.0.input_schema"),
         ({"input_schema": SCHEMA}, "tools.0.name"),
         ({"name": "add", "input_schema": SCHEMA, "description": 3}, "tools.0.description"),

@@ -1,5 +1,7 @@
 """Events in Anthropic's form: their order, and what the official client reads."""
 
+import json
+
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
@@ -77,18 +79,38 @@ def test_blocks_begin_and_end_one_after_the_other():
         ("ping", None),
         *[("start", 0), ("delta", 0), ("delta", 0), ("stop", 0)],
         *[("start", 1), ("delta", 1), ("stop", 1)],
-        *[("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)],
-        *[("start", 3), ("delta", 3), ("stop", 3)],
+        *[("start", 2), ("delta", 2), ("delta", 2), ("delta", 2), ("stop", 2)],
+        *[("start", 3), ("delta", 3), ("delta", 3), ("stop", 3)],
         ("message_delta", None),
         ("message_stop", None),
     ]
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "7", '{"a":' * 100_000, '{"a": NaN}'])
-def test_a_call_without_valid_arguments_has_no_input(arguments):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("{", "[]", "7", "null", '{"a": NaN}', '{"a": 1} and so on', '{"t": "He said "hi" and"}'),
+        *('{"t": "cut o', '{"a":' * 100_000, '{"a": 1', "a=1", " "),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_damaged_arguments_are_given_whole_under_the_name_of_the_api(arguments, size):
+    pieces = [arguments[i : i + size] for i in range(0, min(len(arguments), 4000), size)]
+    first, *others = pieces
     writer = MessageWriter("msg_1", "m")
-    write(writer, ("call", call(0, arguments, id="t1", name="add")))
-    assert writer.message["content"][0]["input"] == {}
+    parts = [("call", call(0, first, id="t1", name="add"))]
+    events = write(writer, *parts, *(("call", call(0, piece)) for piece in others))
+    wanted = {"INVALID_JSON": "".join(pieces)}
+    assert writer.message["content"][0]["input"] == wanted
+    assert accumulate(events).content[0].input == wanted
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", '{"a": [1, {"b": "\\u00e9"}], "c": null}'])
+def test_sound_arguments_are_the_same_in_a_stream(arguments):
+    writer = MessageWriter("msg_1", "m")
+    events = write(writer, ("call", call(0, arguments, id="t1", name="add")))
+    assert writer.message["content"][0]["input"] == json.loads(arguments or "{}")
+    assert accumulate(events).content[0].input == json.loads(arguments or "{}")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from vllm.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {}}
 TOOL = {"name": "f", "input_schema": SCHEMA}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -26,6 +27,8 @@ def convert(**fields):
         ({"stop_sequences": ["a"]}, "stop", ["a"]),
         ({}, "tool_choice", "none"),
         ({"tools": [TOOL]}, "tool_choice", "auto"),
+        ({"tools": [SEARCH]}, "tool_choice", "none"),
+        ({"tools": [SEARCH, TOOL]}, "tool_choice", "auto"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice", "required"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "named_tool", "f"),
         (
@@ -58,7 +61,14 @@ def test_a_field_of_a_message_is_one_of_a_chat(fields, name, wanted):
 
 def test_a_schema_becomes_the_response_format():
     form = {"type": "json_schema", "schema": SCHEMA}
-    assert convert(output_config={"format": form}).response_format.json_schema.json_schema == SCHEMA
+    config = {"format": form, "effort": "low"}
+    for fields in (
+        {"output_config": config},
+        {"output_format": form},
+        {"output_format": form, "output_config": config},
+        {"output_format": form, "output_config": {"effort": "low"}},
+    ):
+        assert convert(**fields).response_format.json_schema.json_schema == SCHEMA
 
 
 @pytest.mark.parametrize(
@@ -66,9 +76,16 @@ def test_a_schema_becomes_the_response_format():
     [
         {"tool_choice": {"type": "any"}},
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        {"tools": [SEARCH], "tool_choice": {"type": "any"}},
+        {"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}},
         {"output_config": {"format": {"type": "json_object"}}},
+        {"output_format": {"type": "json_object"}},
+        {
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
     ],
 )
 def test_what_is_not_available_is_refused(fields):
-    with pytest.raises(RequestError, match=r"tool_choice|output_config"):
+    with pytest.raises(RequestError, match=r"tool_choice|output_(config|format)"):
         convert(**fields)

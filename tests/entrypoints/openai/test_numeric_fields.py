@@ -209,7 +209,7 @@ def check(clients: dict[str, TestClient], path: str, kind: str, body: dict[str, 
     assert answer.status_code in (200, 400), told
     if answer.status_code == 400:
         found = answer.json()
-        assert (found.get("error") or found)["message"], told
+        assert found["error"]["message"], told
     elif "event-stream" in answer.headers["content-type"]:
         assert '"error":{' not in answer.text, told
     else:

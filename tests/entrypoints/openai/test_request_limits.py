@@ -390,7 +390,7 @@ def test_what_is_no_json_object_is_refused(body, message):
     client = make_client(ScriptedEngine("a"))
     headers = {"Content-Type": "application/json"}
     answer = client.post("/v1/completions", content=body, headers=headers)
-    assert answer.status_code == 400 and message in answer.json()["message"]
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
@@ -400,7 +400,7 @@ def test_a_number_is_limited_in_whatever_form_it_comes(path, field, number):
     client = make_client(ScriptedEngine("a"))
     fields = {"prompt": "a"} if path == "/v1/completions" else CHAT
     answer = client.post(path, json={**fields, field: number})
-    assert answer.status_code == 400 and "(--max-n)" in answer.json()["message"]
+    assert answer.status_code == 400 and "(--max-n)" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields", [{"n": 8}, {"n": 1, "best_of": 8}])
@@ -436,7 +436,7 @@ def test_prompts_with_too_many_log_probabilities_are_refused(fields, count):
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == (200 if count <= most else 400), answer.text
         if count > most:
-            message = answer.json()["message"]
+            message = answer.json()["error"]["message"]
             assert f"are {count}, more than the {most}" in message
             assert "--max-prompt-logprob-values" in message
 
@@ -452,6 +452,7 @@ def holds_many(annotation: Any) -> bool:
 OPEN_FIELDS = {
     *("chat_template_kwargs", "mm_processor_kwargs", "kv_transfer_params", "logits_processors"),
     *("guided_json", "response_format", "metadata", "tool_choice", "system", "stream_options"),
+    "output_format",
     *("prompt_embeds", "additional_data"),
 }
 """Objects whose shape is free: --max-request-values limits what they hold."""

@@ -181,6 +181,61 @@ def test_calls_and_their_outputs_reach_the_model():
     assert prompts(engine)[1] == "<user>hi<assistant>[add]<tool>2<assistant>"
 
 
+def test_a_request_of_codex_is_served():
+    engine = ScriptedEngine("yes")
+    client = make_client(engine, **HERMES)
+    patch = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    body = {
+        "instructions": "I",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "D"}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+            {"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** P"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        ],
+        "tools": [
+            TOOL,
+            {"type": "web_search", "external_web_access": False},
+            {"type": "namespace", "name": "n", "description": "d", "tools": [TOOL]},
+            {"type": "custom", "name": "apply_patch", "description": "p", "format": patch},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "prompt_cache_key": "k",
+        "context_management": [{"type": "compaction", "compact_threshold": 1000}],
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "low"},
+    }
+    answer = client.post(PATH, json=body)
+    assert answer.status_code == 200, answer.text
+    ((prompt, _),) = engine.requests.values()
+    assert prompt == ("<system>I\n\nD<user>a<assistant>[apply_patch]<tool>done<user>b<assistant>")
+
+
+def test_a_reference_to_an_item_of_a_stored_response_is_resolved():
+    engine = ScriptedEngine("yes")
+    client = make_client(engine)
+    first = post(client).json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    lost = {"type": "item_reference", "id": "msg_lost"}
+    question = {"role": "user", "content": "b"}
+    post(client, input=[{"role": "user", "content": "a"}, reference, lost, question])
+    post(client, input=[reference, question], previous_response_id=first["id"])
+    _, second, third = (prompt for prompt, _ in engine.requests.values())
+    assert second == "<user>a<assistant>yes<user>b<assistant>"
+    assert third == "<user>hi<assistant>yes<user>b<assistant>"
+
+
 def test_a_stored_response_is_retrieved_listed_and_deleted():
     client = make_client(ScriptedEngine("yes"))
     first = post(client).json()
@@ -250,8 +305,8 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"model": "other"}, 404, "`other` does not exist"),
         ({"input": None}, 400, "input"),
         ({"input": []}, 400, "input"),
-        ({"input": [{"type": "computer_call"}]}, 400, "computer_call"),
-        ({"tools": [{"type": "web_search"}]}, 400, "web_search"),
+        ({"input": [{"type": "computer_call"}]}, 400, "nothing that the model can read"),
+        ({"tool_choice": {"type": "web_search"}}, 400, "web_search"),
         ({"tools": [TOOL]}, 400, "--tool-call-parser"),
         ({"conversation": "c"}, 400, "conversation"),
         ({"previous_response_id": "resp_x"}, 404, "resp_x"),
@@ -275,7 +330,7 @@ def test_a_bad_request_is_refused_with_a_status(fields, status, text, stream):
     engine = ScriptedEngine("yes")
     answer = post(make_client(engine), **fields, stream=stream)
     assert answer.status_code == status
-    assert text in answer.json()["message"]
+    assert text in answer.json()["error"]["message"]
     assert not engine.requests
 
 
@@ -341,7 +396,7 @@ def test_a_background_response_is_made_while_nobody_waits():
         wait_for_status(client, made["id"], "in_progress")
         assert client.get("/load").json() == {"server_load": 1}
         early = post(client, previous_response_id=made["id"])
-        assert (early.status_code, early.json()["param"]) == (400, "previous_response_id")
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
         client.portal.call(engine.release.set)
         done = wait_for_status(client, made["id"], "completed")
         assert done["output"][0]["content"][0]["text"] == "ab"
@@ -373,8 +428,8 @@ def test_only_background_responses_are_cancelled_or_streamed_again():
     client = make_client(ScriptedEngine("a"))
     url = f"{PATH}/{post(client).json()['id']}"
     assert client.post(f"{url}/cancel").status_code == 400
-    assert client.get(url, params={"stream": True}).json()["param"] == "stream"
-    assert post(client, background=True, store=False).json()["param"] == "background"
+    assert client.get(url, params={"stream": True}).json()["error"]["param"] == "stream"
+    assert post(client, background=True, store=False).json()["error"]["param"] == "background"
 
 
 def test_a_background_stream_can_be_taken_up_again():
@@ -426,4 +481,4 @@ def test_any_value_of_a_field_is_taken_or_refused(field):
         answer = client.post(PATH, content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400, 404), (value, answer.text)
         if answer.status_code == 400:
-            assert len(answer.json()["message"]) < 4100
+            assert len(answer.json()["error"]["message"]) < 4100

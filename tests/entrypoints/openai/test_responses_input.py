@@ -1,8 +1,10 @@
 """Items of the Responses API: what they become for a chat template, and what is refused."""
 
+import json
+
 import pytest
 
-from vllm.entrypoints.openai.responses.input import as_messages, read_input
+from vllm.entrypoints.openai.responses.input import as_messages, read_input, resolve_references
 from vllm.errors import RequestError
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
@@ -92,7 +94,10 @@ def test_every_item_gets_an_id_and_keeps_one_it_has():
     [
         ([], "input"),
         ([7], "input[0]"),
-        ([{"type": "web_search_call"}], "input[0].type"),
+        ([{"type": ""}], "input[0].type"),
+        ([{"content": "hi"}], "input[0].type"),
+        ([{"type": "item_reference"}], "input[0].id"),
+        ([{"type": "shell_call", "call_id": 7}], "input[0].call_id"),
         ([{"type": ["message"]}], "input[0].type"),
         ([{"role": "tool", "content": "a"}], "input[0].role"),
         ([{"role": "user"}], "input[0].content"),
@@ -127,3 +132,129 @@ def test_a_wrong_item_is_refused_by_its_place(given, param):
 def test_the_output_of_an_unknown_call_is_refused():
     with pytest.raises(RequestError, match="'c1'"):
         as_messages(None, read_input([RESULT]))
+
+
+SHELL = {"type": "local_shell_call", "id": "lsh", "call_id": "c1", "status": "completed"}
+ACTION = {"type": "exec", "command": ["ls"], "env": {}}
+PATCH = {"type": "update_file", "path": "a", "diff": "+b"}
+STREAMS = [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+
+
+@pytest.mark.parametrize(
+    ("items", "name", "arguments", "output"),
+    [
+        (
+            [
+                {**SHELL, "action": ACTION},
+                {"type": "local_shell_call_output", "id": "lsh", "output": "a"},
+            ],
+            "local_shell",
+            ACTION,
+            "a",
+        ),
+        (
+            [{**SHELL, "action": ACTION}, {**RESULT, "output": "a"}],
+            "local_shell",
+            ACTION,
+            "a",
+        ),
+        (
+            [
+                {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
+                {"type": "shell_call_output", "call_id": "c1", "output": STREAMS},
+            ],
+            "shell",
+            {"commands": ["ls"]},
+            STREAMS,
+        ),
+        (
+            [
+                {"type": "apply_patch_call", "call_id": "c1", "operation": PATCH},
+                {"type": "apply_patch_call_output", "call_id": "c1", "status": "completed"},
+            ],
+            "apply_patch",
+            PATCH,
+            "",
+        ),
+        (
+            [{"type": "mcp_call", "id": "c1", "name": "f", "arguments": '{"a":1}', "output": "a"}],
+            "f",
+            {"a": 1},
+            "a",
+        ),
+        (
+            [{"type": "mcp_call", "id": "c1", "name": "f", "arguments": "", "error": {"m": 1}}],
+            "f",
+            {},
+            {"m": 1},
+        ),
+    ],
+)
+def test_calls_that_the_client_runs_are_calls_for_the_model(items, name, arguments, output):
+    call, result = as_messages(None, read_input(items))
+    made = call["tool_calls"][0]
+    assert json.loads(made["function"]["arguments"]) == arguments
+    assert (made["function"]["name"], made["id"], result["tool_call_id"]) == (name, "c1", "c1")
+    assert result["name"] == name
+    text = output if isinstance(output, str) else json.dumps(output, separators=(",", ":"))
+    assert result["content"] == text
+
+
+FOREIGN = [
+    {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}},
+    {"type": "file_search_call", "id": "fs", "queries": ["a"], "results": None},
+    {"type": "code_interpreter_call", "id": "ci", "code": "1", "outputs": None},
+    {"type": "image_generation_call", "id": "ig", "result": None},
+    {"type": "computer_call", "id": "cc", "call_id": "k", "action": {"type": "wait"}},
+    {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot"}},
+    {"type": "mcp_list_tools", "id": "ml", "server_label": "s", "tools": []},
+    {"type": "mcp_approval_request", "id": "ma", "name": "f", "arguments": "{}"},
+    {"type": "mcp_approval_response", "approval_request_id": "ma", "approve": True},
+    {"type": "mcp_call", "id": "mc"},
+    {"type": "compaction", "id": "co", "encrypted_content": "x"},
+    {"type": "compaction_trigger"},
+    {"type": "item_reference", "id": "msg_gone"},
+    {"id": "msg_gone"},
+    {"type": "tool_search_output", "call_id": "ts", "tools": []},
+    {"type": "shell_call_output", "call_id": "lost", "output": []},
+    {"type": "an_item_of_next_year", "content": [{"anything": 1}]},
+    {"type": "reasoning", "id": "rs", "summary": [], "content": None, "encrypted_content": "x"},
+]
+
+
+@pytest.mark.parametrize("item", FOREIGN, ids=lambda item: item.get("type", "id"))
+def test_an_item_of_another_server_is_kept_in_the_list_and_not_shown_to_the_model(item):
+    items = read_input([{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}])
+    assert [each["type"] for each in items] == [
+        "message",
+        item.get("type", "item_reference"),
+        "message",
+    ]
+    assert items[1]["id"]
+    assert as_messages(None, items) == [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+
+
+def test_the_output_of_a_call_that_was_left_out_is_left_out():
+    items = [FOREIGN[-6], RESULT, {"role": "user", "content": "b"}]
+    assert as_messages(None, read_input(items)) == [{"role": "user", "content": "b"}]
+
+
+def test_an_input_of_which_nothing_is_left_is_refused():
+    with pytest.raises(RequestError, match="nothing that the model can read"):
+        as_messages(None, read_input(FOREIGN[:1]))
+
+
+def test_a_reference_stands_for_the_stored_item():
+    known = read_input([{**CALL, "id": "fc_1"}, {"role": "user", "content": "a", "id": "m_1"}])
+    stored = {item["id"]: item for item in known}
+
+    def find(ids):
+        return {key: stored[key] for key in ids if key in stored}
+
+    items = read_input([{"type": "item_reference", "id": "fc_1"}, RESULT, {"id": "m_1"}])
+    assert resolve_references(items, [], find) == [known[0], items[1], known[1]]
+    assert resolve_references(items, known[1:], find) == [known[0], items[1]]
+    assert resolve_references(items[1:2], [], lambda ids: pytest.fail("nothing to find"))

@@ -78,9 +78,12 @@ def test_only_allowed_tools_reach_the_model():
     [
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["reasoning"]}, "include"),
+        ({"moderation": {}}, "moderation"),
         ({"background": True, "store": False}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 7}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [tool("f", parameters="x")]}, "tools[0].parameters"),
         ({"tools": [tool("f", description=3)]}, "tools[0].description"),
@@ -114,3 +117,45 @@ def test_fields_that_exclude_each_other_are_refused():
             tool_choice="required",
             text={"format": {"type": "json_object"}},
         )
+
+
+FOREIGN_TOOLS = [
+    {"type": kind}
+    for kind in (
+        *("web_search", "web_search_preview", "web_search_2025_08_26", "file_search", "mcp"),
+        *("code_interpreter", "image_generation", "computer_use_preview", "computer", "shell"),
+        *("local_shell", "namespace", "apply_patch", "tool_search", "a_tool_of_next_year"),
+    )
+]
+
+
+def test_tools_of_other_servers_are_left_out():
+    chat = convert(tools=[*FOREIGN_TOOLS, tool("f")])
+    assert [each.function.name for each in chat.functions] == ["f"]
+    assert chat.tool_choice == "auto"
+    assert convert(tools=FOREIGN_TOOLS).tool_choice == "none"
+    assert convert(tools=FOREIGN_TOOLS, tool_choice="auto").tool_choice == "none"
+
+
+@pytest.mark.parametrize("foreign", FOREIGN_TOOLS)
+def test_a_choice_of_a_tool_of_another_server_is_refused(foreign):
+    what = f"must name a function or a custom tool, got the type {foreign['type']!r}"
+    with pytest.raises(RequestError, match=what):
+        convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=foreign)
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [foreign]}
+    with pytest.raises(RequestError, match="must have a function or a custom tool"):
+        convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=allowed)
+    allowed["tools"].append({"type": "function", "name": "f"})
+    chat = convert(tools=[*FOREIGN_TOOLS, tool("f")], tool_choice=allowed)
+    assert [each.function.name for each in chat.functions] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("file_search_call.results", "web_search_call.action.sources"),
+        *("computer_call_output.output.image_url", "message.input_image.image_url"),
+    ],
+)
+def test_what_belongs_to_items_of_other_servers_is_included_nowhere(what):
+    assert convert(include=[what]).logprobs is False

@@ -75,7 +75,7 @@ def test_adapters_come_and_go_as_models(folder):
     assert names() == [("base", None), ("one", "base")]
     assert post("load", lora_name="two", lora_path=str(folder)) == 200
     assert post("load", lora_name="two", lora_path=str(folder)) == 400
-    assert post("load", lora_name="three", lora_path="/nope") == 400
+    assert post("load", lora_name="three", lora_path="/nope") == 404
     assert post("load", lora_name="three", lora_path=str(misfit)) == 400
     (number,) = loaded
     other = shutil.copytree(folder, folder.with_name("other"))

@@ -66,7 +66,7 @@ def test_many_tokens_become_text_too(client):
 def test_what_is_wrong_is_refused_by_name(client, path, body, status, param):
     response = client.post(path, json=body)
     assert response.status_code == status
-    assert response.json()["param"].startswith(param)
+    assert response.json()["error"]["param"].startswith(param)
 
 
 def test_models_are_listed(client):
@@ -76,4 +76,4 @@ def test_models_are_listed(client):
     assert client.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
     missing = client.get("/v1/models/org/other")
     assert missing.status_code == 404
-    assert missing.json()["message"] == "The model `org/other` does not exist."
+    assert missing.json()["error"]["message"] == "The model `org/other` does not exist."

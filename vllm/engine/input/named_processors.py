@@ -12,7 +12,7 @@ import msgspec
 from vllm.errors import RequestError
 from vllm.messages import EngineRequest
 from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams
-from vllm.utils.imports import load_name
+from vllm.utils.imports import IMPORT_LOCK, load_name
 
 _ANY_FAILURE = (Exception, SystemExit)
 """Exceptions that the named code may raise; they must not end the engine."""
@@ -75,7 +75,8 @@ class NamedProcessors:
         if not isinstance(processor, LogitsProcessorConstructor):
             return found
         try:
-            made = found(*(processor.args or ()), **(processor.kwargs or {}))
+            with IMPORT_LOCK:  # it may import what it needs now
+                made = found(*(processor.args or ()), **(processor.kwargs or {}))
         except _ANY_FAILURE as error:
             raise _refused(f"calling {name!r} failed: {_describe(error)}") from error
         if not callable(made):

@@ -240,7 +240,7 @@ class EngineMetrics:
         if self.config.connector.kv_transfer is not None:
             _add_transfer_metrics(metrics, totals.transfer)
         if self.config.lora.enable_lora:
-            _add_adapters(metrics, totals, self.config.lora.max_loras)
+            _add_adapters(metrics, totals, self.config.lora.num_slots)
         cache = self.config.cache
         info = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
         info["num_gpu_blocks"] = str(totals.num_kv_blocks)

@@ -14,7 +14,14 @@ from vllm.engine.output.stop_strings import StopStrings
 from vllm.errors import RequestError
 from vllm.logger import init_logger
 from vllm.lora.files import request_of
-from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
+from vllm.messages import (
+    NO_ALLOWED_TOKEN,
+    NO_TOKEN_LEFT,
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+)
 from vllm.outputs import AnyRequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -188,6 +195,17 @@ class OutputProcessor:
                 sample.request.result = result
 
     def _end(self, sample: SampleState, end: Finished) -> None:
+        params = sample.request.params
+        is_empty = (end.error or "").endswith((NO_TOKEN_LEFT, NO_ALLOWED_TOKEN))
+        if is_empty and isinstance(params, SamplingParams):
+            # One field alone leaves tokens; two of them can contradict each other.
+            fields = params.restricting_fields
+            if len(fields) > 1:
+                error = (
+                    f"{' and '.join(fields)} contradict each other: together they allow no token "
+                    f"at this point of the output ({end.error})"
+                )
+                end = Finished(FinishReason.ERROR, error=error, is_refused=True)
         if end.error is not None:
             if end.is_refused:
                 logger.warning("request %s was refused: %s", sample.core_id, end.error)

@@ -173,7 +173,7 @@ def _scheduler(
     scheduler = replace(
         limits,
         max_draft_tokens=max_draft_tokens(speculative, model, platform),
-        max_loras=lora.max_loras,
+        max_loras=lora.num_slots,
     )
     return resolve_decodes(scheduler, num_stages)
 

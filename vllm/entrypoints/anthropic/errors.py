@@ -6,13 +6,19 @@ The module `errors` decides about error and status; this one only writes them in
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.shared.body_route import BodyRoute, Handler
-from vllm.entrypoints.shared.errors import ERROR_BODIES, ErrorInfo, describe_error
+from vllm.entrypoints.shared.errors import (
+    ERROR_BODIES,
+    ErrorInfo,
+    describe_error,
+    error_response,
+)
 from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event
 
+_PATH = "/v1/messages"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,19 +32,19 @@ _TYPES = {
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
-    """The body of an error.
+    """Return the body of an error.
 
     For an error in the server, whose type is always api_error, `code` names the kind.
     """
     default = "invalid_request_error" if info.status < 500 else "api_error"
     kind = _TYPES.get(info.status, default)
-    detail = {"type": kind, "message": info.message}
+    detail: dict[str, Any] = {"type": kind, "message": info.message}
     if kind == "api_error":
-        detail["code"] = info.type
+        detail["code"] = info.code
     return {"type": "error", "error": detail}
 
 
-ERROR_BODIES["/v1/messages"] = error_body
+ERROR_BODIES[_PATH] = error_body
 
 
 def error_event(error: BaseException) -> bytes:
@@ -59,7 +65,7 @@ class AnthropicRoute(BodyRoute):
             except ClientDisconnected:
                 raise  # the client has left: no answer is needed
             except Exception as error:  # last resort: only this request fails
-                return _error_response(error)
+                return error_response(_PATH, error)
 
         return answer
 
@@ -71,9 +77,4 @@ class AnthropicStream(EventStream):
         try:
             await super().__call__(scope, receive, send)
         except Exception as error:  # last resort, as above; nothing has been sent yet
-            await _error_response(error)(scope, receive, send)
-
-
-def _error_response(error: Exception) -> Response:
-    info = describe_error(error)
-    return JSONResponse(error_body(info), status_code=info.status, headers=dict(info.headers))
+            await error_response(_PATH, error)(scope, receive, send)

@@ -4,11 +4,13 @@ Pure functions, independent of engine and framework.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vllm.entrypoints.anthropic.protocol import Conversation, InputMessage
 from vllm.entrypoints.openai.responses.input import read_string
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 
 Message = dict[str, Any]
@@ -16,46 +18,67 @@ Tool = dict[str, Any]
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 
 _BLOCKS = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "user": ("text", "document", "search_result", "tool_reference", "tool_result"),
+    "assistant": ("text", "compaction", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text", "document", "search_result", "tool_reference"),
 }
 """Role -> types of content blocks that its messages may have."""
+_TEXT_BLOCKS = ("text", "document", "search_result", "tool_reference", "compaction")
+_UNREADABLE = ("image", "audio", "video")
+"""Types of content that matters, and that no model of this server can read."""
+_KNOWN = frozenset(kind for kinds in _BLOCKS.values() for kind in kinds).union(_UNREADABLE)
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",
     "auto": "auto",
     "any": "required",
 }
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 def as_messages(conversation: Conversation) -> list[Message]:
     """System prompt and turns as chat messages.
 
     Raises:
-        RequestError: a block is malformed or of a type that is not served; names the place.
+        RequestError: a block is malformed or cannot be read; names the place.
     """
     messages: list[Message] = []
-    if conversation.system:
-        messages.append({"role": "system", "content": _read_text("system", conversation.system)})
+    if text := _read_system("system", conversation.system or ""):
+        messages.append({"role": "system", "content": text})
     names: dict[str, str] = {}
     for i, message in enumerate(conversation.messages):
-        messages += _read_turn(f"messages.{i}.content", message, names)
+        where = f"messages.{i}.content"
+        if message.role == "system":
+            text = _read_system(where, message.content)
+            messages.append({"role": "system", "content": text})
+        else:
+            messages += _read_turn(where, message, names)
     return messages
 
 
 def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
     """Tools in the format of the chat API; None when there are none.
 
+    A tool of a type that Anthropic's servers run, or whose schema only Anthropic's models know, is
+    left out.
+
     Raises:
-        RequestError: a tool is malformed, or is a server-side tool.
+        RequestError: a tool is malformed.
     """
-    return [_read_tool(f"tools.{i}", tool) for i, tool in enumerate(tools or ())] or None
+    found = [_read_tool(f"tools.{i}", tool) for i, tool in enumerate(tools or ())]
+    return [tool for tool in found if tool is not None] or None
 
 
-def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None, bool]:
+def as_tool_choice(
+    choice: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[ToolChoice | None, bool]:
     """The tool choice in the format of the chat API, and whether parallel calls are allowed.
 
+    Args:
+        choice: of the request.
+        tools: of the request, as the client sent them.
+
     Raises:
-        RequestError: it is malformed.
+        RequestError: it is malformed, or names a tool that is left out.
     """
     if choice is None:
         return None, True
@@ -63,6 +86,14 @@ def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None,
     kind = choice.get("type")
     if kind == "tool":
         name = read_string("tool_choice", choice, "name")
+        for tool in tools or ():
+            if tool.get("name") == name and not _is_function(tool):
+                raise RequestError(
+                    f"tool_choice names the tool {name!r:.100} of the type "
+                    f"{tool['type']!r:.80}, which this server does not run: name a tool with an "
+                    f"input_schema",
+                    param="tool_choice",
+                )
         return {"type": "function", "function": {"name": name}}, is_parallel
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(
@@ -70,6 +101,19 @@ def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None,
             param="tool_choice",
         )
     return _CHOICES[kind], is_parallel
+
+
+def _read_system(where: str, content: Any) -> str:
+    """The text of a system prompt.
+
+    Without the line that Claude Code puts in front of it for accounting: it differs in each
+    request, so no two requests would share a prefix of their prompts.
+    """
+    texts = (
+        [content] if isinstance(content, str) else _read_texts(where, content, _BLOCKS["system"])
+    )
+    kept = [(text, _BILLING.sub("", text)) for text in texts]
+    return "\n".join(rest for text, rest in kept if rest or not text)
 
 
 def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Message]:
@@ -89,8 +133,8 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
     for i, block in enumerate(turn.content):
         place = f"{where}.{i}"
         kind = _block_type(place, block, _BLOCKS[turn.role])
-        if kind == "text":
-            texts.append(read_string(place, block, "text", may_be_empty=True))
+        if kind in _TEXT_BLOCKS:
+            texts.append(_READERS[kind](place, block))
         elif kind == "thinking":
             thoughts.append(read_string(place, block, "thinking", may_be_empty=True))
         elif kind == "tool_use":
@@ -131,14 +175,17 @@ def _read_result(where: str, block: Mapping[str, Any], names: Mapping[str, str])
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text}
 
 
-def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
-            f"declare a tool of the client with name and input_schema",
-            param=f"{where}.type",
-        )
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is declared by a schema of its own."""
+    return tool.get("type") in (None, "custom")
+
+
+def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
+    """One tool; None if it is left out."""
+    if not _is_function(tool):
+        kind = read_string(where, tool, "type")
+        note_ignored("tools of the type", kind, "not run by this server; the model does not see it")
+        return None
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
         raise RequestError(
@@ -155,28 +202,93 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool:
 
 
 def _read_text(where: str, content: Any) -> str:
-    """The text of content in which only text is allowed."""
+    """The text of content in which there are only texts."""
     if isinstance(content, str):
         return content
+    return "\n".join(_read_texts(where, content, _BLOCKS["system"]))
+
+
+def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
     if not isinstance(content, Sequence):
         raise RequestError(
             f"{where} must be a string or a list of blocks, got {content!r:.80}", param=where
         )
-    texts = []
-    for i, block in enumerate(content):
-        _block_type(f"{where}.{i}", block, ("text",))
-        texts.append(read_string(f"{where}.{i}", block, "text", may_be_empty=True))
-    return "\n".join(texts)
+    kinds = [_block_type(f"{where}.{i}", block, known) for i, block in enumerate(content)]
+    return [
+        _READERS[kind](f"{where}.{i}", block)
+        for i, (kind, block) in enumerate(zip(kinds, content, strict=True))
+        if kind is not None
+    ]
 
 
-def _block_type(where: str, block: Any, known: Sequence[str]) -> str:
+def _read_document(where: str, block: Mapping[str, Any]) -> str:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "text":
+        text = read_string(f"{where}.source", source, "data", may_be_empty=True)
+    elif kind == "content":
+        text = _read_text(f"{where}.source.content", source.get("content"))
+    else:
+        raise RequestError(
+            f"{where}.source.type must be text or content, got {kind!r:.80}: this server reads "
+            f"text only; send the text of the document",
+            param=f"{where}.source.type",
+        )
+    return _with_heads(block, ("title", "context"), text)
+
+
+def _read_search_result(where: str, block: Mapping[str, Any]) -> str:
+    text = _read_text(f"{where}.content", block.get("content"))
+    return _with_heads(block, ("title", "source"), text)
+
+
+def _with_heads(block: Mapping[str, Any], keys: Sequence[str], text: str) -> str:
+    """A text after what the block says about it."""
+    heads = [head for key in keys if isinstance(head := block.get(key), str) and head]
+    return "\n".join([*heads, text])
+
+
+def _read_plain(where: str, block: Mapping[str, Any]) -> str:
+    return read_string(where, block, "text", may_be_empty=True)
+
+
+def _read_reference(where: str, block: Mapping[str, Any]) -> str:
+    return read_string(where, block, "tool_name")
+
+
+def _read_compaction(where: str, block: Mapping[str, Any]) -> str:
+    """The summary of the conversation before it; a failed compaction has none."""
+    if block.get("content") is None:
+        return ""
+    return read_string(where, block, "content", may_be_empty=True)
+
+
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "text": _read_plain,
+    "document": _read_document,
+    "search_result": _read_search_result,
+    "tool_reference": _read_reference,
+    "compaction": _read_compaction,
+}
+"""Type of a block -> what reads its text."""
+
+
+def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:
+    """The type of a block; None if it is left out.
+
+    Blocks of types that this server does not know are about tools and services of Anthropic's
+    servers.
+    """
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise RequestError(f"{where} must be an object with a type", param=where)
-    if kind not in known:
+    if kind in known:
+        return kind
+    if kind in _KNOWN:
         raise RequestError(
             f"{where}: a block of type {kind!r:.80} is not supported here; supported: "
             f"{', '.join(known)}",
             param=f"{where}.type",
         )
-    return kind
+    note_ignored("content blocks of the type", kind, "left out; the model does not see them")
+    return None

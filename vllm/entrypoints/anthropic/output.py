@@ -4,6 +4,7 @@ Independent of engine and framework: `MessageWriter` gets the parsed parts of a 
 and returns events as JSON objects. An answer that is not streamed is made in the same way.
 """
 
+import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,9 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """Type of a block -> type of its deltas, and the key of their content."""
+INVALID_JSON = "INVALID_JSON"
+"""The key of the text of arguments that are no JSON object. Anthropic gives clients this name for
+sending such arguments back."""
 
 
 class MessageWriter:
@@ -87,7 +91,8 @@ class MessageWriter:
         name = function.get("name") or ""
         events += self._enter({"type": "tool_use", "id": call_id, "name": name, "input": {}})
         if arguments := function.get("arguments"):
-            events.append(self._delta(arguments))
+            self._parts.append(arguments)
+            events.append(self._event_of_delta(""))  # a sign of life
         return events
 
     def finish(
@@ -119,22 +124,31 @@ class MessageWriter:
         return [*events, self._event("content_block_start", content_block=dict(block))]
 
     def _close(self) -> list[Event]:
-        """Events that end the open block."""
+        """Events that end the open block.
+
+        The arguments of a call are sent here in one piece, because only now it is known whether
+        they are a JSON object.
+        """
         block = self._block
         if block is None:
             return []
         text = "".join(self._parts)
+        events = []
         if block["type"] == "tool_use":
-            block["input"] = _read_arguments(text)
+            block["input"], text = _read_arguments(text)
+            events = [self._event_of_delta(text)] if text else []
         else:
             block[block["type"]] = text
-        events = [self._event("content_block_stop")]
+        events.append(self._event("content_block_stop"))
         self._block, self._parts = None, []
         return events
 
     def _delta(self, text: str) -> Event:
-        assert self._block is not None
         self._parts.append(text)
+        return self._event_of_delta(text)
+
+    def _event_of_delta(self, text: str) -> Event:
+        assert self._block is not None
         kind, key = _DELTAS[self._block["type"]]
         return self._event("content_block_delta", delta={"type": kind, key: text})
 
@@ -173,9 +187,15 @@ def describe_stop(
     return "end_turn", None
 
 
-def _read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object; {} if the model did not complete them."""
+def _read_arguments(text: str) -> tuple[dict[str, Any], str]:
+    """The arguments of a call as an object, and the JSON text of this object.
+
+    A text that is no JSON object, because the model has made a mistake or was cut off, is itself
+    the only argument: a tool refuses the unknown name, where it might run with a part of the
+    arguments or without any.
+    """
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+        return msgspec.json.decode(text or "{}", type=dict[str, Any]), text
     except (msgspec.DecodeError, RecursionError):
-        return {}
+        whole = {INVALID_JSON: text}
+        return whole, json.dumps(whole, ensure_ascii=False)

@@ -22,17 +22,17 @@ from vllm.entrypoints.shared.request_limits import MESSAGES, STOP, TOOLS, Limits
 class InputMessage(RequestModel):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         str | ListOf[JsonObject], accepts("text or a list of content blocks (objects)")
     ]
-    """Text, or blocks: text, thinking, tool_use, tool_result."""
+    """Text, or blocks such as text, document, thinking, tool_use and tool_result."""
 
 
 class MessagesMetadata(RequestModel):
     """Information about the request, without any effect."""
 
-    user_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    user_id: str | None = None
 
 
 class ThinkingConfig(RequestModel):
@@ -60,11 +60,13 @@ class Conversation(RequestBody):
         | None
     ) = None
     tools: ListOf[JsonObject] | None = None
-    """Functions that the model may call; tools of the server are not available."""
+    """Functions that the model may call; tools of Anthropic's servers are left out."""
     tool_choice: JsonObject | None = None
     """{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}"""
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonObject | None = None
+    """An older name of `output_config.format`."""
 
     LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS}
 

@@ -42,7 +42,7 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     """
     messages = as_messages(conversation)
     tools = as_tools(conversation.tools)
-    choice, is_parallel = as_tool_choice(conversation.tool_choice)
+    choice, is_parallel = as_tool_choice(conversation.tool_choice, conversation.tools)
     fields: dict[str, Any] = {
         "model": conversation.model,
         "messages": messages,
@@ -53,7 +53,11 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     if tools is not None:
         fields.update(tools=tools, tool_choice=choice)
     elif choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice needs tools", param="tool_choice")
+        raise RequestError(
+            "tool_choice needs tools with an input_schema"
+            + (": this server runs none of the tools in tools" if conversation.tools else ""),
+            param="tool_choice",
+        )
     last = messages[-1]
     if last["role"] == "assistant" and "tool_calls" not in last:
         fields.update(continue_final_message=True, add_generation_prompt=False)
@@ -61,15 +65,26 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
 
 
 def _response_format(conversation: Conversation) -> dict[str, Any] | None:
-    wanted = conversation.output_config.format if conversation.output_config is not None else None
-    if wanted is None:
+    config = conversation.output_config
+    given = {
+        "output_config.format": None if config is None else config.format,
+        "output_format": conversation.output_format,
+    }
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if not wanted:
         return None
-    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+    name, value = wanted.popitem()
+    if any(other != value for other in wanted.values()):
         raise RequestError(
-            "output_config.format must be {'type': 'json_schema', 'schema': {...}}",
-            param="output_config",
+            "output_format and output_config.format contradict each other: send one of them",
+            param="output_format",
         )
-    schema = {"name": "answer", "schema": wanted["schema"]}
+    if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
+        raise RequestError(
+            f"{name} must be {{'type': 'json_schema', 'schema': {{...}}}}",
+            param=name.partition(".")[0],
+        )
+    schema = {"name": "answer", "schema": value["schema"]}
     return {"type": "json_schema", "json_schema": schema}
 
 

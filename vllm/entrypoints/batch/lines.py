@@ -108,9 +108,10 @@ async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
         answer = msgspec.json.decode(body)
     except Exception as error:  # becomes this line's record; other lines are not affected
         info = describe_error(error)
-        return _record(_custom_id(line), info.status, None, info.body())
+        return _record(_custom_id(line), info.status, None, info.body()["error"])
     if status != 200:
-        return _record(request.custom_id, status, None, answer)
+        error = answer.get("error") if isinstance(answer, dict) else None
+        return _record(request.custom_id, status, None, error or answer)
     return _record(request.custom_id, status, answer, None)
 
 
@@ -146,9 +147,7 @@ def check_line(line: bytes) -> None:
 
 
 def _reason(error: dict[str, Any]) -> str:
-    """The message of an error body, in either of its formats."""
-    inner = error.get("error")
-    return str((inner if isinstance(inner, dict) else error).get("message") or "no reason given")
+    return str(error.get("message") or "no reason given")
 
 
 def _custom_id(line: bytes) -> str | None:

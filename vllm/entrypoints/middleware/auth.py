@@ -4,7 +4,6 @@ import base64
 import hmac
 from collections.abc import Sequence
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.shared.asgi import PAGES, PROBES, get_header, refuse, route_path
@@ -66,9 +65,5 @@ def _password(credentials: str) -> bytes | None:
 
 async def _answer_401(scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"WWW-Authenticate": "Bearer"}
-    if route_path(scope).startswith("/v1/messages"):
-        info = ErrorInfo(401, "Unauthorized", _MESSAGE, headers=headers)
-        await refuse(scope, receive, send, info)
-        return
-    body = {"error": "Unauthorized"}
-    await JSONResponse(body, status_code=401, headers=headers)(scope, receive, send)
+    info = ErrorInfo(401, _MESSAGE, code="invalid_api_key", headers=headers)
+    await refuse(scope, receive, send, info)

@@ -119,12 +119,11 @@ class Gate:
 def _unavailable(message: str, *, retry_after_s: float | None) -> ErrorInfo:
     seconds = _UNKNOWN_ETA_S if retry_after_s is None else math.ceil(retry_after_s)
     headers = {"Retry-After": str(min(max(seconds, 1), _MAX_RETRY_AFTER_S))}
-    return ErrorInfo(503, "ServiceUnavailableError", message, headers=headers)
+    return ErrorInfo(503, message, headers=headers)
 
 
 _DRAINING = ErrorInfo(
     503,
-    "ServiceUnavailableError",
     "the server is shutting down",
     headers={"Retry-After": str(_UNKNOWN_ETA_S), "Connection": "close"},
 )

@@ -1,4 +1,4 @@
-"""Limits for request bodies: size, time to arrive, and content type.
+"""Limits for request bodies: size, time to arrive, and content type; compressed ones are unpacked.
 
 The whole body is read here. So no route has to wait for a client, and a body that is too large is
 refused before it is in memory.
@@ -8,6 +8,12 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm.entrypoints.middleware.decompression import (
+    ENCODINGS,
+    DecompressionError,
+    OutputTooLargeError,
+    decompress,
+)
 from vllm.entrypoints.shared.asgi import get_header, refuse, replay, route_path
 from vllm.entrypoints.shared.errors import ErrorInfo
 from vllm.entrypoints.shared.own_cancellation import OwnCancellation
@@ -15,6 +21,8 @@ from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
 """After a request with a body of this size, memory is returned to the system."""
+_LARGE_BODY_BYTES = 2**15
+"""Compressed bodies of this size are unpacked outside the event loop."""
 _ANY_TYPE_PREFIX = "/v1/audio/"
 """Routes that accept files, not JSON."""
 
@@ -53,11 +61,22 @@ class BodyLimits:
             if not late.is_the_only_one():
                 raise
             message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
-            info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
+            info = ErrorInfo(408, message, headers=_CLOSE)
             await refuse(scope, receive, send, info)
             return
         finally:
             timer.cancel()
+        encoding = _encoding_of(scope)
+        if body and encoding:
+            try:
+                scope, body = await self._unpack(scope, body, encoding)
+            except OutputTooLargeError:
+                await refuse(scope, receive, send, self._too_large())
+                return
+            except DecompressionError as error:
+                info = ErrorInfo(400, f"the body is not valid {encoding} data: {error}")
+                await refuse(scope, receive, send, info)
+                return
         if body is not None:
             num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
@@ -77,13 +96,18 @@ class BodyLimits:
                 return None
         elif get_header(scope, b"transfer-encoding") is None:
             return None  # no body
+        encoding = _encoding_of(scope)
+        if encoding and encoding not in ENCODINGS:
+            message = f"Content-Encoding must be one of {', '.join(ENCODINGS)}, got "
+            message += repr(encoding[:100])
+            return ErrorInfo(415, message, headers={"Accept-Encoding": ", ".join(ENCODINGS)})
         if scope["method"] != "POST" or route_path(scope).startswith(_ANY_TYPE_PREFIX):
             return None
         given = (get_header(scope, b"content-type") or "").partition(";")[0].strip().lower()
         if given == "application/json" or given.endswith("+json"):
             return None
         message = f"Content-Type must be application/json, got {given[:100]!r}"
-        return ErrorInfo(415, "Unsupported Media Type", message)
+        return ErrorInfo(415, message)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Read the body; None if the client disconnects before its end."""
@@ -101,12 +125,33 @@ class BodyLimits:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
+    async def _unpack(self, scope: Scope, body: bytes, encoding: str) -> tuple[Scope, bytes]:
+        """Unpack a compressed body. Returns it with the headers of a plain request.
+
+        Raises:
+            DecompressionError, OutputTooLargeError: see `decompress`.
+        """
+        if len(body) < _LARGE_BODY_BYTES:
+            body = decompress(body, encoding, self._max_bytes)
+        else:
+            body = await asyncio.to_thread(decompress, body, encoding, self._max_bytes)
+        old = (b"content-encoding", b"content-length", b"transfer-encoding")
+        headers = [pair for pair in scope["headers"] if pair[0] not in old]
+        headers.append((b"content-length", str(len(body)).encode()))
+        return {**scope, "headers": headers}, body
+
     def _too_large(self) -> ErrorInfo:
         message = (
             f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
             f"or shorter inputs"
         )
-        return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
+        return ErrorInfo(413, message, headers=_CLOSE)
+
+
+def _encoding_of(scope: Scope) -> str:
+    """How the body is compressed; empty if it is not."""
+    given = (get_header(scope, b"content-encoding") or "").strip().lower()
+    return "" if given == "identity" else given.removeprefix("x-")
 
 
 _CLOSE = {"Connection": "close"}  # the rest of the body must not be parsed as a request

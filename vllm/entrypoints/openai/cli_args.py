@@ -107,6 +107,8 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
     settings = envs.get()
     if not given.get("api_key") and settings.VLLM_API_KEY:
         given["api_key"] = settings.VLLM_API_KEY
+    if given.get("keep_alive_timeout") is None and settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE:
+        given["keep_alive_timeout"] = settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         if name in given:
             given[name] = _read_list(name, given[name])
@@ -116,7 +118,6 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
         can_update_adapters=settings.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
         adapters_folder=settings.VLLM_LORA_RESOLVER_CACHE_DIR,
         can_profile=bool(settings.VLLM_TORCH_PROFILER_DIR),
-        keep_alive_s=settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     )
 
 

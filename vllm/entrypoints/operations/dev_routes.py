@@ -46,7 +46,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     done = await get_context(request).engine.reset_prefix_cache()
     if done:
         return Response(status_code=200)
-    info = ErrorInfo(409, "Conflict", "requests are using the prefix cache: try again later")
+    info = ErrorInfo(409, "requests are using the prefix cache: try again later")
     return JSONResponse(info.body(), status_code=info.status)
 
 

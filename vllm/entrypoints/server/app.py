@@ -12,6 +12,7 @@ from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.middleware.gate import Gate
 from vllm.entrypoints.middleware.limits import BodyLimits
 from vllm.entrypoints.middleware.load import CountRequests
+from vllm.entrypoints.middleware.manners import HttpManners
 from vllm.entrypoints.middleware.request_id import RequestIds
 from vllm.entrypoints.middleware.request_log import RequestLog
 from vllm.entrypoints.middleware.user_middleware import add_user_middleware
@@ -93,7 +94,7 @@ def build_app(context: ServerContext) -> FastAPI:
         app.include_router(router)
     add_error_handlers(app)
     app.add_middleware(DirectRoutes, server=app, routers=routers)
-    _add_middleware(app, context)
+    _add_middleware(app, context, routers)
     metrics_route.count_http(app, routers)
     return app
 
@@ -111,7 +112,7 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
     return [*(module.router for module in modules), *page_routers(args)]
 
 
-def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRouter]) -> None:
     """Add the middleware, innermost first: what is added last sees a request first."""
     args = context.args
     app.add_middleware(CatchErrors)
@@ -128,7 +129,9 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
+        **({"allow_private_network": True} if args.allow_private_network else {}),
     )
+    app.add_middleware(HttpManners, routers=routers)
     if not args.disable_uvicorn_access_log:
         app.add_middleware(AccessLog)
     if args.otlp_traces_endpoint is not None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from vllm.entrypoints.pages.web_page import load_page
+from vllm.entrypoints.shared.error_format import openai_error
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -19,15 +20,7 @@ App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 _PHASE = {"phase": "loading the server", "done": 0, "total": 0, "eta_seconds": None}
 _STARTING = json.dumps({"status": "starting", **_PHASE}).encode()
-_CLOSING = json.dumps(
-    {
-        "object": "error",
-        "message": "the server is shutting down",
-        "type": "ServiceUnavailableError",
-        "param": None,
-        "code": 503,
-    }
-).encode()
+_CLOSING = json.dumps(openai_error(503, "the server is shutting down")).encode()
 _FIGURES = json.dumps({"state": "starting", **_PHASE, "eta_s": None}).encode()
 _ANSWERS = {
     "/livez": (200, b'{"status":"alive"}'),

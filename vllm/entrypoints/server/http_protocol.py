@@ -106,6 +106,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
+        if self.scope["http_version"] == "1.0":
+            # Such a client knows no chunks: a body without a length ends with the connection.
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _ANY_LENGTH
         self.cycle.transport = _ClosesAfterBody(self.transport, self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
@@ -235,6 +239,19 @@ class _ClosesAfterBody:
 
     def close(self) -> None:
         self._protocol.close_after_body()
+
+
+class _AnyLength(int):
+    """The length of a body that is not known: it has no end and is never exceeded."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> "_AnyLength":
+        return self
+
+
+_ANY_LENGTH = _AnyLength(0)
 
 
 def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:

@@ -125,7 +125,7 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=args.keep_alive_s,
+        timeout_keep_alive=args.keep_alive_timeout,
         timeout_graceful_shutdown=int(_ANSWER_TIME_S),
         backlog=_BACKLOG,
         ssl_keyfile=args.ssl_keyfile,

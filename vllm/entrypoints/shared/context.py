@@ -115,7 +115,9 @@ class ServerContext:
         if not name:
             return self.model_names[0]
         if name not in self.model_names and self.adapter(name) is None:
-            raise NotFoundError(f"The model `{name:.200}` does not exist.", param="model")
+            raise NotFoundError(
+                f"The model `{name:.200}` does not exist.", param="model", code="model_not_found"
+            )
         return name
 
 

@@ -1,16 +1,17 @@
 """The only place that maps exceptions to status codes and error bodies.
 
-RequestError          its status (400, 404)   BadRequestError, NotFoundError
-CapacityError         400 or 409              BadRequestError, ConflictError
-                      503                     ServiceUnavailableError
-RequestTimeoutError   504                     TimeoutError
-EngineDeadError       500                     EngineDeadError
-WorkerCallError       500                     Internal Server Error
-pydantic              400, naming the fields  Bad Request
-GenerationError       500                     Internal Server Error
-anything else         500, without details    Internal Server Error
+                      status                  code of the body
+RequestError          its own (400, 404)      its own, such as context_length_exceeded
+CapacityError         its own (400, 409, 503)
+RequestTimeoutError   504
+EngineDeadError       500                     engine_dead
+WorkerCallError       500                     request_failed
+GenerationError       500                     request_failed
+pydantic              400, naming the fields
+anything else         500, without details    internal_error
 
-The type shows a client whether its request has failed or the whole engine.
+The type of an error follows from its status, in each API by its own table. The code shows a client
+whether its request has failed or the whole engine.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +21,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from vllm.entrypoints.shared.error_format import openai_error
 from vllm.entrypoints.shared.sse import DONE, ClientDisconnected, event
 from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
-    NotFoundError,
     RequestError,
     RequestTimeoutError,
     VllmError,
@@ -39,8 +41,7 @@ from vllm.outputs import CompletionOutput
 
 logger = init_logger(__name__)
 
-_INTERNAL = "Internal Server Error"
-_ENGINE_DEAD = "EngineDeadError"
+_REQUEST_FAILED = "request_failed"
 _MAX_MESSAGE_CHARS = 4000
 _RETRY_AFTER_S = "1"
 _CLIENT_CLOSED_REQUEST = 499
@@ -58,27 +59,22 @@ class ErrorInfo:
 
     Attributes:
         status: HTTP status.
-        type: word of the API for the kind of error.
         message: what is wrong, and what to change; valid Unicode text of bounded length.
         param: the field of the request at fault, or None.
+        code: a word for programs, or None.
         headers: of the response.
     """
 
     status: int
-    type: str
     message: str
     param: str | None = None
+    code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """The flat body of the OpenAI routes."""
-        return {
-            "object": "error",
-            "message": self.message,
-            "type": self.type,
-            "param": None if self.param is None else _as_text(self.param),
-            "code": self.status,
-        }
+        """Return the body in OpenAI's format."""
+        param = None if self.param is None else _as_text(self.param)
+        return openai_error(self.status, self.message, param, self.code)
 
 
 ERROR_BODIES: dict[str, Callable[[ErrorInfo], dict[str, Any]]] = {}
@@ -98,34 +94,30 @@ def describe_error(error: BaseException) -> ErrorInfo:
     """The error for the client. Unexpected exceptions are logged."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
-        return ErrorInfo(400, "Bad Request", _as_text(message), param)
+        return ErrorInfo(400, _as_text(message), param)
     if isinstance(error, HTTPException):
         return _describe_http(error)
     message = _as_text(str(error))
-    if isinstance(error, NotFoundError):
-        return ErrorInfo(error.status, "NotFoundError", message, error.param)
     if isinstance(error, RequestError):
-        return ErrorInfo(error.status, "BadRequestError", message, error.param)
+        return ErrorInfo(error.status, message, error.param, error.code)
     if isinstance(error, CapacityError):
-        if error.status < 500:
-            kind = "ConflictError" if error.status == 409 else "BadRequestError"
-            return ErrorInfo(error.status, kind, message)
-        headers = {"Retry-After": _RETRY_AFTER_S}
-        return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
+        headers = {"Retry-After": _RETRY_AFTER_S} if error.status == 503 else {}
+        return ErrorInfo(error.status, message, headers=headers)
     if isinstance(error, RequestTimeoutError):
-        return ErrorInfo(error.status, "TimeoutError", message)
+        return ErrorInfo(error.status, message)
     if isinstance(error, EngineDeadError):
-        return ErrorInfo(500, _ENGINE_DEAD, message)
+        return ErrorInfo(500, message, code="engine_dead")
     if isinstance(error, (GenerationError, WorkerCallError)):
-        return ErrorInfo(500, _INTERNAL, message)
+        return ErrorInfo(500, message, code=_REQUEST_FAILED)
     logger.error("a request failed with an unexpected error", exc_info=error)
-    return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")
+    message = "the server failed to answer this request; see its log"
+    return ErrorInfo(500, message, code="internal_error")
 
 
-def error_response(error: BaseException) -> JSONResponse:
-    """The response for an exception, with the flat body."""
+def error_response(path: str, error: BaseException) -> JSONResponse:
+    """The response for an exception, in the format of the API that the path belongs to."""
     info = describe_error(error)
-    return JSONResponse(info.body(), status_code=info.status, headers=dict(info.headers))
+    return JSONResponse(error_body(path, info), status_code=info.status, headers=dict(info.headers))
 
 
 def error_events(error: BaseException) -> bytes:
@@ -133,7 +125,7 @@ def error_events(error: BaseException) -> bytes:
 
     OpenAI's clients raise when an event has the key `error`.
     """
-    return event({"error": describe_error(error).body()}) + DONE
+    return event(describe_error(error).body()) + DONE
 
 
 def refuse_failed(sample: CompletionOutput) -> None:
@@ -152,8 +144,8 @@ def refuse_failed(sample: CompletionOutput) -> None:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer all exceptions of all routes with the bodies of this module."""
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(get_route_path(request.scope), error)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the access log
@@ -169,10 +161,7 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
         phrase = HTTPStatus(status).phrase
     except ValueError:
         phrase = "Error"
-    kind = "NotFoundError" if status == 404 else phrase
-    return ErrorInfo(
-        status, kind, _as_text(str(error.detail) or phrase), headers=error.headers or {}
-    )
+    return ErrorInfo(status, _as_text(str(error.detail) or phrase), headers=error.headers or {})
 
 
 def _as_text(message: str) -> str:

@@ -66,6 +66,10 @@ class ServerArgs:
     allow_credentials: bool = False
     """Let browsers of other origins send credentials; needs allowed_origins without *."""
 
+    allow_private_network: bool = False
+    """Let pages from the internet call this server where it is in a private network or on the
+    machine of the browser, which browsers ask for beforehand (Private Network Access)."""
+
     middleware: tuple[str, ...] = ()
     """Further ASGI middleware, as `module.name` of a class or of a coroutine function."""
 
@@ -84,6 +88,11 @@ class ServerArgs:
 
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
+
+    keep_alive_timeout: int = 120
+    """Seconds that a connection without a request stays open. Proxies keep theirs for 60 to 90
+    seconds, and answer 502 if the server closes first. VLLM_HTTP_TIMEOUT_KEEP_ALIVE is used where
+    this flag is not given."""
 
     body_timeout: float = 60.0
     """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
@@ -246,9 +255,6 @@ class ServerArgs:
     can_profile: bool = field(default=False, metadata={"cli": False})
     """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
 
-    keep_alive_s: int = field(default=5, metadata={"cli": False})
-    """Seconds that a connection without a request stays open (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
-
     def __post_init__(self) -> None:
         check_one_of(self, "early_requests", ("wait", "reject"))
         check_one_of(self, "chat_template_content_format", ("auto", "string", "openai"))
@@ -281,6 +287,7 @@ class ServerArgs:
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        check_at_least(self, 1, "keep_alive_timeout")
         if self.body_timeout <= 0:
             raise ConfigError(f"body_timeout must be above 0, got {self.body_timeout}")
         if self.request_timeout is not None and self.request_timeout <= 0:

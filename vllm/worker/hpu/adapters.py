@@ -32,12 +32,12 @@ class DeviceRows(Adapters):
         lora = config.lora
         dtype, device = adapter_dtype(config), bridge.device
         self.slots = DeviceSlots(
-            reader.places, lora.max_loras, lora.max_lora_rank, dtype, device, bridge.mark_step
+            reader.places, lora.num_slots, lora.max_lora_rank, dtype, device, bridge.mark_step
         )
         self.slots.warm_up()
         logger.info(
             "LoRA: %d slots of rank %d take %s on the card, whether they are used or not",
-            lora.max_loras,
+            lora.num_slots,
             lora.max_lora_rank,
             format_bytes(self.slots.num_bytes),
         )

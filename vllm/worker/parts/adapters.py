@@ -43,7 +43,7 @@ class Adapters(RowPart):
     def __init__(self, config: VllmConfig, reader: AdapterReader, store: AdapterStore) -> None:
         self._reader = reader
         self._store = store
-        self._slots = AdapterSlots(config.lora.max_loras)
+        self._slots = AdapterSlots(config.lora.num_slots)
         self._steps = StepClock()
         """While steps run, adapters are read in short turns."""
         self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory, run_in_background)
@@ -140,7 +140,7 @@ class RaggedRows(Adapters):
 
     def __init__(self, config: VllmConfig, reader: AdapterReader) -> None:
         dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._host = HostSlots(reader.places, config.lora.max_loras, dtype)
+        self._host = HostSlots(reader.places, config.lora.num_slots, dtype)
         super().__init__(config, reader, self._host)
 
     def part_of(self, launch: Launch) -> LaunchParts:

@@ -104,7 +104,7 @@ def states_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
 def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     """Return the use of the LoRA adapters on the device."""
     lora = config.lora
-    setting = f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}"
+    setting = f"--max-loras {lora.num_slots}, --max-lora-rank {lora.max_lora_rank}"
     fix = "lower --max-loras or --max-lora-rank"
     return MemoryUse("LoRA adapters", num_bytes, fix, setting)
 

@@ -210,7 +210,7 @@ def test_a_plug_in_that_raises_fails_its_own_request_alone(text, message):
             answer = client.post("/v1/chat/completions", json=body)
             said.append(answer.status_code)
             if answer.status_code != 200:
-                assert message in answer.json()["message"]
+                assert message in answer.json()["error"]["message"]
     assert said == [text, 500, 200]
 
 

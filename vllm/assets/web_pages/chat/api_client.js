@@ -16,7 +16,7 @@ class ApiError extends Error {
     const wait = response.headers.get("retry-after");
     const what = named[response.status] ?? `The server answered with status ${response.status}`;
     const reason = ApiError.messageIn(text).replace(/\.$/, "");
-    const told = reason && reason !== "Unauthorized" ? `${what}: ${reason}.` : `${what}.`;
+    const told = reason && response.status !== 401 ? `${what}: ${reason}.` : `${what}.`;
     return new ApiError(wait ? `${told} Try again in ${wait} s.` : told, response.status);
   }
 
@@ -74,7 +74,7 @@ async function* streamChunks(path, body, signal) {
       if (!data) continue;
       const chunk = JSON.parse(data);
       if (chunk.error || chunk.object === "error") {
-        throw new ApiError(`The server ended the answer: ${ApiError.messageIn(data) || "it did not say why"}`, chunk.code ?? 500);
+        throw new ApiError(`The server ended the answer: ${ApiError.messageIn(data) || "it did not say why"}`, 500);
       }
       yield chunk;
     }

@@ -25,7 +25,12 @@ from vllm.entrypoints.openai.shared.logprob_formats import (
     chat_logprobs,
     prompt_logprobs,
 )
-from vllm.entrypoints.openai.shared.prompts import output_budget, request_id_of, trace_headers_of
+from vllm.entrypoints.openai.shared.prompts import (
+    engine_key,
+    output_budget,
+    request_id_of,
+    trace_headers_of,
+)
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
@@ -49,9 +54,11 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
         return json_response(await run_until_disconnect(request, work))
     turn = await run_until_disconnect(
         request,
-        prepare_turn(context, body, request_id, trace_headers=trace_headers_of(request)),
+        prepare_turn(
+            context, body, engine_key(request_id), trace_headers=trace_headers_of(request)
+        ),
     )
-    answer_format = _ChatFormat(context, body, turn)
+    answer_format = _ChatFormat(context, body, turn, request_id)
     if body.stream:
         return EventStream(_stream(answer_format))
     return await run_until_disconnect(request, _complete(answer_format))
@@ -60,8 +67,15 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
 class _ChatFormat:
     """Formats the answers of one request."""
 
-    def __init__(self, context: ServerContext, body: ChatCompletionRequest, turn: ChatTurn) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        turn: ChatTurn,
+        response_id: str,
+    ) -> None:
         self.turn = turn
+        self.response_id = response_id
         self.num_answers = body.num_samples
         self.role = _role(context, body)
         self.echoed = _echoed(body, self.role)
@@ -69,7 +83,7 @@ class _ChatFormat:
         self._context = context
         self._body = body
         self._as_token_ids = _as_token_ids(context, body)
-        self._writer = ChunkWriter(turn.request_id, "chat.completion.chunk", turn.model)
+        self._writer = ChunkWriter(response_id, "chat.completion.chunk", turn.model)
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         """The usage so far, or with the given number of output tokens."""
@@ -171,7 +185,7 @@ async def _complete(answer_format: _ChatFormat) -> Response:
 
     def write() -> Response:
         body = {
-            **_head(answer_format.turn.request_id, answer_format.turn.model),
+            **_head(answer_format.response_id, answer_format.turn.model),
             "choices": [answer_format.choice(choice) for choice in choices],
             "usage": answer_format.usage(),
             "prompt_logprobs": prompt_logprobs(of_prompt),
@@ -201,7 +215,7 @@ async def _search_beams(
         context,
         token_ids,
         params,
-        request_id,
+        engine_key(request_id),
         context.adapter(body.model),
         priority=body.priority or 0,
     )

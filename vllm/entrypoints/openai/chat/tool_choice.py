@@ -5,11 +5,12 @@ of `{"name": ..., "parameters": ...}`. Independent of the engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.tools import FunctionDefinition
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 
@@ -36,33 +37,23 @@ def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(grammar=tool.grammar.definition, field="tools")
 
 
-def check_grammars(body: ChatCompletionRequest) -> None:
-    """Refuse the grammar of a custom tool that cannot be enforced.
+def note_free_grammars(body: ChatCompletionRequest) -> None:
+    """Log the grammars of custom tools that are not enforced.
 
-    Raises:
-        RequestError: says when it could be.
+    With `auto` the model may write anything, and among several required tools the output is JSON,
+    in which a Lark grammar cannot hold. The model sees the grammar as a description all the same.
     """
-    for tool in (tool.function for tool in body.functions):
-        custom = body.custom_tools.get(tool.name)
-        grammar = None if custom is None else custom.grammar
-        if grammar is None or body.tool_choice == "none" or body.only_call == tool.name:
+    for name, tool in body.custom_tools.items():
+        if tool.grammar is None or body.tool_choice == "none" or body.only_call == name:
             continue
-        advice = (
-            f'name the tool in tool_choice ({{"type": "custom", "custom": {{"name": '
-            f'"{tool.name:.100}"}}}}), require it alone, or leave its format out'
+        if body.tool_choice == "required" and tool.grammar.syntax == "regex":
+            continue
+        note_ignored(
+            "the grammar of the custom tool",
+            name,
+            "not enforced, because the model need not call this tool; its input may be any text. "
+            "Name the tool in tool_choice to enforce it",
         )
-        if body.tool_choice == "auto":
-            raise RequestError(
-                f"tools: the grammar of the custom tool {tool.name!r:.100} cannot be enforced with "
-                f"tool_choice auto, where the model may write anything; {advice}",
-                param="tools",
-            )
-        if body.tool_choice == "required" and grammar.syntax == "lark":
-            raise RequestError(
-                f"tools: the Lark grammar of the custom tool {tool.name!r:.100} cannot be enforced "
-                f"with tool_choice required and several tools; {advice}, or give a regex",
-                param="tools",
-            )
 
 
 def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
@@ -135,11 +126,17 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
     return moved
 
 
-def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
+MakeId = Callable[[], str]
+"""Makes the id of a call: as the tool parser does, because templates may refuse others."""
+
+
+def first_delta(
+    index: int, name: str, arguments: str, make_id: MakeId = random_tool_call_id
+) -> ToolCallDelta:
     """The first delta of a call, with id, type and name."""
     return {
         "index": index,
-        "id": random_tool_call_id(),
+        "id": make_id(),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -153,15 +150,18 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
 class NamedToolReader:
     """Reads an output that is the arguments of one call, or its input if the tool is custom."""
 
-    def __init__(self, name: str, *, is_custom: bool = False) -> None:
+    def __init__(
+        self, name: str, *, is_custom: bool = False, make_id: MakeId = random_tool_call_id
+    ) -> None:
         self._name: str | None = name
+        self._make_id = make_id
         self._is_custom = is_custom
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         """The deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
-            first = first_delta(0, name, text)
+            first = first_delta(0, name, text, self._make_id)
             if self._is_custom:
                 del first["function"]
                 first.update(type="custom", custom={"name": name, "input": text})
@@ -179,7 +179,8 @@ class RequiredToolReader:
     cut off, so are the calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
+        self._make_id = make_id
         self._depth = 0
         self._is_string = False
         self._is_escaped = False
@@ -196,7 +197,7 @@ class RequiredToolReader:
             was_arguments = self._is_arguments
             name = self._read(char)
             if name is not None:
-                deltas.append(first_delta(self._index, name, ""))
+                deltas.append(first_delta(self._index, name, "", self._make_id))
             elif was_arguments and self._is_arguments:
                 if not self._is_between(char):
                     arguments.append(char)

@@ -25,14 +25,15 @@ from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
 from vllm.entrypoints.openai.chat.tool_choice import (
+    MakeId,
     NamedToolReader,
     RequiredToolReader,
     ToolCallDelta,
-    check_grammars,
     merge_deltas,
+    note_free_grammars,
     tool_constraint,
 )
-from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.sampling import (
     check_sampling_fields,
     guided_decoding,
@@ -255,7 +256,7 @@ async def prepare_turn(
     Args:
         context: of the server; its engine is ready.
         body: the tool parser may change fields of it.
-        request_id: unique among running requests; also the beginning of ids that clients see.
+        request_id: unique among running requests.
         trace_headers: W3C trace context of the request.
 
     Raises:
@@ -311,10 +312,9 @@ def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Refuse tool choices that the server is not configured for.
 
     Raises:
-        RequestError: tool choice auto without a tool parser, or a grammar of a custom tool that
-            cannot be enforced.
+        RequestError: tool choice auto without a tool parser.
     """
-    check_grammars(body)
+    note_free_grammars(body)
     args = context.args
     if body.tool_choice != "auto":
         return
@@ -338,9 +338,11 @@ def make_reader(
         with parser_failures("reasoning", args.reasoning_parser):
             reasoning = _make_reasoning_parser(args, tokenizer, body, prompt)
     if (name := body.only_call) is not None:
-        forced, custom = NamedToolReader(name, is_custom=name in body.custom_tools), None
+        make_id = _id_maker(args.tool_call_parser, tokenizer)
+        is_custom = name in body.custom_tools
+        forced, custom = NamedToolReader(name, is_custom=is_custom, make_id=make_id), None
     elif body.tool_choice == "required":
-        forced = RequiredToolReader()
+        forced = RequiredToolReader(_id_maker(args.tool_call_parser, tokenizer))
     elif body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
@@ -393,6 +395,15 @@ def _make_reasoning_parser(
         text = "" if tokenizer is None else str(tokenizer.decode(prompt["prompt_token_ids"]))
     parser.follow(text, is_continued=bool(body.continue_final_message))
     return parser
+
+
+def _id_maker(parser: str | None, tokenizer: Any) -> MakeId:
+    """What makes the ids of calls that are not read by the tool parser of the server."""
+    if parser is None:
+        return random_tool_call_id
+    with parser_failures("tool", parser):
+        made = _make_tool_parser(parser, tokenizer)
+    return getattr(made, "make_id", random_tool_call_id)
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":

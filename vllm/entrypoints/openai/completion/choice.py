@@ -6,7 +6,12 @@ from typing import Any, cast
 
 from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.shared.logprob_formats import CompletionLogprobs
+from vllm.entrypoints.openai.shared.logprob_formats import (
+    BytesOf,
+    CompletionLogprobs,
+    bytes_of_tokens,
+    skipped_tokens,
+)
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.messages import TokenEmbeddings
@@ -77,6 +82,22 @@ class CompletionPrompt:
         special = SpecialTokens.of(tokenizer).texts
         return {token_id for token_id, text in special.items() if text not in self.text}
 
+    @functools.cached_property
+    def skipped_tokens(self) -> Collection[int]:
+        """The tokens that the output has no text for."""
+        tokenizer = self._context.engine.tokenizer
+        if tokenizer is None or self.body.logprobs is None or not self.body.skip_special_tokens:
+            return ()
+        return skipped_tokens(tokenizer)
+
+    @property
+    def bytes_of(self) -> BytesOf | None:
+        """The bytes of tokens, for log-probabilities."""
+        tokenizer = self._context.engine.tokenizer
+        if tokenizer is None or self.body.logprobs is None:
+            return None
+        return bytes_of_tokens(tokenizer)
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, special ones too; "" if the engine runs without a tokenizer."""
         tokenizer = self._context.engine.tokenizer
@@ -93,7 +114,10 @@ class CompletionText:
         self._logprobs = CompletionLogprobs(
             as_token_ids=prompt.shows_token_ids,
             text_of=lambda token_id: prompt.text_of([token_id]),
+            bytes_of=prompt.bytes_of,
+            prompt=prompt.text if prompt.body.echo and prompt.body.logprobs is not None else "",
             hidden=prompt.hidden_tokens,
+            skipped=prompt.skipped_tokens,
         )
 
     def read(self, sample: CompletionOutput) -> dict[str, Any]:
@@ -117,7 +141,8 @@ class CompletionText:
             "finish_reason": sample.finish_reason,
         }
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs.make(token_ids, positions)
+            num_prompt_tokens = len(self._prompt.token_ids) if is_echo else 0
+            shown["logprobs"] = self._logprobs.make(token_ids, positions, num_prompt_tokens)
         if sample.finish_reason is not None:
             if self._prompt.is_echo_only:
                 shown["finish_reason"] = "length"

@@ -30,6 +30,7 @@ from vllm.entrypoints.openai.shared.chunks import (
 )
 from vllm.entrypoints.openai.shared.logprob_formats import MANY_POSITIONS, prompt_logprobs
 from vllm.entrypoints.openai.shared.prompts import (
+    engine_key,
     max_running,
     output_budget,
     read_embeds,
@@ -84,6 +85,7 @@ class _Completion:
         self._engine = context.engine
         self._body = body
         self._request_id = request_id
+        self._engine_key = engine_key(request_id)
         self._prompts = prompts
         self._trace_headers = trace_headers
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -292,8 +294,8 @@ class _Completion:
 
     def _engine_id(self, index: int) -> str:
         if len(self._prompts) == 1:
-            return self._request_id
-        return f"{self._request_id}-{index}"
+            return self._engine_key
+        return f"{self._engine_key}-{index}"
 
     def _max_tokens(self, prompt: CompletionPrompt) -> int:
         return output_budget(

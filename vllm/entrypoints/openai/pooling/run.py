@@ -11,7 +11,12 @@ from vllm.config import PoolerConfig
 from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
 from vllm.entrypoints.openai.protocol.pooling import PoolingFields
 from vllm.entrypoints.openai.shared.chunks import json_response
-from vllm.entrypoints.openai.shared.prompts import max_running, request_id_of, trace_headers_of
+from vllm.entrypoints.openai.shared.prompts import (
+    engine_key,
+    max_running,
+    request_id_of,
+    trace_headers_of,
+)
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import GenerationError
@@ -52,7 +57,7 @@ async def pool(
     request: Request,
     body: PoolingFields,
     prompts: Sequence[PromptType],
-    core_id: str,
+    own_id: str,
     *,
     dimensions: int | None = None,
     is_truncated: bool = False,
@@ -65,7 +70,7 @@ async def pool(
         request: of the client.
         body: of it.
         prompts: of any prompt type.
-        core_id: beginning of the ids in the engine.
+        own_id: of the response; the beginning of the ids in the engine.
         dimensions: see `PoolingParams`.
         is_truncated: the prompts are already truncated.
 
@@ -76,6 +81,7 @@ async def pool(
     truncate = None if is_truncated else body.truncate_prompt_tokens
     params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
     trace_headers = trace_headers_of(request)
+    core_id = engine_key(own_id)
 
     async def run_one(index: int, prompt: PromptType) -> Pooled:
         results = context.engine.encode(

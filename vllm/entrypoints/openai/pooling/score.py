@@ -84,20 +84,20 @@ async def _score(
     body: PoolingFields,
     first: Sequence[str],
     second: Sequence[str],
-    core_id: str,
+    own_id: str,
 ) -> tuple[list[float], list[Pooled]]:
     """A score per pair, and the engine's outputs."""
     pooler = require_scores(pooler_of(context))
     if pooler.task == "embed":
         texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each distinct text once
-        outputs = await pool(context, request, body, texts, core_id)
+        outputs = await pool(context, request, body, texts, own_id)
         vectors = {text: out.outputs.data for text, out in zip(texts, outputs, strict=True)}
         pairs = zip(first, second, strict=True)
         return [cosine(vectors[a], vectors[b]) for a, b in pairs], outputs
     prompts = await run_until_disconnect(
         request, _pairs(context, first, second, body.truncate_prompt_tokens)
     )
-    outputs = await pool(context, request, body, prompts, core_id, is_truncated=True)
+    outputs = await pool(context, request, body, prompts, own_id, is_truncated=True)
     return [float(output.outputs.data[0]) for output in outputs], outputs
 
 

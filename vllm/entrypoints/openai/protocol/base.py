@@ -8,15 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.entrypoints.shared.request_limits import LimitedBody
 from vllm.entrypoints.shared.validation_text import TAG_SIGN
-from vllm.logger import init_logger
 from vllm.utils import random_uuid
-
-logger = init_logger(__name__)
-
-_MAX_NAMES_LOGGED = 20
-
 
 random_id = random_uuid
 
@@ -44,9 +39,9 @@ class RequestModel(BaseModel, LimitedBody):
 
     @model_validator(mode="after")
     def _log_unknown_fields(self) -> "RequestModel":
-        if self.model_extra:
-            names = [repr(name)[:80] for name in list(self.model_extra)[:_MAX_NAMES_LOGGED]]
-            logger.debug("fields of %s ignored: %s", type(self).__name__, ", ".join(names))
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                note_ignored("the field", name, "not known to this server; it has no effect")
         return self
 
 
@@ -119,14 +114,19 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
-class ErrorResponse(ResponseModel):
-    """Body of every response that is an error."""
+class ErrorInfo(ResponseModel):
+    """What is wrong with a request, or has failed in the server."""
 
-    object: Literal["error"] = "error"
     message: str
     type: str
     param: str | None = None
-    code: int
+    code: str | None = None
+
+
+class ErrorResponse(ResponseModel):
+    """Body of every response that is an error."""
+
+    error: ErrorInfo
 
 
 def error_responses(

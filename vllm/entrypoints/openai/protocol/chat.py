@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
@@ -24,6 +24,8 @@ from vllm.entrypoints.openai.protocol.tools import (
     ToolChoice,
     ToolParam,
     as_functions,
+    check_choice,
+    leave_out_foreign,
     plain_choice,
 )
 from vllm.entrypoints.shared.request_limits import DOCUMENTS, MESSAGES, TOOLS, Limits
@@ -62,6 +64,11 @@ class ChatFields(TemplateFields):
 
     _custom_tools: dict[str, CustomToolDefinition] = PrivateAttr(default_factory=dict)
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _leave_out_foreign_tools(cls, tools: Any) -> Any:
+        return leave_out_foreign(tools)
+
     @model_validator(mode="after")
     def _read_custom_tools(self) -> "ChatFields":
         """Turn all tools into functions; remember which of them are custom."""
@@ -93,6 +100,11 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     parallel_tool_calls: bool | None = True
     _is_choice_read: bool = PrivateAttr(default=False)
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _check_choice(cls, choice: Any) -> Any:
+        return check_choice(choice)
+
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and self.top_logprobs < 0:
@@ -104,7 +116,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatCompletionRequest":
         """Set the documented default of tool_choice: auto with tools, none without."""
-        if self.tool_choice is None:
+        if self.tool_choice is None or (self.tool_choice == "auto" and self.tools == []):
             self.tool_choice = "auto" if self.tools else "none"
         if self.tool_choice == "none":
             return self

@@ -8,6 +8,7 @@ from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
+    Json,
     JsonObject,
     ListOf,
     RequestBody,
@@ -64,7 +65,7 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
     previous_response_id: str | None = None
     """Stored response that this one continues."""
     tools: ListOf[JsonObject] | None = None
-    """Functions and custom tools that the model may call; no other type is available."""
+    """Functions and custom tools that the model may call; tools of other types are left out."""
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
@@ -88,6 +89,11 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+
+    conversation: Json = None
+    moderation: Json = None
+    prompt: Json = None
+    """These three are refused: they refer to what only OpenAI's servers keep or do."""
 
     stop: StopStrings | None = None
     chat_template_kwargs: JsonObject | None = None

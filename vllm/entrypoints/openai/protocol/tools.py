@@ -17,11 +17,36 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
     tag_by_type,
 )
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.entrypoints.shared.validation_text import TAG_SIGN
 
+FOREIGN_TOOL = "not run by this server; the model does not see it"
+_OWN_TYPES = ("function", "custom")
 INPUT = "input"
 """The argument that holds the input of a custom tool."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def is_foreign(kind: Any) -> bool:
+    """Whether a tool of this type is run by OpenAI's servers or known to OpenAI's models only.
+
+    New types appear often, so this is every type other than the two that declare a tool.
+    """
+    return isinstance(kind, str) and kind not in _OWN_TYPES
+
+
+def leave_out_foreign(tools: Any) -> Any:
+    """Return the tools of a body, not validated yet, without foreign ones, which are logged."""
+    if not isinstance(tools, list):
+        return tools
+    kept = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if is_foreign(kind):
+            note_ignored("tools of the type", kind, FOREIGN_TOOL)
+        else:
+            kept.append(tool)
+    return kept
 
 
 class FunctionDefinition(RequestModel):
@@ -149,7 +174,21 @@ ToolChoice = Annotated[
         'or "required", "tools": [...]}}'
     ),
 ]
+_CHOICE_TYPES = (*_OWN_TYPES, "allowed_tools")
 PlainChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
+
+
+def check_choice(choice: Any) -> Any:
+    """Refuse a tool choice, not validated yet, that names a foreign tool."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind not in _CHOICE_TYPES:
+        raise field_error(
+            "tool_choice",
+            f"must name a function or a custom tool, got the type {kind!r:.80}, which this server "
+            f"does not run",
+        )
+    return choice
+
 
 ReadTools = tuple[list[ChatCompletionToolsParam], dict[str, CustomToolDefinition]]
 
@@ -203,10 +242,12 @@ def plain_choice(
     """
     names = {tool.function.name for tool in tools}
     if isinstance(choice, ChatCompletionAllowedToolChoiceParam):
-        allowed = {
-            _allowed_name(i, tool, names, custom)
-            for i, tool in enumerate(choice.allowed_tools.tools)
-        }
+        own = [tool for tool in choice.allowed_tools.tools if not is_foreign(tool.get("type"))]
+        if not own:
+            raise field_error(
+                "tool_choice", "allowed_tools.tools must have a function or a custom tool"
+            )
+        allowed = {_allowed_name(i, tool, names, custom) for i, tool in enumerate(own)}
         return choice.allowed_tools.mode, [t for t in tools if t.function.name in allowed]
     if isinstance(choice, ChatCompletionNamedToolChoiceCustomParam):
         name = choice.custom.name

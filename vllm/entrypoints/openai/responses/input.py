@@ -1,15 +1,18 @@
 """Items of the Responses API: checks them, normalises them, and converts them to chat messages.
 
 An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
-output of a call, or reasoning. Pure functions, independent of engine and framework.
+output of a call, or reasoning. Clients also send back items that other servers have made. Those of
+tools that the client runs become calls and outputs like the others; the rest stays in the list of
+items, and the model does not see it. Pure functions, independent of engine and framework.
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 
 Item = dict[str, Any]
@@ -23,6 +26,14 @@ _ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
+REFERENCE = "item_reference"
+_CLIENT_CALLS = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+}
+"""Type of a call of a tool that the client runs -> name of the tool, key of the arguments."""
+_CLIENT_OUTPUTS = tuple(f"{kind}_output" for kind in _CLIENT_CALLS)
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {
     "input_text": "text",
@@ -65,7 +76,7 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
     message.
 
     Raises:
-        RequestError: an output belongs to no call in the conversation.
+        RequestError: an output belongs to no call in the conversation, or there is nothing to read.
     """
     conversation = _Conversation()
     if instructions:
@@ -73,6 +84,29 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
     for item in items:
         conversation.add(item)
     return conversation.finish()
+
+
+def resolve_references(
+    items: Sequence[Item],
+    history: Sequence[Item],
+    find: Callable[[Collection[str]], Mapping[str, Item]],
+) -> list[Item]:
+    """Put stored items where the input refers to them.
+
+    Args:
+        items: of `read_input`.
+        history: the items before them; a reference to one of these is dropped.
+        find: ids -> the stored items with these ids.
+    """
+    wanted = {item["id"] for item in items if item["type"] == REFERENCE}
+    if not wanted:
+        return list(items)
+    found, known = find(wanted), {item["id"] for item in history}
+    return [
+        found.get(item["id"], item) if item["type"] == REFERENCE else item
+        for item in items
+        if not (item["type"] == REFERENCE and item["id"] in known)
+    ]
 
 
 def read_string(
@@ -105,6 +139,8 @@ class _Conversation:
         """Texts of the system message, while no other message has followed."""
         self._names: dict[str, str] = {}
         """Id of a call -> name of its tool."""
+        self._call_ids: dict[str, str] = {}
+        """Id of an item of a call that the client runs -> id of the call."""
         self._add: dict[str, Callable[[Item], None]] = {
             "message": self._add_message,
             "function_call": self._add_call,
@@ -112,10 +148,24 @@ class _Conversation:
             "custom_tool_call": self._add_call,
             "custom_tool_call_output": self._add_call_output,
             "reasoning": self._add_reasoning,
+            "mcp_call": self._add_mcp_call,
+            **dict.fromkeys(_CLIENT_CALLS, self._add_client_call),
+            **dict.fromkeys(_CLIENT_OUTPUTS, self._add_client_output),
         }
+        self._has_gap = False
+        """Whether something was left out, so that the call of an output may be missing."""
 
     def add(self, item: Item) -> None:
-        self._add[item["type"]](item)
+        kind = item["type"]
+        if kind in self._add:
+            self._add[kind](item)
+        else:
+            self._leave_out(kind)
+
+    def _leave_out(self, kind: str) -> None:
+        self._has_gap = True
+        why = "not stored in this server" if kind == REFERENCE else "not made by this server"
+        note_ignored("input items of the type", kind, f"{why}; the model does not see them")
 
     def add_system(self, text: str) -> None:
         if not self.messages:
@@ -126,7 +176,11 @@ class _Conversation:
             self.messages.append({"role": "system", "content": text})
 
     def finish(self) -> list[Message]:
-        """The messages, after all items were added."""
+        """Return the messages, after all items were added."""
+        if not self.messages:
+            raise RequestError(
+                "input has nothing that the model can read: send a message", param="input"
+            )
         if self._system:
             self.messages[0]["content"] = "\n\n".join(self._system)
         return self.messages
@@ -159,6 +213,9 @@ class _Conversation:
 
     def _add_call_output(self, item: Item) -> None:
         name = self._names.get(item["call_id"])
+        if name is None and self._has_gap:
+            self._leave_out(item["type"])
+            return
         if name is None:
             raise RequestError(
                 f"no call has the call_id {item['call_id']!r} of this {item['type']}: the call "
@@ -169,6 +226,39 @@ class _Conversation:
         text = output if isinstance(output, str) else "\n".join(_text_of(part) for part in output)
         self.messages.append(
             {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text}
+        )
+
+    def _add_client_call(self, item: Item) -> None:
+        name, key = _CLIENT_CALLS[item["type"]]
+        self._add_foreign_call(item, name, _as_json(item.get(key) or {}))
+
+    def _add_client_output(self, item: Item) -> None:
+        """Add the output of a call, which has the id of the call or of its item."""
+        call_id = item.get("call_id") or self._call_ids.get(item["id"])
+        if call_id not in self._names:
+            self._leave_out(item["type"])
+            return
+        self._add_call_output(
+            {"type": item["type"], "call_id": call_id, "output": _as_text(item.get("output"))}
+        )
+
+    def _add_mcp_call(self, item: Item) -> None:
+        """Add a call that another server made, and its output, which are one item."""
+        if not isinstance(item.get("name"), str):
+            self._leave_out("mcp_call")
+            return
+        arguments = item.get("arguments")
+        self._add_foreign_call(item, item["name"], _as_text(arguments) or "{}")
+        output = item.get("output") if item.get("error") is None else item["error"]
+        self._add_call_output(
+            {"type": "mcp_call", "call_id": item["id"], "output": _as_text(output)}
+        )
+
+    def _add_foreign_call(self, item: Item, name: str, arguments: str) -> None:
+        call_id = item.get("call_id") or item["id"]
+        self._call_ids[item["id"]] = call_id
+        self._add_call(
+            {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
         )
 
     def _assistant(self, *, is_open: Callable[[Message], bool]) -> Message:
@@ -183,17 +273,25 @@ class _Conversation:
 def _read_item(where: str, given: Any) -> Item:
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object, got {given!r:.80}", param=where)
-    kind = given.get("type", "message" if "role" in given else None)
-    if not isinstance(kind, str) or kind not in _ID_PREFIXES:
+    kind = given.get("type")
+    if kind is None:  # the type of these two is optional
+        kind = "message" if "role" in given else REFERENCE if "id" in given else None
+    if not isinstance(kind, str) or not kind:
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not supported here; supported: "
-            f"{', '.join(_ID_PREFIXES)}",
+            f"{where}.type must be a string such as {', '.join(_ID_PREFIXES)}, got {kind!r:.80}",
             param=f"{where}.type",
         )
     item_id = given.get("id")
-    item_id = new_id(_ID_PREFIXES[kind]) if item_id is None else read_string(where, given, "id")
+    if item_id is None and kind != REFERENCE:
+        item_id = new_id(_ID_PREFIXES.get(kind, "item"))
+    else:
+        item_id = read_string(where, given, "id")
     if len(item_id) > _MAX_ID_LENGTH:
         raise RequestError(f"{where}.id is longer than {_MAX_ID_LENGTH}", param=f"{where}.id")
+    if kind not in _ID_PREFIXES:
+        if given.get("call_id") is not None:
+            read_string(where, given, "call_id")
+        return {**given, "id": item_id, "type": kind}
     if kind == "message":
         return _read_message(where, given, item_id)
     item: Item = {"id": item_id, "type": kind, "status": "completed"}
@@ -274,6 +372,17 @@ def _read_arguments(where: str, given: Mapping[str, Any]) -> str:
             param=f"{where}.arguments",
         ) from None
     return arguments
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _as_text(value: Any) -> str:
+    """Return a text as it is, nothing as "", and any other JSON as text."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else _as_json(value)
 
 
 def _text_of(part: Mapping[str, Any]) -> str:

@@ -140,11 +140,15 @@ class ResponseWriter:
         clients see the failed response before it.
 
         Args:
-            error: the error body of the other routes of the API.
+            error: as in the error bodies of the other routes.
         """
         message = error["message"]
         events = self.finish("failed", error={"code": "server_error", "message": message})
-        about = {"code": error["type"], "message": message, "param": error["param"]}
+        about = {
+            "code": error["code"] or error["type"],
+            "message": message,
+            "param": error["param"],
+        }
         return [*events, self._numbered("error", **about, error=error)]
 
     def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:

@@ -4,6 +4,7 @@ answer.
 Pure functions, independent of the engine. Every error names the field as the client wrote it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,18 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
+from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign
 from vllm.entrypoints.openai.responses.input import Message, read_string
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.entrypoints.shared.validation_text import describe_validation
 from vllm.errors import RequestError
 
-_REFUSED_FIELDS = ("conversation", "context_management", "moderation", "prompt")
+_REFUSED_FIELDS = ("conversation", "moderation", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 """Values of `include`. Reasoning is never encrypted, so it is always included as text."""
+_OF_FOREIGN_ITEMS = re.compile(r"\w+_call(_output)?\.[\w.]+|message\.input_\w+\.[\w.]+")
+"""Values of `include` about items that a response of this server never has."""
 _SAMPLING_FIELDS = (
     *API_NUMBERS,
     *("stop", "priority", "cache_salt", "user"),
@@ -33,10 +38,12 @@ def check_request(request: ResponsesRequest) -> None:
         RequestError: names the field.
     """
     for name in _REFUSED_FIELDS:
-        if (request.model_extra or {}).get(name) is not None:
+        if getattr(request, name) is not None:
             raise RequestError(f"{name} is not available in this server", param=name)
     for what in request.include or ():
-        if what not in _INCLUDABLE:
+        if _OF_FOREIGN_ITEMS.fullmatch(what):
+            note_ignored("the include", what, "no response of this server has such items")
+        elif what not in _INCLUDABLE:
             raise RequestError(
                 f"include accepts {' and '.join(_INCLUDABLE)}, got {what!r:.80}", param="include"
             )
@@ -107,11 +114,16 @@ def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCo
 
 def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
     """Convert tools and tool choice to the chat API."""
-    tools = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
+    found = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
+    tools = [tool for tool in found if tool is not None]
     choice = request.tool_choice or "auto"
     if isinstance(choice, str):
         if choice == "required" and not tools:
-            raise RequestError("tool_choice required needs tools", param="tool_choice")
+            raise RequestError(
+                "tool_choice required needs functions or custom tools in tools"
+                + (", and this server runs no others" if request.tools else ""),
+                param="tool_choice",
+            )
         return tools, choice
     kind = choice.get("type")
     if kind in ("function", "custom"):
@@ -124,8 +136,14 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         return tools, {"type": kind, kind: {"name": name}}
     if choice.get("type") == "allowed_tools":
         return _allowed_tools(tools, choice)
+    if is_foreign(kind):
+        raise RequestError(
+            f"tool_choice must name a function or a custom tool, got the type {kind!r:.80}, which "
+            f"this server does not run",
+            param="tool_choice",
+        )
     raise RequestError(
-        f"tool_choice.type {kind!r:.80} must be function, custom or allowed_tools",
+        f"tool_choice.type must be function, custom or allowed_tools, got {kind!r:.80}",
         param="tool_choice",
     )
 
@@ -139,7 +157,11 @@ def _allowed_tools(
             "tool_choice of type allowed_tools needs mode (auto or required) and tools",
             param="tool_choice",
         )
-    keys = [_named_in(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(wanted)]
+    keys = [
+        _named_in(f"tool_choice.tools[{i}]", tool)
+        for i, tool in enumerate(wanted)
+        if not (isinstance(tool, Mapping) and is_foreign(tool.get("type")))
+    ]
     known = set(map(_key_of, tools))
     if missing := [key for key in keys if key not in known]:
         raise RequestError(
@@ -147,7 +169,9 @@ def _allowed_tools(
             param="tool_choice",
         )
     if not keys:
-        raise RequestError("tool_choice.tools must not be empty", param="tool_choice")
+        raise RequestError(
+            "tool_choice.tools must have a function or a custom tool", param="tool_choice"
+        )
     allowed = set(keys)
     return [tool for tool in tools if _key_of(tool) in allowed], mode
 
@@ -170,14 +194,17 @@ def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
     return tool["type"], tool[tool["type"]]["name"]
 
 
-def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Convert one tool; None if it is left out."""
     kind = tool.get("type")
     if kind == "custom":
         return _read_custom_tool(where, tool)
+    if is_foreign(kind):
+        note_ignored("tools of the type", kind, FOREIGN_TOOL)
+        return None
     if kind != "function":
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
-            f"declare functions or custom tools of the client",
+            f"{where}.type must be a string such as function or custom, got {kind!r:.80}",
             param=f"{where}.type",
         )
     for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):

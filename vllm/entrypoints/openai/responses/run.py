@@ -81,7 +81,7 @@ async def fail_in_stream(
         except Exception as error:  # last resort: the client gets it as an event
             if is_early_raised and not is_begun:
                 raise
-            last = writer.fail(describe_error(error).body())
+            last = writer.fail(describe_error(error).body()["error"])
             on_end()
             yield last
 

@@ -13,7 +13,13 @@ from starlette.responses import Response
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
-from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
+from vllm.entrypoints.openai.responses.input import (
+    Item,
+    as_messages,
+    new_id,
+    read_input,
+    resolve_references,
+)
 from vllm.entrypoints.openai.responses.job import BackgroundJob
 from vllm.entrypoints.openai.responses.output import Event, ResponseWriter
 from vllm.entrypoints.openai.responses.request import as_chat_request, check_request
@@ -51,6 +57,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     owner = _owner_of(request, context)
     history = _read_history(body, store, owner)
     items = await off_loop.run(partial(read_input, body.input))
+    items = resolve_references(items, history, partial(store.find_items, owner=owner))
     _check_length(context, history, items)
     entry = StoredResponse({"id": new_id("resp")}, items, history, owner)
     turn = await run_until_disconnect(request, _prepare(context, body, entry, request))

@@ -6,7 +6,7 @@ number of these has its own limit. Single-threaded: belongs to one event loop.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,17 @@ class ResponseStore:
         if response_id in self._finished:
             self._touch(entry)
         return entry
+
+    def find_items(self, ids: Collection[str], owner: bytes) -> dict[str, Item]:
+        """Find items with these ids in the stored responses of this owner; others are left out."""
+        self._drop_old()
+        found: dict[str, Item] = {}
+        for entry in self._finished.values():
+            if entry.owner == owner:
+                for item in (*entry.input_items, *entry.response["output"]):
+                    if item["id"] in ids:
+                        found[item["id"]] = item
+        return found
 
     def delete(self, entry: StoredResponse) -> None:
         """Forget a response."""

@@ -1,5 +1,6 @@
 """Log-probabilities in the formats of the API: of chats, completions and prompts."""
 
+import codecs
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,13 +80,30 @@ def _chat_entry(
     return {"token": text, "logprob": value, "bytes": list(raw)}
 
 
+@functools.lru_cache(maxsize=2)
+def skipped_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Return the ids of tokens that an output has no text for, unless the request asks for them."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return frozenset(tokenizer.all_special_ids)
+    added = backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
 class CompletionLogprobs:
     """Makes `CompletionLogProbs` of one text piece by piece, with continuous offsets.
+
+    The texts of the tokens are the parts of the text. A character of several tokens is the text of
+    its last token, and the others have none.
 
     Args:
         as_token_ids: write tokens as `token_id:7`.
         text_of: the text of a token without a log-probability, which is the first of a prompt.
+        bytes_of: None where the tokenizer does not work on bytes; the text of a token is its own
+            then.
+        prompt: the text that the tokens of the prompt are of, which may lack a first space.
         hidden: tokens without text, which the tokenizer adds around a prompt.
+        skipped: tokens of the output without text.
     """
 
     def __init__(
@@ -93,21 +111,32 @@ class CompletionLogprobs:
         *,
         as_token_ids: bool,
         text_of: Callable[[int], str],
+        bytes_of: BytesOf | None = None,
+        prompt: str = "",
         hidden: Collection[int] = (),
+        skipped: Collection[int] = (),
     ) -> None:
         self._as_token_ids = as_token_ids
         self._hidden = hidden
+        self._skipped = skipped
         self._text_of = text_of
+        self._bytes_of = bytes_of
+        self._prompt = prompt
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
 
     def make(
-        self, token_ids: Sequence[int], positions: Sequence[Position | None]
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[Position | None],
+        num_prompt_tokens: int = 0,
     ) -> dict[str, list[Any]]:
         """The next piece.
 
         Args:
             token_ids: of the piece.
             positions: one per token; None has no log-probability.
+            num_prompt_tokens: how many tokens of the piece are of the prompt, at its beginning.
         """
         made: dict[str, list[Any]] = {
             "text_offset": [],
@@ -115,18 +144,23 @@ class CompletionLogprobs:
             "tokens": [],
             "top_logprobs": [],
         }
-        for token_id, position in zip(token_ids, positions, strict=False):
+        for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=False)):
             entry = None if position is None else position.get(token_id)
             text = None if entry is None else entry.decoded_token
             if text is None:
                 text = self._text_of(token_id)
+            is_hidden = token_id in (self._hidden if i < num_prompt_tokens else self._skipped)
+            if self._bytes_of is not None and not is_hidden:
+                text = self._decode(self._bytes_of(token_id))
+            if i < num_prompt_tokens and text[:1] == " ":
+                text = text if self._prompt.startswith(text, self._offset) else text[1:]
             made["text_offset"].append(self._offset)
             made["tokens"].append(f"token_id:{token_id}" if self._as_token_ids else text)
             made["token_logprobs"].append(
                 None if entry is None else max(entry.logprob, MIN_LOGPROB)
             )
             made["top_logprobs"].append(None if position is None else self._top(position))
-            if token_id not in self._hidden:
+            if not is_hidden:
                 self._offset += len(text)
         return made
 

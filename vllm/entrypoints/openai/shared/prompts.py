@@ -1,6 +1,7 @@
 """Prompts of requests: tokenises them, and computes the room for the output."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from fastapi import Request
 from vllm.config import VllmConfig
 from vllm.engine.input.prompt_embeds import needs_tokens
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.errors import RequestError
+from vllm.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
 if TYPE_CHECKING:
@@ -20,13 +21,22 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def request_id_of(request: Request, default: str) -> str:
-    """The id of the header X-Request-Id, if it is valid.
+    """Return the id of the header X-Request-Id, if it is valid.
 
-    It becomes part of responses, logs and ids in the engine, so only letters, digits and `._:-` are
-    accepted.
+    It becomes part of responses, logs and ids in the engine (`engine_key`), so only letters, digits
+    and `._:-` are accepted.
     """
     chosen = request.headers.get("x-request-id", "")
     return chosen if _REQUEST_ID.fullmatch(chosen) else default
+
+
+def engine_key(response_id: str) -> str:
+    """Return an id for the engine that begins with the id of a response.
+
+    The end is the server's own, because clients choose the rest: a proxy may pass one X-Request-Id
+    on to several requests, all of which run.
+    """
+    return f"{response_id}-{secrets.token_hex(4)}"
 
 
 def trace_headers_of(request: Request) -> Mapping[str, str] | None:
@@ -126,6 +136,7 @@ def output_budget(
             f"{num_prompt_tokens} tokens in the prompt, which leaves none for the completion. "
             f"Please reduce the length of the prompt.",
             param="prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     if wanted is not None and wanted > room:
         raise RequestError(
@@ -133,6 +144,7 @@ def output_budget(
             f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in "
             f"the completion). Please reduce the length of the prompt or of the completion.",
             param="max_tokens",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     cap = defaults.get("max_tokens")
     return min(x for x in (room, wanted, cap) if x is not None)
