@@ -2,11 +2,11 @@
 
     python benchmarks/check_chat_templates.py [--wheel FILE] [--list]
 
-The templates are those in the JSON files of the wheel `xinference`, which pip downloads to a
+The templates come from the JSON files of the wheel `xinference`, which pip downloads to a
 temporary folder; nothing of them is kept. Each of them renders each conversation three times: with
-`render_chat`, which serves the template of a model, in the process for templates that come with a
-request, and with `apply_chat_template` of transformers on the same messages. Prints one JSON
-object, whose counts are of pairs of a template and a conversation:
+`render_chat`, which serves the template of a model, in the process for templates of requests, and
+with `apply_chat_template` of transformers on the same messages. Prints a JSON object, which counts
+pairs of a template and a conversation:
 
     equal             the text of transformers
     equal_to_text     the text of transformers, if lists of content are joined to strings before
@@ -171,7 +171,7 @@ CONVERSATIONS: dict[str, tuple[list[Message], list[dict[str, Any]] | None]] = {
 
 
 def read_templates(wheel: Path) -> dict[str, str]:
-    """The chat templates of a wheel: name of the file -> template."""
+    """Return the chat templates of a wheel: name of the file -> template."""
     found: dict[str, str] = {}
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -194,7 +194,7 @@ def _templates_in(value: Any) -> Iterator[str]:
 
 
 def for_transformers(messages: list[Message], *, is_joined: bool) -> list[Message]:
-    """The messages as its documentation wants them: arguments of calls are objects.
+    """Return the messages as its documentation wants them: arguments of calls are objects.
 
     Args:
         messages: of the chat API.
@@ -214,13 +214,13 @@ def for_transformers(messages: list[Message], *, is_joined: bool) -> list[Messag
 
 
 def shown_words(text: str) -> int:
-    """How many words of the conversation a text shows, not counting those inside a dump."""
+    """Return the number of words of the conversation in a text, without words inside a dump."""
     dumped = set(re.findall(r"""['"]text['"]:\s*['"](word\w+)""", text))
     return len(set(re.findall(r"word\w+", text)) - dumped)
 
 
 def try_render(render: Any) -> tuple[str | None, str]:
-    """The text, or None and the reason."""
+    """Return the text, or None and the reason."""
     try:
         return render(), ""
     except RequestError as error:
@@ -306,7 +306,7 @@ class Check:
 
 
 def download(folder: str) -> Path:
-    """The wheel, from PyPI."""
+    """Download the wheel from PyPI."""
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "-q", "-d", folder]
     subprocess.run(command, check=True)
     return next(Path(folder).glob("*.whl"))

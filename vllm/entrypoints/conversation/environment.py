@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The one environment for all templates."""
+    """Return the one environment for all templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -41,7 +41,7 @@ class _GenerationBlocks(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Read the block; its body stays. What it assigns ends with it, as in transformers."""
+        """Read the block; its body remains. Its variables end with it, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
@@ -77,7 +77,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON that is not escaped for HTML, unlike that of jinja2."""
+    """Return JSON that is not escaped for HTML, unlike jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -19,7 +19,7 @@ from vllm.errors import RequestError
 Message = dict[str, Any]
 Content = str | list[dict[str, str]]
 ContentFormat = Literal["auto", "string", "openai"]
-"""How a template reads content: as a string, as a list of parts, or as its probes say."""
+"""The form of content for a template: a string, a list of parts, or the result of its probes."""
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Names of the assistant's thoughts: of this server, of newer ones, and of GPT-OSS' template."""
@@ -30,7 +30,7 @@ _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
 def read_messages(messages: object) -> list[Message]:
-    """Copies of the messages in the form above.
+    """Return copies of the messages in the form above.
 
     Raises:
         RequestError: not a conversation; names message and field.
@@ -83,10 +83,10 @@ def _read_message(where: str, given: Any) -> Message:
 
 
 def silent_content(message: Message) -> str:
-    """The content of a message that has none, as the official clients send calls back.
+    """Return the content of a message that has none, as the official clients send calls back.
 
     Of real templates a third fail without content, among them DeepSeek R1 and V3.1 and QwQ, and
-    none needs it to be None. Text of a refusal stands in its own field.
+    none needs it to be None. A refusal has its text in a separate field.
     """
     refusal = message.get("refusal")
     return refusal if isinstance(refusal, str) else ""
@@ -105,7 +105,7 @@ def name_reasoning(message: Message) -> None:
 
 
 def _text_of(value: Any) -> str | None:
-    """A string, or the joined texts of parts; None for anything else."""
+    """Return a string, or the joined texts of parts; None for anything else."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
         return "\n".join(text for text in texts if isinstance(text, str))
@@ -115,9 +115,9 @@ def _text_of(value: Any) -> str | None:
 def link_results(conversation: Sequence[Message]) -> None:
     """Connect the results of tools with their calls: ids, names, and the role `tool`.
 
-    Templates of Mistral require the name of the function in a result, which the chat API does not
-    have, and those of DeepSeek print ids. Results of the API before tools have the role `function`
-    and a name instead of an id.
+    Templates of Mistral and Kimi K2 read the name of the function in a result, which the chat API
+    does not have. Results of the API before tools have the role `function` and a name instead of an
+    id.
     """
     names: dict[str, str] = {}
     waiting: list[str] = []
@@ -181,7 +181,7 @@ def _read_part(where: str, part: Any) -> str:
 
 
 def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:
-    """The calls of a message. The API before tools has a single `function_call`."""
+    """Read the calls of a message. The API before tools has a single `function_call`."""
     given = message.pop("tool_calls", ())
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise RequestError(
@@ -215,7 +215,7 @@ def _read_function(where: str, call: Mapping[str, Any], function: Any) -> dict[s
 
 
 def _as_function_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a custom tool as a call of a function with the argument `input`."""
+    """Convert a call of a custom tool to a call of a function with the argument `input`."""
     custom = call.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
         raise RequestError(f"{where}.custom must have a name and an input", param="messages")

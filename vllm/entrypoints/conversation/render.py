@@ -20,14 +20,14 @@ def render_conversation(
     source: str,
     messages: Sequence[Message],
     *,
-    special_tokens: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
     tools: Sequence[Mapping[str, Any]] | None = None,
     content_format: ContentFormat = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation.
+    """Return the text of a conversation.
 
     Args:
         source: the template.
@@ -36,7 +36,7 @@ def render_conversation(
         tools: functions that the model may call.
         content_format: see `rules.fit`.
         add_generation_prompt: begin the answer of the assistant.
-        continue_final_message: cut the text behind the content of the last message.
+        continue_final_message: cut the text after the content of the last message.
         variables: further ones of the template.
 
     Raises:
@@ -45,7 +45,7 @@ def render_conversation(
         MemoryError: as it is.
     """
     try:
-        template = load_template(source, tuple(special_tokens.items()))
+        template = load_template(source, tuple(special_tokens.items()), has_tools=bool(tools))
         fitted = fit(messages, template, content_format)
         if continue_final_message:
             _mark_end(fitted[-1])

@@ -31,7 +31,7 @@ _NINE_LETTERS = re.compile(r"[0-9A-Za-z]{9}")
 def fit(
     messages: Sequence[Message], template: Template, content_format: ContentFormat
 ) -> list[Message]:
-    """The messages as a template reads them.
+    """Return the messages as a template reads them.
 
     Args:
         messages: of `read_messages`. They are not changed.
@@ -96,8 +96,8 @@ def place_systems(messages: list[Message], template: Template) -> list[Message]:
     """Join a system message to its neighbour, where the template refuses or drops it.
 
     Qwen 3.5, Gemma and Mistral refuse system messages after the first message, and GLM 4 or
-    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The text stays at its place
-    in the conversation, so that a prefix cache is not lost: it comes before the user message that
+    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The order of texts
+    does not change, so that a prefix cache is not lost: it comes before the user message that
     follows, or else after what precedes it.
     """
     placed: list[Message] = []
@@ -199,7 +199,7 @@ def translate_ids(messages: list[Message], template: Template) -> list[Message]:
 
 
 def nine_letters(given: str) -> str:
-    """An id of nine letters and digits for any id; such an id stays.
+    """Return an id of nine letters and digits for any id; such an id is kept.
 
     >>> nine_letters("aB3dE6gH9")
     'aB3dE6gH9'
@@ -219,10 +219,11 @@ def nine_letters(given: str) -> str:
 def fit_arguments(messages: list[Message], template: Template) -> list[Message]:
     """Give the arguments of calls the type that the template reads, and never refuse any.
 
-    Most templates want an object. Those of DeepSeek V3 and R1 append it to a text, and some print
-    it, which would be Python instead of JSON: they get JSON text. Models write damaged arguments,
-    and an output may end inside of them, so a history may have text that is no object. It is shown
-    as it is, or as the value of `arguments` where the template reads the members of an object.
+    Most templates want an object. Templates of DeepSeek V3 and R1 append it to a text, and some
+    print it, which would be Python instead of JSON: they get JSON text. Models write damaged
+    arguments, and an output may end inside of them, so a history may have text that is no object.
+    It is shown as it is, or as the value of `arguments` where the template reads the members of an
+    object.
     """
     for message in messages:
         if "tool_calls" not in message:
@@ -249,7 +250,7 @@ def _fit_argument(given: Any, template: Template) -> Any:
 
 
 def _parse_object(given: Any) -> dict[str, Any] | None:
-    """The object that arguments are, or None."""
+    """Return arguments as an object, or None if they are something else."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -288,7 +289,7 @@ def fit_content(
     Content that was sent as a string stays one, unless the template would not show it: some, for
     models with images, have no branch for strings. Lists become strings where the template has no
     branch for lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
-    user, and print those of other roles as Python.
+    user, and print lists of other roles as Python.
     """
     for index, message in enumerate(messages):
         content = message["content"]
@@ -306,7 +307,7 @@ def fit_content(
 
 
 def kind_of(messages: Sequence[Message], index: int) -> MessageKind:
-    """The kind of the message at an index."""
+    """Return the kind of the message at an index."""
     message = messages[index]
     is_last = index == len(messages) - 1
     return MessageKind(message["role"], "tool_calls" in message, index == 0, is_last)
@@ -317,19 +318,19 @@ def _is_shown(messages: Sequence[Message], index: int, template: Template) -> bo
 
 
 def as_text(content: Content) -> str:
-    """Content as a string; parts become lines."""
+    """Return content as a string; parts become lines."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def as_parts(content: Content) -> list[dict[str, str]]:
-    """Content as a list with at least one part."""
-    if isinstance(content, str) or not content:
-        return [{"type": "text", "text": content or ""}]
-    return content
+    """Return content as a list with at least one part."""
+    if isinstance(content, list) and content:
+        return content
+    return [{"type": "text", "text": as_text(content)}]
 
 
 def join_content(first: Content, second: Content) -> Content:
-    """The content of two messages as that of one."""
+    """Join the contents of two messages."""
     if not first or not second:
         return first or second
     if isinstance(first, str) and isinstance(second, str):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jinja2
+
 from vllm.entrypoints.conversation.environment import environment
 from vllm.entrypoints.conversation.messages import REASONING_NAMES, Message
 
@@ -34,7 +36,7 @@ _FOREIGN_ID = "call_1a2b3c4d5e6f"
 
 @dataclass(frozen=True)
 class MessageKind:
-    """What decides which branch of a template a message takes."""
+    """The properties of a message that decide which branch of a template it takes."""
 
     role: str
     has_calls: bool
@@ -48,14 +50,18 @@ class Template:
     Args:
         source: of the template.
         special_tokens: variables of all renderings: name -> text.
+        has_tools: render probes with a tool, as templates may have other branches then.
 
     Raises:
         jinja2.TemplateSyntaxError: it is not Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        self._compiled = environment().from_string(source)
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, Any], *, has_tools: bool = False
+    ) -> None:
+        self._compiled = _compile(source)
         self._special_tokens = special_tokens
+        self._has_tools = has_tools
         self._answers: dict[object, bool] = {}
 
     def render(
@@ -66,7 +72,7 @@ class Template:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. Raises whatever the template does."""
+        """Return the text of a conversation. Raises whatever the template does."""
         return self._compiled.render(
             {
                 **self._special_tokens,
@@ -81,7 +87,7 @@ class Template:
     # ---- content ------------------------------------------------------------------------------
 
     def content_form(self, kind: MessageKind) -> ContentForm | None:
-        """The form in which a string is shown, the string if both are; None if neither is."""
+        """Return the form in which a string is shown; None if it is shown in neither."""
         if self._shows_content(kind, "string"):
             return "string"
         return "parts" if self._shows_content(kind, "parts") else None
@@ -106,7 +112,7 @@ class Template:
     # ---- roles --------------------------------------------------------------------------------
 
     def shows_role(self, kind: MessageKind) -> bool:
-        """Whether it shows messages of a role at this place."""
+        """Whether it shows messages of this kind."""
         return self.content_form(kind) is not None
 
     def shows_two_systems(self) -> bool:
@@ -204,7 +210,7 @@ class Template:
         return self._try(probe, tools) is not None
 
     def _try(self, probe: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
-        if tools is None and any("tool_calls" in message for message in probe):
+        if tools is None and (self._has_tools or any("tool_calls" in each for each in probe)):
             tools = [_function(_TOOL)]
         try:
             return self.render(probe, tools)
@@ -215,13 +221,20 @@ class Template:
 
 
 @functools.lru_cache(maxsize=32)
-def load_template(source: str, special_tokens: tuple[tuple[str, Any], ...]) -> Template:
-    """The template with this source; those used last are kept, with their answers.
+def load_template(
+    source: str, special_tokens: tuple[tuple[str, str], ...], *, has_tools: bool = False
+) -> Template:
+    """Return the template with this source; those used last are kept, with their answers.
 
     Raises:
         jinja2.TemplateSyntaxError: it is not Jinja.
     """
-    return Template(source, dict(special_tokens))
+    return Template(source, dict(special_tokens), has_tools=has_tools)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return environment().from_string(source)
 
 
 def check_syntax(source: str) -> None:
@@ -230,11 +243,11 @@ def check_syntax(source: str) -> None:
     Raises:
         jinja2.TemplateSyntaxError: it is not Jinja.
     """
-    environment().from_string(source)
+    _compile(source)
 
 
 def _around(kind: MessageKind, content: Any) -> tuple[list[Message], int]:
-    """The shortest usual conversation in which a message of a kind stands, and its index."""
+    """Return the shortest usual conversation with a message of a kind, and its index."""
     probed: Message = {"role": kind.role, "content": content}
     if kind.role == "tool":
         return [*_call_of({}), probed | {"tool_call_id": _NINE_LETTERS, "name": _TOOL_NAME}], 2
@@ -261,7 +274,7 @@ def _call_of(
     content: Any = "",
     **fields: Any,
 ) -> list[Message]:
-    """A question and a call, and its result if there is one."""
+    """Return a question and a call, and its result if there is one."""
     function = {"name": _TOOL_NAME, "arguments": arguments}
     call = {"id": call_id, "type": "function", "function": function}
     messages: list[Message] = [

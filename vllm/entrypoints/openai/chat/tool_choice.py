@@ -5,7 +5,7 @@ of `{"name": ..., "parameters": ...}`. Independent of the engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
@@ -17,6 +17,7 @@ _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
 ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and the new parts of id, type and function."""
+MakeId = Callable[[], str]
 
 
 def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
@@ -135,11 +136,11 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
     return moved
 
 
-def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
+def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCallDelta:
     """The first delta of a call, with id, type and name."""
     return {
         "index": index,
-        "id": random_tool_call_id(),
+        "id": call_id,
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -151,17 +152,26 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
 
 
 class NamedToolReader:
-    """Reads an output that is the arguments of one call, or its input if the tool is custom."""
+    """Reads an output that is the arguments of one call, or its input if the tool is custom.
 
-    def __init__(self, name: str, *, is_custom: bool = False) -> None:
+    Args:
+        name: of the tool.
+        is_custom: whether it is custom.
+        make_id: makes ids of calls, in the form of the model's tool parser.
+    """
+
+    def __init__(
+        self, name: str, *, is_custom: bool = False, make_id: MakeId = random_tool_call_id
+    ) -> None:
         self._name: str | None = name
         self._is_custom = is_custom
+        self._make_id = make_id
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         """The deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
-            first = first_delta(0, name, text)
+            first = first_delta(self._make_id(), 0, name, text)
             if self._is_custom:
                 del first["function"]
                 first.update(type="custom", custom={"name": name, "input": text})
@@ -177,9 +187,13 @@ class RequiredToolReader:
     Arguments are passed on as the model wrote them. The reader relies on the grammar of
     `tool_schema`: an array of flat objects, with the name before the parameters. If the output was
     cut off, so are the calls.
+
+    Args:
+        make_id: makes ids of calls, in the form of the model's tool parser.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
+        self._make_id = make_id
         self._depth = 0
         self._is_string = False
         self._is_escaped = False
@@ -196,7 +210,7 @@ class RequiredToolReader:
             was_arguments = self._is_arguments
             name = self._read(char)
             if name is not None:
-                deltas.append(first_delta(self._index, name, ""))
+                deltas.append(first_delta(self._make_id(), self._index, name, ""))
             elif was_arguments and self._is_arguments:
                 if not self._is_between(char):
                     arguments.append(char)

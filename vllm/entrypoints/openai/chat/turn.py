@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
 from vllm.entrypoints.openai.chat.tool_choice import (
+    MakeId,
     NamedToolReader,
     RequiredToolReader,
     ToolCallDelta,
@@ -30,7 +31,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     merge_deltas,
     tool_constraint,
 )
-from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.sampling import (
     check_sampling_fields,
     guided_decoding,
@@ -326,10 +327,12 @@ def make_reader(
     max_calls = 1 if body.parallel_tool_calls is False else None
     if (name := body.only_call) is not None:
         is_custom = name in body.custom_tools
-        return OutputReader(forced=NamedToolReader(name, is_custom=is_custom))
+        make_id = _id_maker(args, tokenizer)
+        return OutputReader(forced=NamedToolReader(name, is_custom=is_custom, make_id=make_id))
     custom = CustomCalls(body.custom_tools) if body.custom_tools else None
     if body.tool_choice == "required":
-        return OutputReader(forced=RequiredToolReader(), max_calls=max_calls, custom=custom)
+        forced = RequiredToolReader(_id_maker(args, tokenizer))
+        return OutputReader(forced=forced, max_calls=max_calls, custom=custom)
     reasoning = tools = None
     if args.reasoning_parser is not None and not is_constrained:
         with parser_failures("reasoning", args.reasoning_parser):
@@ -355,6 +358,20 @@ def _make_reasoning_parser(
     if not is_foreign(kind):
         return kind(tokenizer, is_thinking=is_thinking)
     return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None
+
+
+def _id_maker(args: "ServerArgs", tokenizer: Any) -> MakeId:
+    """Return the function that makes ids of required calls: of the tool parser, if there is one.
+
+    A chat template may accept only such ids in a history.
+    """
+    from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+
+    if args.tool_call_parser is None:
+        return random_tool_call_id
+    with parser_failures("tool", args.tool_call_parser):
+        parser = _make_tool_parser(args.tool_call_parser, tokenizer)
+    return parser.make_id if isinstance(parser, ToolParser) else random_tool_call_id
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":
