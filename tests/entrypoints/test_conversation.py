@@ -11,7 +11,10 @@ import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.entrypoints.chat_utils import ChatOptions, render_chat, rendering_arguments
+from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.conversation.render import CannotRenderError
+from vllm.entrypoints.conversation.rules import fit
+from vllm.entrypoints.conversation.template import load_template
 from vllm.entrypoints.openai.chat import template_worker
 from vllm.errors import RequestError
 
@@ -378,6 +381,21 @@ def test_the_last_message_is_continued_on_both_paths(template, content, expected
     assert on_both_paths(template, messages, **options) == expected
     with pytest.raises(RequestError, match="does not render the final message"):
         on_both_paths("{{ messages[0].content }}", messages, **options)
+
+
+def test_a_template_that_renders_no_probe_gets_the_messages_as_they_are():
+    template = "{% if not date %}{{ raise_exception('no date') }}{% endif %}" + KNOWN_ROLES
+    messages = [message("developer", "d"), SYSTEM, SYSTEM, USER]
+    options = {"template_kwargs": {"date": "today"}}
+    assert on_both_paths(template, messages, **options) == "system=s;system=s;user=u;"
+
+
+def test_roles_that_clients_invent_are_not_remembered_without_end():
+    template = load_template(ANY_ROLE + "{# roles #}", ())
+    for index in range(100):
+        messages = read_messages([message(f"role{index}", parts("x", "y"))])
+        assert fit(messages, template, "auto") == [message(f"role{index}", "x\ny")]
+    assert len(template._answers) < 100
 
 
 def test_a_call_without_text_cannot_be_continued():

@@ -11,6 +11,7 @@ In this form
 Independent of the template.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Names of the assistant's thoughts: of this server, of newer ones, and of GPT-OSS' template."""
+_REASONING_FIELDS = frozenset(REASONING_NAMES)
+_CALL_FIELDS = frozenset(("tool_calls", "function_call"))
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key of its text."""
 _MAY_BE_SILENT = ("assistant", "tool", "function")
@@ -75,9 +78,9 @@ def _read_message(where: str, given: Any) -> Message:
         message["content"] = silent_content(message)
     else:
         raise RequestError(f"{where} has no content", param="messages")
-    if calls := _read_calls(where, message):
+    if not _CALL_FIELDS.isdisjoint(message) and (calls := _read_calls(where, message)):
         message["tool_calls"] = calls
-    if role == "assistant":
+    if role == "assistant" and not _REASONING_FIELDS.isdisjoint(message):
         name_reasoning(message)
     return message
 
@@ -120,23 +123,26 @@ def link_results(conversation: Sequence[Message]) -> None:
     id.
     """
     names: dict[str, str] = {}
-    waiting: list[str] = []
+    waiting: dict[str, None] = {}
+    by_name: dict[str | None, deque[str]] = defaultdict(deque)
     for message in conversation:
         for call in message.get("tool_calls") or ():
             call.setdefault("id", f"call_{len(names)}")
             names[call["id"]] = call["function"]["name"]
-            waiting.append(call["id"])
+            waiting[call["id"]] = None
+            for name in (None, call["function"]["name"]):
+                by_name[name].append(call["id"])
         if message["role"] not in ("tool", "function"):
             continue
         message["role"] = "tool"
         call_id = message.get("tool_call_id")
         if call_id is None:
-            wanted = message.get("name")
-            found = (each for each in waiting if wanted is None or names[each] == wanted)
-            call_id = next(found, f"call_{len(names)}")
+            candidates = by_name[message.get("name")]
+            while candidates and candidates[0] not in waiting:
+                candidates.popleft()
+            call_id = candidates[0] if candidates else f"call_{len(names)}"
         message["tool_call_id"] = call_id = str(call_id)
-        if call_id in waiting:
-            waiting.remove(call_id)
+        waiting.pop(call_id, None)
         if call_id in names:
             message.setdefault("name", names[call_id])
 

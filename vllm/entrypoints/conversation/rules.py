@@ -24,6 +24,8 @@ Tool = Mapping[str, Any]
 
 _BETWEEN = "\n\n"
 """Separates texts that were messages of their own."""
+_JOINABLE = (("user", "user"), ("assistant", "assistant"), ("tool", "user"))
+"""Roles of messages that may be joined, the first one's remains."""
 _LETTERS = string.digits + string.ascii_letters
 _NINE_LETTERS = re.compile(r"[0-9A-Za-z]{9}")
 
@@ -86,10 +88,8 @@ def join_systems(messages: list[Message], template: Template) -> list[Message]:
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     if count < 2 or template.shows_two_systems():
         return messages
-    first = messages[0]
-    for message in messages[1:count]:
-        append_content(first, message["content"])
-    return [first, *messages[count:]]
+    joined = join_contents([message["content"] for message in messages[:count]])
+    return [{**messages[0], "content": joined}, *messages[count:]]
 
 
 def place_systems(messages: list[Message], template: Template) -> list[Message]:
@@ -101,14 +101,13 @@ def place_systems(messages: list[Message], template: Template) -> list[Message]:
     follows, or else after what precedes it.
     """
     placed: list[Message] = []
-    waiting: list[Message] = []
+    waiting: list[Content] = []
     for index, message in enumerate(messages):
         if message["role"] == "system" and not _is_shown(messages, index, template):
-            waiting.append(message)
+            waiting.append(message["content"])
             continue
         if message["role"] == "user":
-            for text in reversed(waiting):
-                message["content"] = join_content(text["content"], message["content"])
+            message["content"] = join_contents([*waiting, message["content"]])
         else:
             _append_waiting(placed, waiting, template)
         waiting = []
@@ -117,13 +116,15 @@ def place_systems(messages: list[Message], template: Template) -> list[Message]:
     return placed
 
 
-def _append_waiting(placed: list[Message], waiting: Sequence[Message], template: Template) -> None:
+def _append_waiting(placed: list[Message], waiting: list[Content], template: Template) -> None:
     """Add the contents to the last message, or as one of the user after the assistant's."""
-    for message in waiting:
-        if placed and placed[-1]["role"] != "assistant" and _is_shown(placed, -1, template):
-            append_content(placed[-1], message["content"])
-        else:
-            placed.append({"role": "user", "content": message["content"]})
+    if not waiting:
+        return
+    last = placed[-1] if placed else None
+    if last and last["role"] != "assistant" and _is_shown(placed, len(placed) - 1, template):
+        last["content"] = join_contents([last["content"], *waiting])
+    else:
+        placed.append({"role": "user", "content": join_contents(waiting)})
 
 
 def join_rows(messages: list[Message], template: Template) -> list[Message]:
@@ -132,17 +133,21 @@ def join_rows(messages: list[Message], template: Template) -> list[Message]:
     Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in a row; Mistral
     also one of the user after the result of a tool, to which the text is added.
     """
-    joined: list[Message] = messages[:1]
-    for message in messages[1:]:
-        last = joined[-1]
-        roles = last["role"], message["role"]
-        can_join = roles in (("user", "user"), ("assistant", "assistant"), ("tool", "user"))
-        if not can_join or not template.refuses_in_a_row(*roles):
-            joined.append(message)
-            continue
-        append_content(last, message["content"])
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            last["tool_calls"] = calls
+    rows: list[list[Message]] = []
+    for message in messages:
+        last = rows[-1][0]["role"] if rows else ""
+        roles = last, message["role"]
+        if roles in _JOINABLE and template.refuses_in_a_row(*roles):
+            rows[-1].append(message)
+        else:
+            rows.append([message])
+    return [row[0] if len(row) == 1 else _join_row(row) for row in rows]
+
+
+def _join_row(row: Sequence[Message]) -> Message:
+    joined = {**row[0], "content": join_contents([message["content"] for message in row])}
+    if calls := [call for message in row for call in message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
     return joined
 
 
@@ -158,24 +163,24 @@ def split_calls(messages: list[Message], template: Template) -> list[Message]:
     if not has_several or not template.refuses_two_calls():
         return messages
     split: list[Message] = []
-    for index, message in enumerate(messages):
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
             split.append(message)
             continue
-        count = next(
-            (i for i, m in enumerate(messages[index + 1 :]) if m["role"] != "tool"),
-            len(messages) - index - 1,
-        )
-        results = messages[index + 1 : index + 1 + count]
-        del messages[index + 1 : index + 1 + count]
+        results: dict[str, list[Message]] = {call["id"]: [] for call in calls}
+        others: list[Message] = []
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.get(messages[index]["tool_call_id"], others).append(messages[index])
+            index += 1
         for number, call in enumerate(calls):
-            split.append({**message, "tool_calls": [call]})
-            if number:
-                split[-1]["content"] = ""
-            split += [each for each in results if each["tool_call_id"] == call["id"]]
-        known = {call["id"] for call in calls}
-        split += [each for each in results if each["tool_call_id"] not in known]
+            content = "" if number else message["content"]
+            split.append({**message, "content": content, "tool_calls": [call]})
+            split += results.pop(call["id"], ())
+        split += others
     return split
 
 
@@ -273,7 +278,7 @@ def split_thoughts(messages: list[Message], template: Template) -> list[Message]
         if not (thoughts and message.get("tool_calls") and message["content"]):
             continue
         if template.needs_calls_without_thoughts():
-            both = join_content(thoughts, as_text(message["content"]))
+            both = join_contents([thoughts, as_text(message["content"])])
             message.update(dict.fromkeys(REASONING_NAMES, both), content="")
     return messages
 
@@ -308,9 +313,8 @@ def fit_content(
 
 def kind_of(messages: Sequence[Message], index: int) -> MessageKind:
     """Return the kind of the message at an index."""
-    message = messages[index]
-    is_last = index == len(messages) - 1
-    return MessageKind(message["role"], "tool_calls" in message, index == 0, is_last)
+    message, last = messages[index], len(messages) - 1
+    return MessageKind(message["role"], "tool_calls" in message, index == 0, index == last)
 
 
 def _is_shown(messages: Sequence[Message], index: int, template: Template) -> bool:
@@ -329,18 +333,13 @@ def as_parts(content: Content) -> list[dict[str, str]]:
     return [{"type": "text", "text": as_text(content)}]
 
 
-def join_content(first: Content, second: Content) -> Content:
-    """Join the contents of two messages."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return first + _BETWEEN + second
-    return [*as_parts(first), *as_parts(second)]
-
-
-def append_content(message: Message, content: Content) -> None:
-    """Add the content of another message at the end of this one's."""
-    message["content"] = join_content(message["content"], content)
+def join_contents(contents: Sequence[Content]) -> Content:
+    """Join the contents of several messages."""
+    filled = [content for content in contents if content]
+    texts = [content for content in filled if isinstance(content, str)]
+    if len(texts) == len(filled):
+        return _BETWEEN.join(texts)
+    return [part for content in filled for part in as_parts(content)]
 
 
 # ---- tools ------------------------------------------------------------------------------------

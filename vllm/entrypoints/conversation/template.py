@@ -8,8 +8,7 @@ once per template, when a conversation first asks it.
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 
@@ -30,12 +29,16 @@ _TOOL: dict[str, Any] = {
     "description": "d",
     "parameters": {"type": "object", "properties": {}, "required": []},
 }
+_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+)
+_MAX_OTHER_ROLES = 32
+_MAX_ROLE_CHARS = 64
 _NINE_LETTERS = "aB3dE6gH9"
 _FOREIGN_ID = "call_1a2b3c4d5e6f"
 
 
-@dataclass(frozen=True)
-class MessageKind:
+class MessageKind(NamedTuple):
     """The properties of a message that decide which branch of a template it takes."""
 
     role: str
@@ -63,6 +66,7 @@ class Template:
         self._special_tokens = special_tokens
         self._has_tools = has_tools
         self._answers: dict[object, bool] = {}
+        self._other_roles: set[str] = set()
 
     def render(
         self,
@@ -98,10 +102,12 @@ class Template:
 
     def _shows_content(self, kind: MessageKind, form: ContentForm) -> bool:
         """Whether content of a message is shown, with others as strings or, if need be, alike."""
-        given: Any = _in_parts(*_WORDS) if form == "parts" else " ".join(_WORDS)
-        probe, index = _around(kind, given)
+        if kind.role not in _ROLES and not self._admits(kind.role):
+            return form == "string"
 
         def ask() -> bool:
+            given: Any = _in_parts(*_WORDS) if form == "parts" else " ".join(_WORDS)
+            probe, index = _around(kind, given)
             if self._shows(probe):
                 return True
             alike = [_with_parts(each) if i != index else each for i, each in enumerate(probe)]
@@ -112,8 +118,8 @@ class Template:
     # ---- roles --------------------------------------------------------------------------------
 
     def shows_role(self, kind: MessageKind) -> bool:
-        """Whether it shows messages of this kind."""
-        return self.content_form(kind) is not None
+        """Whether it shows messages of this kind. True also if it renders no probe at all."""
+        return self.content_form(kind) is not None or not self._can_be_probed()
 
     def shows_two_systems(self) -> bool:
         """Whether it shows two system messages at the beginning."""
@@ -121,7 +127,11 @@ class Template:
         probe = [first, second, _MIDDLE_USER]
         return self._ask(
             "systems",
-            lambda: self._shows(probe) or self._shows([_with_parts(each) for each in probe]),
+            lambda: (
+                self._shows(probe)
+                or self._shows([_with_parts(each) for each in probe])
+                or not self._can_be_probed()
+            ),
         )
 
     def refuses_in_a_row(self, *roles: str) -> bool:
@@ -198,9 +208,23 @@ class Template:
     # ---- probes -------------------------------------------------------------------------------
 
     def _ask(self, question: object, find: Callable[[], bool]) -> bool:
-        if question not in self._answers:
-            self._answers[question] = find()
-        return self._answers[question]
+        answer = self._answers.get(question)
+        if answer is None:
+            answer = self._answers[question] = find()
+        return answer
+
+    def _can_be_probed(self) -> bool:
+        """Whether it renders a single message; it may need variables that only requests have."""
+        probe = [_MIDDLE_USER]
+        return self._ask(
+            "any", lambda: self._renders(probe) or self._renders([_with_parts(_MIDDLE_USER)])
+        )
+
+    def _admits(self, role: str) -> bool:
+        """Whether to probe a role that no API has: clients may invent any number of them."""
+        if len(self._other_roles) < _MAX_OTHER_ROLES and len(role) <= _MAX_ROLE_CHARS:
+            self._other_roles.add(role)
+        return role in self._other_roles
 
     def _shows(self, probe: Sequence[Message]) -> bool:
         text = self._try(probe)
