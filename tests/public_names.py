@@ -29,7 +29,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.llm": ("LLM",),
     "vllm.entrypoints.api_server": ("main",),
     "vllm.entrypoints.cli.main": ("main",),
-    "vllm.entrypoints.chat_utils": ("render_chat", "parse_messages"),
+    "vllm.entrypoints.chat_utils": ("render_chat",),
     "vllm.entrypoints.openai.api_server": ("build_app", "run_server"),
     "vllm.entrypoints.openai.cli_args": ("make_arg_parser",),
     "vllm.entrypoints.openai.run_batch": ("main",),

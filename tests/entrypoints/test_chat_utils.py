@@ -5,12 +5,8 @@ import copy
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level, metaspace
-from vllm.entrypoints.chat_utils import (
-    ChatOptions,
-    parse_messages,
-    reads_content_parts,
-    render_chat,
-)
+from vllm.entrypoints.chat_utils import ChatOptions, render_chat
+from vllm.entrypoints.conversation.messages import read_messages
 from vllm.errors import RequestError
 
 STRING_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m['content'] }};{% endfor %}"
@@ -61,42 +57,12 @@ def test_the_format_can_be_forced():
     assert forced == "text"
 
 
-@pytest.mark.parametrize(
-    ("template", "is_parts"),
-    [
-        (STRING_TEMPLATE, False),
-        (PARTS_TEMPLATE, True),
-        ("{% for p in m['content'] | reverse %}{% endfor %}", True),
-        ("{% set c = m['content'] %}{% for p in c %}{% endfor %}", True),
-        ("{% set c = m['content'] | trim %}{{ c }}{% for t in tools %}{% endfor %}", False),
-        ("{% for line in m.content.split('x') %}{{ line }}{% endfor %}", False),
-        (
-            "{% generation %}{% for p in m.content %}{% break %}{% endfor %}{% endgeneration %}",
-            True,
-        ),
-        ("{% for", False),
-    ],
-)
-def test_what_a_template_takes_is_read_from_its_loops(template, is_parts):
-    assert reads_content_parts(template) is is_parts
-
-
 def test_the_messages_of_the_caller_are_not_changed():
     call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [USER, {"role": "assistant", "content": ["a"], "tool_calls": [call]}]
     before = copy.deepcopy(messages)
-    parse_messages(messages, as_parts=True)
+    render(messages, PARTS_TEMPLATE)
     assert messages == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parsed"), [('{"x": 1}', {"x": 1}), ("", {}), ({"x": 1}, {"x": 1})]
-)
-def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments, parsed):
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}], as_parts=False)
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": parsed}
-    assert message["tool_calls"][0]["id"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -120,17 +86,25 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments, parsed
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "messages[0].tool_calls[0].function.arguments is not JSON",
+            "messages[0].tool_calls[0].function needs a name",
         ),
         (
             [{"role": "assistant", "tool_calls": ["f"]}],
             "messages[0].tool_calls[0] must be a dict with a function",
         ),
+        (
+            [{"role": "assistant", "tool_calls": {"function": {"name": "f"}}}],
+            "messages[0].tool_calls must be a list, got dict",
+        ),
+        (
+            [{"role": "assistant", "function_call": {"arguments": "{}"}}],
+            "messages[0].function_call needs a name",
+        ),
     ],
 )
 def test_a_malformed_conversation_is_refused_with_the_place(messages, message):
     with pytest.raises(RequestError) as failure:
-        parse_messages(messages, as_parts=False)
+        read_messages(messages)
     assert message in str(failure.value)
 
 

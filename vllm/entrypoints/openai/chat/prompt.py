@@ -6,13 +6,14 @@ rendered in a separate process with a deadline.
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
+from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat, rendering_arguments
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 TEMPLATE_DEADLINE_S = 2.0
 _TEMPLATE_MEMORY_BYTES = 512 * 2**20
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 async def chat_prompt(
@@ -84,7 +84,7 @@ async def render(context: ServerContext, body: ChatFields, *, with_tools: bool =
     if is_foreign:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            _template_lane(), _render_foreign, tokenizer, messages, options
+            _template_lane(), render_foreign, tokenizer, messages, options
         )
     return await off_loop.run(partial(render_chat, tokenizer, messages, options))
 
@@ -122,22 +122,17 @@ def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:
     return isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
 
 
-def _render_foreign(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], options: ChatOptions
+def render_foreign(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: ChatOptions
 ) -> str:
     """Render a template of a request. Blocks.
 
     Raises:
-        RequestError: it takes too long, needs too much memory, or fails.
+        RequestError: a message is malformed; or it takes too long, needs too much memory, or fails.
     """
-    tokens = {
-        name: token
-        for name in _SPECIAL_TOKENS
-        if isinstance(token := getattr(tokenizer, name, None), str)
-    }
-    argument = {"messages": list(messages), "special_tokens": tokens, **_as_dict(options)}
+    arguments = rendering_arguments(tokenizer, messages, options)
     try:
-        answer = _template_worker().call(msgspec.json.encode(argument), TEMPLATE_DEADLINE_S)
+        answer = _template_worker().call(msgspec.json.encode(arguments), TEMPLATE_DEADLINE_S)
     except DeadlineExceeded:
         raise RequestError(
             f"chat_template: not rendered within {TEMPLATE_DEADLINE_S:g} s", param="chat_template"
@@ -147,17 +142,6 @@ def _render_foreign(
     except CallFailed as error:
         raise RequestError(f"chat_template: {error}", param="chat_template") from None
     return answer.decode()
-
-
-def _as_dict(options: ChatOptions) -> dict[str, Any]:
-    return {
-        "chat_template": options.chat_template,
-        "content_format": options.content_format,
-        "add_generation_prompt": options.add_generation_prompt,
-        "continue_final_message": options.continue_final_message,
-        "tools": options.tools,
-        "template_kwargs": dict(options.template_kwargs),
-    }
 
 
 @functools.cache

@@ -36,12 +36,11 @@ def check_chat_template(value: str) -> None:
     """
     from jinja2 import TemplateSyntaxError
 
-    from vllm.entrypoints.chat_utils import without_generation_tags
-    from vllm.entrypoints.openai.chat.template_worker import make_environment
+    from vllm.entrypoints.conversation.template import check_syntax
 
     source = load_chat_template(value) or ""
     try:
-        make_environment().from_string(without_generation_tags(source))
+        check_syntax(source)
     except TemplateSyntaxError as error:
         shown = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}..."
         raise ConfigError(

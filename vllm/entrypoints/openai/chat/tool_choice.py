@@ -18,6 +18,7 @@ _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
 ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and the new parts of id, type and function."""
+MakeId = Callable[[], str]
 
 
 def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
@@ -126,17 +127,11 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
     return moved
 
 
-MakeId = Callable[[], str]
-"""Makes the id of a call: as the tool parser does, because templates may refuse others."""
-
-
-def first_delta(
-    index: int, name: str, arguments: str, make_id: MakeId = random_tool_call_id
-) -> ToolCallDelta:
+def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCallDelta:
     """The first delta of a call, with id, type and name."""
     return {
         "index": index,
-        "id": make_id(),
+        "id": call_id,
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -148,20 +143,26 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
 
 
 class NamedToolReader:
-    """Reads an output that is the arguments of one call, or its input if the tool is custom."""
+    """Reads an output that is the arguments of one call, or its input if the tool is custom.
+
+    Args:
+        name: of the tool.
+        is_custom: whether it is custom.
+        make_id: makes ids of calls, in the form of the model's tool parser.
+    """
 
     def __init__(
         self, name: str, *, is_custom: bool = False, make_id: MakeId = random_tool_call_id
     ) -> None:
         self._name: str | None = name
-        self._make_id = make_id
         self._is_custom = is_custom
+        self._make_id = make_id
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         """The deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
-            first = first_delta(0, name, text, self._make_id)
+            first = first_delta(self._make_id(), 0, name, text)
             if self._is_custom:
                 del first["function"]
                 first.update(type="custom", custom={"name": name, "input": text})
@@ -177,6 +178,9 @@ class RequiredToolReader:
     Arguments are passed on as the model wrote them. The reader relies on the grammar of
     `tool_schema`: an array of flat objects, with the name before the parameters. If the output was
     cut off, so are the calls.
+
+    Args:
+        make_id: makes ids of calls, in the form of the model's tool parser.
     """
 
     def __init__(self, make_id: MakeId = random_tool_call_id) -> None:
@@ -197,7 +201,7 @@ class RequiredToolReader:
             was_arguments = self._is_arguments
             name = self._read(char)
             if name is not None:
-                deltas.append(first_delta(self._index, name, "", self._make_id))
+                deltas.append(first_delta(self._make_id(), self._index, name, ""))
             elif was_arguments and self._is_arguments:
                 if not self._is_between(char):
                     arguments.append(char)

@@ -338,11 +338,11 @@ def make_reader(
         with parser_failures("reasoning", args.reasoning_parser):
             reasoning = _make_reasoning_parser(args, tokenizer, body, prompt)
     if (name := body.only_call) is not None:
-        make_id = _id_maker(args.tool_call_parser, tokenizer)
+        make_id = _id_maker(args, tokenizer)
         is_custom = name in body.custom_tools
         forced, custom = NamedToolReader(name, is_custom=is_custom, make_id=make_id), None
     elif body.tool_choice == "required":
-        forced = RequiredToolReader(_id_maker(args.tool_call_parser, tokenizer))
+        forced = RequiredToolReader(_id_maker(args, tokenizer))
     elif body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
@@ -397,13 +397,18 @@ def _make_reasoning_parser(
     return parser
 
 
-def _id_maker(parser: str | None, tokenizer: Any) -> MakeId:
-    """What makes the ids of calls that are not read by the tool parser of the server."""
-    if parser is None:
+def _id_maker(args: "ServerArgs", tokenizer: Any) -> MakeId:
+    """Return the function that makes ids of required calls: of the tool parser, if there is one.
+
+    A chat template may accept only such ids in a history.
+    """
+    from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+
+    if args.tool_call_parser is None:
         return random_tool_call_id
-    with parser_failures("tool", parser):
-        made = _make_tool_parser(parser, tokenizer)
-    return getattr(made, "make_id", random_tool_call_id)
+    with parser_failures("tool", args.tool_call_parser):
+        parser = _make_tool_parser(args.tool_call_parser, tokenizer)
+    return parser.make_id if isinstance(parser, ToolParser) else random_tool_call_id
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":

@@ -304,7 +304,7 @@ def _read_item(where: str, given: Any) -> Item:
     item["call_id"] = read_string(where, given, "call_id")
     if kind == "function_call":
         item["name"] = read_string(where, given, "name")
-        item["arguments"] = _read_arguments(where, given)
+        item["arguments"] = read_string(where, given, "arguments", may_be_empty=True)
     elif kind == "custom_tool_call":
         item["name"] = read_string(where, given, "name")
         item["input"] = read_string(where, given, "input", may_be_empty=True)
@@ -360,18 +360,6 @@ def _read_part(where: str, part: Any) -> str:
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)
-
-
-def _read_arguments(where: str, given: Mapping[str, Any]) -> str:
-    arguments = read_string(where, given, "arguments", may_be_empty=True)
-    try:
-        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError(
-            f"{where}.arguments must be a JSON object as text, got {arguments!r:.80}",
-            param=f"{where}.arguments",
-        ) from None
-    return arguments
 
 
 def _as_json(value: Any) -> str:

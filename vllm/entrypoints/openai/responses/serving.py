@@ -164,7 +164,14 @@ async def _prepare(
     chat = await off_loop.run(lambda: as_chat_request(body, as_messages(body.instructions, items)))
     if body.truncation == "auto":
         chat = await truncate_conversation(context, chat)
-    return await prepare_turn(context, chat, request_id, trace_headers=trace_headers_of(request))
+    try:
+        return await prepare_turn(
+            context, chat, request_id, trace_headers=trace_headers_of(request)
+        )
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = "input"  # the field of this API
+        raise
 
 
 def _check_length(context: ServerContext, history: Sequence[Item], items: Sequence[Item]) -> None:

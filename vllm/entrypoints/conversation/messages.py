@@ -1,0 +1,230 @@
+"""Reads messages as clients send them: checks them and converts them to one form.
+
+In this form
+
+- content is a string or a list of `{"type": "text", "text": ...}`, never None;
+- calls of tools are functions with id, type and name; their arguments are as the client sent them;
+- results of tools have the role `tool`, and id and name of the call that they answer;
+- the thoughts of the assistant have all three names that templates read;
+- fields that are None or empty lists are absent.
+
+Independent of the template.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from vllm.errors import RequestError
+
+Message = dict[str, Any]
+Content = str | list[dict[str, str]]
+ContentFormat = Literal["auto", "string", "openai"]
+"""The form of content for a template: a string, a list of parts, or the result of its probes."""
+
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names of the assistant's thoughts: of this server, of newer ones, and of GPT-OSS' template."""
+_REASONING_FIELDS = frozenset(REASONING_NAMES)
+_CALL_FIELDS = frozenset(("tool_calls", "function_call"))
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content part -> the key of its text."""
+_MAY_BE_SILENT = ("assistant", "tool", "function")
+"""Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
+
+
+def read_messages(messages: object) -> list[Message]:
+    """Return copies of the messages in the form above.
+
+    Raises:
+        RequestError: not a conversation; names message and field.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages must be a list of messages, got {type(messages).__name__}",
+            param="messages",
+        )
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages")
+    conversation = [_read_message(f"messages[{i}]", m) for i, m in enumerate(messages)]
+    link_results(conversation)
+    return conversation
+
+
+def check_continued(messages: Sequence[Message]) -> None:
+    """Refuse to continue a message without content, whose calls would be cut off.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if "tool_calls" in messages[-1] and not messages[-1]["content"]:
+        raise RequestError(
+            "continue_final_message: the final message has no text", param="continue_final_message"
+        )
+
+
+def _read_message(where: str, given: Any) -> Message:
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{where} must be a dict with role and content, got {type(given).__name__}",
+            param="messages",
+        )
+    role = given.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where} needs a role, got {role!r}", param="messages")
+    message = {key: value for key, value in given.items() if value is not None}
+    if "content" in message:
+        message["content"] = _read_content(f"{where}.content", message["content"])
+    elif role in _MAY_BE_SILENT:
+        message["content"] = silent_content(message)
+    else:
+        raise RequestError(f"{where} has no content", param="messages")
+    if not _CALL_FIELDS.isdisjoint(message) and (calls := _read_calls(where, message)):
+        message["tool_calls"] = calls
+    if role == "assistant" and not _REASONING_FIELDS.isdisjoint(message):
+        name_reasoning(message)
+    return message
+
+
+def silent_content(message: Message) -> str:
+    """Return the content of a message that has none, as the official clients send calls back.
+
+    Of real templates a third fail without content, among them DeepSeek R1 and V3.1 and QwQ, and
+    none needs it to be None. A refusal has its text in a separate field.
+    """
+    refusal = message.get("refusal")
+    return refusal if isinstance(refusal, str) else ""
+
+
+def name_reasoning(message: Message) -> None:
+    """Give the thoughts all names that templates read.
+
+    Qwen, GLM and MiniMax read `reasoning_content`, GPT-OSS `thinking`, others `reasoning`.
+    """
+    found = [text for name in REASONING_NAMES if (text := _text_of(message.get(name))) is not None]
+    for name in REASONING_NAMES:
+        message.pop(name, None)
+    if found:
+        message.update(dict.fromkeys(REASONING_NAMES, next(filter(None, found), "")))
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a string, or the joined texts of parts; None for anything else."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return value if isinstance(value, str) else None
+
+
+def link_results(conversation: Sequence[Message]) -> None:
+    """Connect the results of tools with their calls: ids, names, and the role `tool`.
+
+    Templates of Mistral and Kimi K2 read the name of the function in a result, which the chat API
+    does not have. Results of the API before tools have the role `function` and a name instead of an
+    id.
+    """
+    names: dict[str, str] = {}
+    waiting: dict[str, None] = {}
+    by_name: dict[str | None, deque[str]] = defaultdict(deque)
+    for message in conversation:
+        for call in message.get("tool_calls") or ():
+            call.setdefault("id", f"call_{len(names)}")
+            names[call["id"]] = call["function"]["name"]
+            waiting[call["id"]] = None
+            for name in (None, call["function"]["name"]):
+                by_name[name].append(call["id"])
+        if message["role"] not in ("tool", "function"):
+            continue
+        message["role"] = "tool"
+        call_id = message.get("tool_call_id")
+        if call_id is None:
+            candidates = by_name[message.get("name")]
+            while candidates and candidates[0] not in waiting:
+                candidates.popleft()
+            call_id = candidates[0] if candidates else f"call_{len(names)}"
+        message["tool_call_id"] = call_id = str(call_id)
+        waiting.pop(call_id, None)
+        if call_id in names:
+            message.setdefault("name", names[call_id])
+
+
+def _read_content(where: str, content: Any) -> Content:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(
+            f"{where} must be a string or a list of parts, got {type(content).__name__}",
+            param="messages",
+        )
+    return [
+        {"type": "text", "text": _read_part(f"{where}[{i}]", part)}
+        for i, part in enumerate(content)
+    ]
+
+
+def _read_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    is_mapping = isinstance(part, Mapping)
+    kind = part.get("type", "text" if "text" in part else None) if is_mapping else None
+    if not isinstance(kind, str):
+        raise RequestError(
+            f"{where} must be a dict with a type, such as {{'type': 'text', 'text': ...}}",
+            param="messages",
+        )
+    if kind not in _TEXT_PARTS:
+        raise RequestError(
+            f"{where} has the type {kind!r}: this version reads text only. Send parts of the "
+            f"type 'text'",
+            param="messages",
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(
+            f"{where}.{_TEXT_PARTS[kind]} must be a string, got {type(text).__name__}",
+            param="messages",
+        )
+    return text
+
+
+def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:
+    """Read the calls of a message. The API before tools has a single `function_call`."""
+    given = message.pop("tool_calls", ())
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"{where}.tool_calls must be a list, got {type(given).__name__}", param="messages"
+        )
+    calls = [_read_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(given)]
+    single = message.pop("function_call", None)
+    if single is not None and not calls:
+        calls = [_read_function(f"{where}.function_call", {}, single)]
+    return calls
+
+
+def _read_call(where: str, call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise RequestError(f"{where} must be a dict with a function", param="messages")
+    if call.get("type") == "custom":
+        call = _as_function_call(where, call)
+    return _read_function(f"{where}.function", call, call.get("function"))
+
+
+def _read_function(where: str, call: Mapping[str, Any], function: Any) -> dict[str, Any]:
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where} must be a dict with name and arguments", param="messages")
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} needs a name", param="messages")
+    read = {key: value for key, value in call.items() if value is not None}
+    read.update(type="function", function={"arguments": None, **function})
+    if "id" in read:
+        read["id"] = str(read["id"])
+    return read
+
+
+def _as_function_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a call of a custom tool to a call of a function with the argument `input`."""
+    custom = call.get("custom")
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        raise RequestError(f"{where}.custom must have a name and an input", param="messages")
+    function = {"name": custom.get("name"), "arguments": {"input": custom["input"]}}
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "function": function}

@@ -1,0 +1,387 @@
+"""Fits a conversation to what its template reads.
+
+Each rule is a function that says which templates need it. A rule asks the template only if the
+conversation has what the rule is about, so a plain conversation costs no more than a look at its
+messages.
+"""
+
+import hashlib
+import json
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.entrypoints.conversation.messages import (
+    REASONING_NAMES,
+    Content,
+    ContentFormat,
+    Message,
+)
+from vllm.entrypoints.conversation.template import MessageKind, Template
+
+Tool = Mapping[str, Any]
+
+_BETWEEN = "\n\n"
+"""Separates texts that were messages of their own."""
+_JOINABLE = (("user", "user"), ("assistant", "assistant"), ("tool", "user"))
+"""Roles of messages that may be joined, the first one's remains."""
+_LETTERS = string.digits + string.ascii_letters
+_NINE_LETTERS = re.compile(r"[0-9A-Za-z]{9}")
+
+
+def fit(
+    messages: Sequence[Message], template: Template, content_format: ContentFormat
+) -> list[Message]:
+    """Return the messages as a template reads them.
+
+    Args:
+        messages: of `read_messages`. They are not changed.
+        template: of the model or the request.
+        content_format: auto decides for each kind of message; string and openai, for lists of
+            parts, hold for all.
+    """
+    fitted = [dict(message) for message in messages]
+    for rule in _RULES:
+        fitted = rule(fitted, template)
+    return fit_content(fitted, template, content_format)
+
+
+# ---- roles ------------------------------------------------------------------------------------
+
+
+def rename_developer(messages: list[Message], template: Template) -> list[Message]:
+    """Rename the role `developer` to `system`, where its text would be lost.
+
+    Few templates know the role. Qwen 2 to 3, DeepSeek, GLM, Phi-3 and MiniMax drop its messages;
+    Qwen 3.5, Gemma and Mistral refuse them.
+    """
+    for index, message in enumerate(messages):
+        if message["role"] == "developer" and not _is_shown(messages, index, template):
+            message["role"] = "system"
+    return messages
+
+
+def rename_results(messages: list[Message], template: Template) -> list[Message]:
+    """Rename the role `tool` to an older one, where only that is shown.
+
+    The role of results was `function` in the first API, `ipython` in Llama 3 and `observation` in
+    GLM 4.
+    """
+    for index, message in enumerate(messages):
+        if message["role"] != "tool" or _is_shown(messages, index, template):
+            continue
+        for role in ("function", "ipython", "observation"):
+            message["role"] = role
+            if _is_shown(messages, index, template):
+                break
+        else:
+            message["role"] = "tool"
+    return messages
+
+
+def join_systems(messages: list[Message], template: Template) -> list[Message]:
+    """Join the system messages at the beginning, where the template shows only the first one.
+
+    Qwen 3.5, Gemma, Mistral and Llama 2 refuse a second one.
+    """
+    count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    if count < 2 or template.shows_two_systems():
+        return messages
+    joined = join_contents([message["content"] for message in messages[:count]])
+    return [{**messages[0], "content": joined}, *messages[count:]]
+
+
+def place_systems(messages: list[Message], template: Template) -> list[Message]:
+    """Join a system message to its neighbour, where the template refuses or drops it.
+
+    Qwen 3.5, Gemma and Mistral refuse system messages after the first message, and GLM 4 or
+    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The order of texts
+    does not change, so that a prefix cache is not lost: it comes before the user message that
+    follows, or else after what precedes it.
+    """
+    placed: list[Message] = []
+    waiting: list[Content] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "system" and not _is_shown(messages, index, template):
+            waiting.append(message["content"])
+            continue
+        if message["role"] == "user":
+            message["content"] = join_contents([*waiting, message["content"]])
+        else:
+            _append_waiting(placed, waiting, template)
+        waiting = []
+        placed.append(message)
+    _append_waiting(placed, waiting, template)
+    return placed
+
+
+def _append_waiting(placed: list[Message], waiting: list[Content], template: Template) -> None:
+    """Add the contents to the last message, or as one of the user after the assistant's."""
+    if not waiting:
+        return
+    last = placed[-1] if placed else None
+    if last and last["role"] != "assistant" and _is_shown(placed, len(placed) - 1, template):
+        last["content"] = join_contents([last["content"], *waiting])
+    else:
+        placed.append({"role": "user", "content": join_contents(waiting)})
+
+
+def join_rows(messages: list[Message], template: Template) -> list[Message]:
+    """Join messages that follow each other, where the template requires that roles alternate.
+
+    Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in a row; Mistral
+    also one of the user after the result of a tool, to which the text is added.
+    """
+    rows: list[list[Message]] = []
+    for message in messages:
+        last = rows[-1][0]["role"] if rows else ""
+        roles = last, message["role"]
+        if roles in _JOINABLE and template.refuses_in_a_row(*roles):
+            rows[-1].append(message)
+        else:
+            rows.append([message])
+    return [row[0] if len(row) == 1 else _join_row(row) for row in rows]
+
+
+def _join_row(row: Sequence[Message]) -> Message:
+    joined = {**row[0], "content": join_contents([message["content"] for message in row])}
+    if calls := [call for message in row for call in message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+# ---- calls ------------------------------------------------------------------------------------
+
+
+def split_calls(messages: list[Message], template: Template) -> list[Message]:
+    """Give each call a message of its own, followed by its result, where several are refused.
+
+    Templates of Llama 3.1 and 3.3 refuse two calls in one message, and the models write them.
+    """
+    has_several = any(len(message.get("tool_calls", ())) > 1 for message in messages)
+    if not has_several or not template.refuses_two_calls():
+        return messages
+    split: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results: dict[str, list[Message]] = {call["id"]: [] for call in calls}
+        others: list[Message] = []
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.get(messages[index]["tool_call_id"], others).append(messages[index])
+            index += 1
+        for number, call in enumerate(calls):
+            content = "" if number else message["content"]
+            split.append({**message, "content": content, "tool_calls": [call]})
+            split += results.pop(call["id"], ())
+        split += others
+    return split
+
+
+def translate_ids(messages: list[Message], template: Template) -> list[Message]:
+    """Replace ids of calls and results, where the template requires another form.
+
+    Templates of Mistral accept only nine letters and digits, and histories have ids of other
+    servers. An id is always replaced by the same one, so that prefixes stay equal.
+    """
+    ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    ids += [message["tool_call_id"] for message in messages if "tool_call_id" in message]
+    if all(map(_NINE_LETTERS.fullmatch, ids)) or not template.needs_nine_letters():
+        return messages
+    for message in messages:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = nine_letters(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [{**call, "id": nine_letters(call["id"])} for call in calls]
+    return messages
+
+
+def nine_letters(given: str) -> str:
+    """Return an id of nine letters and digits for any id; such an id is kept.
+
+    >>> nine_letters("aB3dE6gH9")
+    'aB3dE6gH9'
+    >>> len(nine_letters("call_abc123"))
+    9
+    """
+    if _NINE_LETTERS.fullmatch(given):
+        return given
+    number = int.from_bytes(hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest(), "big")
+    digits = []
+    for _ in range(9):
+        number, digit = divmod(number, len(_LETTERS))
+        digits.append(_LETTERS[digit])
+    return "".join(digits)
+
+
+def fit_arguments(messages: list[Message], template: Template) -> list[Message]:
+    """Give the arguments of calls the type that the template reads, and never refuse any.
+
+    Most templates want an object. Templates of DeepSeek V3 and R1 append it to a text, and some
+    print it, which would be Python instead of JSON: they get JSON text. Models write damaged
+    arguments, and an output may end inside of them, so a history may have text that is no object.
+    It is shown as it is, or as the value of `arguments` where the template reads the members of an
+    object.
+    """
+    for message in messages:
+        if "tool_calls" not in message:
+            continue
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            arguments = _fit_argument(function["arguments"], template)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        message["tool_calls"] = calls
+    return messages
+
+
+def _fit_argument(given: Any, template: Template) -> Any:
+    if given is None or (isinstance(given, str) and not given.strip()):
+        given = {}
+    if template.needs_text_arguments():
+        return given if isinstance(given, str) else _as_json(given)
+    parsed = _parse_object(given)
+    if parsed is not None:
+        return parsed
+    text = given if isinstance(given, str) else _as_json(given)
+    return text if template.reads_damaged_arguments() else {"arguments": text}
+
+
+def _parse_object(given: Any) -> dict[str, Any] | None:
+    """Return arguments as an object, or None if they are something else."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    return dict(given) if isinstance(given, Mapping) else None
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def split_thoughts(messages: list[Message], template: Template) -> list[Message]:
+    """Put the content of a message with calls into its thoughts, where it may not have both.
+
+    GPT-OSS writes one text before a call, and its template refuses two.
+    """
+    for message in messages:
+        thoughts = message.get(REASONING_NAMES[0])
+        if not (thoughts and message.get("tool_calls") and message["content"]):
+            continue
+        if template.needs_calls_without_thoughts():
+            both = join_contents([thoughts, as_text(message["content"])])
+            message.update(dict.fromkeys(REASONING_NAMES, both), content="")
+    return messages
+
+
+# ---- content ----------------------------------------------------------------------------------
+
+
+def fit_content(
+    messages: list[Message], template: Template, content_format: ContentFormat
+) -> list[Message]:
+    """Give each content the form that the template reads in messages of this kind.
+
+    Content that was sent as a string stays one, unless the template would not show it: some, for
+    models with images, have no branch for strings. Lists become strings where the template has no
+    branch for lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
+    user, and print lists of other roles as Python.
+    """
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if content_format == "string":
+            message["content"] = as_text(content)
+        elif content_format == "openai":
+            message["content"] = as_parts(content)
+        elif isinstance(content, list) and content:
+            is_read = template.reads_parts(kind_of(messages, index))
+            message["content"] = content if is_read else as_text(content)
+        else:
+            form = template.content_form(kind_of(messages, index))
+            message["content"] = (as_parts if form == "parts" else as_text)(content)
+    return messages
+
+
+def kind_of(messages: Sequence[Message], index: int) -> MessageKind:
+    """Return the kind of the message at an index."""
+    message, last = messages[index], len(messages) - 1
+    return MessageKind(message["role"], "tool_calls" in message, index == 0, index == last)
+
+
+def _is_shown(messages: Sequence[Message], index: int, template: Template) -> bool:
+    return template.shows_role(kind_of(messages, index))
+
+
+def as_text(content: Content) -> str:
+    """Return content as a string; parts become lines."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def as_parts(content: Content) -> list[dict[str, str]]:
+    """Return content as a list with at least one part."""
+    if isinstance(content, list) and content:
+        return content
+    return [{"type": "text", "text": as_text(content)}]
+
+
+def join_contents(contents: Sequence[Content]) -> Content:
+    """Join the contents of several messages."""
+    filled = [content for content in contents if content]
+    texts = [content for content in filled if isinstance(content, str)]
+    if len(texts) == len(filled):
+        return _BETWEEN.join(texts)
+    return [part for content in filled for part in as_parts(content)]
+
+
+# ---- tools ------------------------------------------------------------------------------------
+
+
+def fit_tools(tools: Sequence[Tool] | None, template: Template) -> list[Tool] | None:
+    """Add what tools lack, where the template cannot do without.
+
+    Description and parameters are optional, and an object may have no properties. Templates of
+    DeepSeek V3.1, GPT-OSS, Qwen 2 and Seed-OSS read them.
+    """
+    return [_fit_tool(tool, template) for tool in tools] if tools else None
+
+
+def _fit_tool(tool: Tool, template: Template) -> Tool:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    added: dict[str, Any] = {}
+    parameters = function.get("parameters")
+    lacks = [key for key in ("description", "parameters") if function.get(key) is None]
+    if lacks and not template.can_show_tool(*lacks):
+        added = {"description": function.get("description") or ""}
+        if parameters is None:
+            added["parameters"] = {"type": "object", "properties": {}}
+    elif (
+        isinstance(parameters, Mapping)
+        and "properties" not in parameters
+        and not template.can_show_tool("properties")
+    ):
+        added["parameters"] = {**parameters, "properties": {}}
+    return {**tool, "function": {**function, **added}} if added else tool
+
+
+_RULES: tuple[Callable[[list[Message], Template], list[Message]], ...] = (
+    rename_developer,
+    split_calls,
+    rename_results,
+    join_systems,
+    place_systems,
+    join_rows,
+    translate_ids,
+    fit_arguments,
+    split_thoughts,
+)

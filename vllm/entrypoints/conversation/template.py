@@ -1,0 +1,324 @@
+"""A compiled chat template, and what is known about it from rendering probes.
+
+A probe is a conversation of two to five messages with words that occur nowhere else. A template
+reads something if it renders the probe and its text has these words. Every question is answered
+once per template, when a conversation first asks it.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+
+from vllm.entrypoints.conversation.environment import environment
+from vllm.entrypoints.conversation.messages import REASONING_NAMES, Message
+
+ContentForm = Literal["string", "parts"]
+
+_WORDS = ("zqvone", "zqvtwo")
+"""Words of the probes. Two, as parts of one content must both appear."""
+_DUMPED = re.compile(rf"""['"]text\\?['"]:\s?\\?['"](?:{"|".join(_WORDS)})""")
+"""A list of parts that was printed as it is."""
+_MIDDLE_USER: Message = {"role": "user", "content": "hi"}
+_MIDDLE_ANSWER: Message = {"role": "assistant", "content": "ho"}
+_TOOL_NAME = "zqvtool"
+_TOOL: dict[str, Any] = {
+    "name": _TOOL_NAME,
+    "description": "d",
+    "parameters": {"type": "object", "properties": {}, "required": []},
+}
+_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+)
+_MAX_OTHER_ROLES = 32
+_MAX_ROLE_CHARS = 64
+_NINE_LETTERS = "aB3dE6gH9"
+_FOREIGN_ID = "call_1a2b3c4d5e6f"
+
+
+class MessageKind(NamedTuple):
+    """The properties of a message that decide which branch of a template it takes."""
+
+    role: str
+    has_calls: bool
+    is_first: bool
+    is_last: bool
+
+
+class Template:
+    """A chat template. Thread-safe.
+
+    Args:
+        source: of the template.
+        special_tokens: variables of all renderings: name -> text.
+        has_tools: render probes with a tool, as templates may have other branches then.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not Jinja.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, Any], *, has_tools: bool = False
+    ) -> None:
+        self._compiled = _compile(source)
+        self._special_tokens = special_tokens
+        self._has_tools = has_tools
+        self._answers: dict[object, bool] = {}
+        self._other_roles: set[str] = set()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation. Raises whatever the template does."""
+        return self._compiled.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **(variables or {}),
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    # ---- content ------------------------------------------------------------------------------
+
+    def content_form(self, kind: MessageKind) -> ContentForm | None:
+        """Return the form in which a string is shown; None if it is shown in neither."""
+        if self._shows_content(kind, "string"):
+            return "string"
+        return "parts" if self._shows_content(kind, "parts") else None
+
+    def reads_parts(self, kind: MessageKind) -> bool:
+        """Whether the texts of a list are shown, and not the list as Python or JSON text."""
+        return self._shows_content(kind, "parts")
+
+    def _shows_content(self, kind: MessageKind, form: ContentForm) -> bool:
+        """Whether content of a message is shown, with others as strings or, if need be, alike."""
+        if kind.role not in _ROLES and not self._admits(kind.role):
+            return form == "string"
+
+        def ask() -> bool:
+            given: Any = _in_parts(*_WORDS) if form == "parts" else " ".join(_WORDS)
+            probe, index = _around(kind, given)
+            if self._shows(probe):
+                return True
+            alike = [_with_parts(each) if i != index else each for i, each in enumerate(probe)]
+            return self._shows(alike)
+
+        return self._ask((kind, form), ask)
+
+    # ---- roles --------------------------------------------------------------------------------
+
+    def shows_role(self, kind: MessageKind) -> bool:
+        """Whether it shows messages of this kind. True also if it renders no probe at all."""
+        return self.content_form(kind) is not None or not self._can_be_probed()
+
+    def shows_two_systems(self) -> bool:
+        """Whether it shows two system messages at the beginning."""
+        first, second = ({"role": "system", "content": word} for word in _WORDS)
+        probe = [first, second, _MIDDLE_USER]
+        return self._ask(
+            "systems",
+            lambda: (
+                self._shows(probe)
+                or self._shows([_with_parts(each) for each in probe])
+                or not self._can_be_probed()
+            ),
+        )
+
+    def refuses_in_a_row(self, *roles: str) -> bool:
+        """Whether it refuses a message of the second role just because of the first before it."""
+        first, second = roles
+        before = {
+            "user": [_MIDDLE_USER],
+            "assistant": [_MIDDLE_USER, _MIDDLE_ANSWER],
+            "tool": _call_of({}, result="r"),
+        }[first]
+        probe = [*before, {"role": second, "content": "next"}]
+        return self._ask(roles, lambda: self._renders(before) and not self._renders(probe))
+
+    def refuses_two_calls(self) -> bool:
+        """Whether it refuses two calls in one message."""
+        single = _call_of({}, result="r")
+        calls = single[1]["tool_calls"]
+        double = [single[0], {**single[1], "tool_calls": calls * 2}, single[2]]
+        return self._ask("calls", lambda: self._renders(single) and not self._renders(double))
+
+    # ---- tools --------------------------------------------------------------------------------
+
+    def needs_nine_letters(self) -> bool:
+        """Whether it refuses ids of calls that are not nine letters and digits."""
+        return self._ask(
+            "ids",
+            lambda: (
+                self._renders(_call_of({}, result="r"))
+                and not self._renders(_call_of({}, result="r", call_id=_FOREIGN_ID))
+            ),
+        )
+
+    def needs_text_arguments(self) -> bool:
+        """Whether it shows the arguments of a call as JSON only if they are text already."""
+        key, value = _WORDS
+
+        def is_shown(arguments: Any) -> bool:
+            text = self._try(_call_of(arguments, result="r"))
+            return text is not None and value in text and f"'{key}'" not in text
+
+        as_text = f'{{"{key}": "{value}"}}'
+        return self._ask("arguments", lambda: not is_shown({key: value}) and is_shown(as_text))
+
+    def reads_damaged_arguments(self) -> bool:
+        """Whether it shows arguments that are text and not JSON."""
+        text = f'{{"{" ".join(_WORDS)}'
+        return self._ask("damaged", lambda: self._shows(_call_of(text, result="r")))
+
+    def can_show_tool(self, *lacks: str) -> bool:
+        """Whether it renders a tool without these of description, parameters and properties; True
+        also if it refuses a complete one."""
+        parameters = {k: v for k, v in _TOOL["parameters"].items() if k not in lacks}
+        function = {**_TOOL, "parameters": parameters}
+        tool = _function({key: value for key, value in function.items() if key not in lacks})
+        return self._ask(
+            ("tool", *lacks),
+            lambda: (
+                self._renders([_MIDDLE_USER], [tool])
+                or not self._renders([_MIDDLE_USER], [_function(_TOOL)])
+            ),
+        )
+
+    def needs_calls_without_thoughts(self) -> bool:
+        """Whether it refuses thoughts next to content in a message with calls."""
+        thoughts = dict.fromkeys(REASONING_NAMES, "t")
+        return self._ask(
+            "thoughts",
+            lambda: (
+                not self._renders(_call_of({}, result="r", content="c", **thoughts))
+                and self._renders(_call_of({}, result="r", content="c"))
+            ),
+        )
+
+    # ---- probes -------------------------------------------------------------------------------
+
+    def _ask(self, question: object, find: Callable[[], bool]) -> bool:
+        answer = self._answers.get(question)
+        if answer is None:
+            answer = self._answers[question] = find()
+        return answer
+
+    def _can_be_probed(self) -> bool:
+        """Whether it renders a single message; it may need variables that only requests have."""
+        probe = [_MIDDLE_USER]
+        return self._ask(
+            "any", lambda: self._renders(probe) or self._renders([_with_parts(_MIDDLE_USER)])
+        )
+
+    def _admits(self, role: str) -> bool:
+        """Whether to probe a role that no API has: clients may invent any number of them."""
+        if len(self._other_roles) < _MAX_OTHER_ROLES and len(role) <= _MAX_ROLE_CHARS:
+            self._other_roles.add(role)
+        return role in self._other_roles
+
+    def _shows(self, probe: Sequence[Message]) -> bool:
+        text = self._try(probe)
+        return text is not None and all(w in text for w in _WORDS) and not _DUMPED.search(text)
+
+    def _renders(self, probe: Sequence[Message], tools: Sequence[Any] | None = None) -> bool:
+        return self._try(probe, tools) is not None
+
+    def _try(self, probe: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
+        if tools is None and (self._has_tools or any("tool_calls" in each for each in probe)):
+            tools = [_function(_TOOL)]
+        try:
+            return self.render(probe, tools)
+        except MemoryError:
+            raise
+        except Exception:  # a template is foreign code: a probe that fails is an answer
+            return None
+
+
+@functools.lru_cache(maxsize=32)
+def load_template(
+    source: str, special_tokens: tuple[tuple[str, str], ...], *, has_tools: bool = False
+) -> Template:
+    """Return the template with this source; those used last are kept, with their answers.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not Jinja.
+    """
+    return Template(source, dict(special_tokens), has_tools=has_tools)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return environment().from_string(source)
+
+
+def check_syntax(source: str) -> None:
+    """Compile a template and render nothing.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not Jinja.
+    """
+    _compile(source)
+
+
+def _around(kind: MessageKind, content: Any) -> tuple[list[Message], int]:
+    """Return the shortest usual conversation with a message of a kind, and its index."""
+    probed: Message = {"role": kind.role, "content": content}
+    if kind.role == "tool":
+        return [*_call_of({}), probed | {"tool_call_id": _NINE_LETTERS, "name": _TOOL_NAME}], 2
+    if kind.has_calls:
+        return _call_of({}, result="r", content=content), 1
+    if kind.is_first:
+        before, after = [], [] if kind.role == "user" else [_MIDDLE_USER]
+        after = after if kind.is_last or kind.role != "user" else [_MIDDLE_ANSWER, _MIDDLE_USER]
+    elif kind.role == "assistant":
+        before, after = [_MIDDLE_USER], [] if kind.is_last else [_MIDDLE_USER]
+    else:
+        before = [_MIDDLE_USER, _MIDDLE_ANSWER]
+        after = [] if kind.is_last else [_MIDDLE_USER]
+        if kind.role == "user" and not kind.is_last:
+            after = [_MIDDLE_ANSWER, _MIDDLE_USER]
+    return [*before, probed, *after], len(before)
+
+
+def _call_of(
+    arguments: Any,
+    *,
+    result: str | None = None,
+    call_id: str = _NINE_LETTERS,
+    content: Any = "",
+    **fields: Any,
+) -> list[Message]:
+    """Return a question and a call, and its result if there is one."""
+    function = {"name": _TOOL_NAME, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    messages: list[Message] = [
+        _MIDDLE_USER,
+        {"role": "assistant", "content": content, "tool_calls": [call], **fields},
+    ]
+    if result is not None:
+        answer = {"role": "tool", "tool_call_id": call_id, "name": _TOOL_NAME, "content": result}
+        messages.append(answer)
+    return messages
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+def _in_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": _in_parts(content)} if isinstance(content, str) else message
