@@ -361,7 +361,7 @@ def _make_reasoning_parser(
 
 
 def _id_maker(parser: str | None, tokenizer: Any) -> MakeId:
-    """What makes the ids of calls that are not read by the tool parser of the server."""
+    """Return the maker of ids for calls that the tool parser of the server does not read."""
     if parser is None:
         return random_tool_call_id
     with parser_failures("tool", parser):
