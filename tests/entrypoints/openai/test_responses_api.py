@@ -305,7 +305,7 @@ def test_truncation_leaves_out_the_oldest_turns_but_not_the_system_message():
         ({"model": "other"}, 404, "`other` does not exist"),
         ({"input": None}, 400, "input"),
         ({"input": []}, 400, "input"),
-        ({"input": [{"type": "computer_call"}]}, 400, "nothing that the model can read"),
+        ({"input": [{"type": "computer_call"}]}, 400, "that the model can read"),
         ({"tool_choice": {"type": "web_search"}}, 400, "web_search"),
         ({"tools": [TOOL]}, 400, "--tool-call-parser"),
         ({"conversation": "c"}, 400, "conversation"),

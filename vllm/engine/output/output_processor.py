@@ -198,7 +198,7 @@ class OutputProcessor:
         params = sample.request.params
         is_empty = (end.error or "").endswith((NO_TOKEN_LEFT, NO_ALLOWED_TOKEN))
         if is_empty and isinstance(params, SamplingParams):
-            # One field alone leaves tokens; two of them can contradict each other.
+            # Each field leaves tokens; two fields can contradict each other.
             fields = params.restricting_fields
             if len(fields) > 1:
                 error = (

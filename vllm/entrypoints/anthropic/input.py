@@ -36,7 +36,7 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 def as_messages(conversation: Conversation) -> list[Message]:
-    """System prompt and turns as chat messages.
+    """Return system prompt and turns as chat messages.
 
     Raises:
         RequestError: a block is malformed or cannot be read; names the place.
@@ -56,7 +56,7 @@ def as_messages(conversation: Conversation) -> list[Message]:
 
 
 def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
-    """Tools in the format of the chat API; None when there are none.
+    """Return tools in the format of the chat API; None when there are none.
 
     A tool of a type that Anthropic's servers run, or whose schema only Anthropic's models know, is
     left out.
@@ -71,7 +71,7 @@ def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
 def as_tool_choice(
     choice: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[ToolChoice | None, bool]:
-    """The tool choice in the format of the chat API, and whether parallel calls are allowed.
+    """Return the tool choice in the format of the chat API, and whether parallel calls are allowed.
 
     Args:
         choice: of the request.
@@ -104,7 +104,7 @@ def as_tool_choice(
 
 
 def _read_system(where: str, content: Any) -> str:
-    """The text of a system prompt.
+    """Return the text of a system prompt.
 
     Without the line that Claude Code puts in front of it for accounting: it differs in each
     request, so no two requests would share a prefix of their prompts.
@@ -117,7 +117,7 @@ def _read_system(where: str, content: Any) -> str:
 
 
 def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Message]:
-    """The messages of one turn. Tool results become separate messages before the user's.
+    """Return the messages of one turn. Tool results become separate messages before the user's.
 
     Args:
         where: for errors.
@@ -181,7 +181,7 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 
 def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
-    """One tool; None if it is left out."""
+    """Return one tool; None if it is left out."""
     if not _is_function(tool):
         kind = read_string(where, tool, "type")
         note_ignored("tools of the type", kind, "not run by this server; the model does not see it")
@@ -202,7 +202,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
 
 
 def _read_text(where: str, content: Any) -> str:
-    """The text of content in which there are only texts."""
+    """Return the text of content in which there are only texts."""
     if isinstance(content, str):
         return content
     return "\n".join(_read_texts(where, content, _BLOCKS["system"]))
@@ -222,8 +222,9 @@ def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
 
 
 def _read_document(where: str, block: Mapping[str, Any]) -> str:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, Mapping) else None
+    given = block.get("source")
+    source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    kind = source.get("type")
     if kind == "text":
         text = read_string(f"{where}.source", source, "data", may_be_empty=True)
     elif kind == "content":
@@ -243,7 +244,7 @@ def _read_search_result(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _with_heads(block: Mapping[str, Any], keys: Sequence[str], text: str) -> str:
-    """A text after what the block says about it."""
+    """Return a text after the title and other fields of its block."""
     heads = [head for key in keys if isinstance(head := block.get(key), str) and head]
     return "\n".join([*heads, text])
 
@@ -257,7 +258,7 @@ def _read_reference(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _read_compaction(where: str, block: Mapping[str, Any]) -> str:
-    """The summary of the conversation before it; a failed compaction has none."""
+    """Return the summary of the conversation before it; a failed compaction has none."""
     if block.get("content") is None:
         return ""
     return read_string(where, block, "content", may_be_empty=True)
@@ -274,7 +275,7 @@ _READERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
 
 
 def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:
-    """The type of a block; None if it is left out.
+    """Return the type of a block; None if it is left out.
 
     Blocks of types that this server does not know are about tools and services of Anthropic's
     servers.

@@ -76,7 +76,7 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
     name, value = wanted.popitem()
     if any(other != value for other in wanted.values()):
         raise RequestError(
-            "output_format and output_config.format contradict each other: send one of them",
+            "output_format must be equal to output_config.format, or be left out",
             param="output_format",
         )
     if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):

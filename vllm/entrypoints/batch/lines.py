@@ -110,8 +110,8 @@ async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
         info = describe_error(error)
         return _record(_custom_id(line), info.status, None, info.body()["error"])
     if status != 200:
-        error = answer.get("error") if isinstance(answer, dict) else None
-        return _record(request.custom_id, status, None, error or answer)
+        told = answer.get("error") if isinstance(answer, dict) else None
+        return _record(request.custom_id, status, None, told or answer)
     return _record(request.custom_id, status, answer, None)
 
 

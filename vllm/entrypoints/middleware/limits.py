@@ -149,7 +149,7 @@ class BodyLimits:
 
 
 def _encoding_of(scope: Scope) -> str:
-    """How the body is compressed; empty if it is not."""
+    """Return the encoding of a compressed body; empty if it is not compressed."""
     given = (get_header(scope, b"content-encoding") or "").strip().lower()
     return "" if given == "identity" else given.removeprefix("x-")
 

@@ -11,14 +11,14 @@ from vllm.entrypoints.shared.asgi import get_header, route_path
 
 
 class HttpManners:
-    """The outermost middleware, so that everything behind it sees one form of each path.
+    """The outermost middleware, so that the routes see one form of each path.
 
     A slash at the end of a path, and further ones at its beginning, are dropped. HEAD is answered
     like GET, without the body. OPTIONS is answered with the methods of the route, unless it is the
     question of a browser before a request to another origin, which CORS answers.
 
     Args:
-        app: behind it.
+        app: gets the requests.
         routers: of the server.
     """
 
@@ -44,7 +44,7 @@ class HttpManners:
         await self.app(scope, receive, send)
 
     def _methods(self, scope: Scope) -> set[str]:
-        """The methods of a path; empty if no route has it."""
+        """Return the methods of a path; empty if no route has it."""
         found: set[str] = set()
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:

@@ -1,6 +1,7 @@
 """The application: all routes of the server, and their middleware."""
 
 import time
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -123,13 +124,15 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
     add_user_middleware(app, args.middleware)
     if args.api_key:
         app.add_middleware(Authentication, keys=args.api_key)
+    # Only where it is asked for: old versions of Starlette do not know it.
+    private: dict[str, Any] = {"allow_private_network": True} if args.allow_private_network else {}
     app.add_middleware(
         CORSMiddleware,
         allow_origins=args.allowed_origins,
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
-        **({"allow_private_network": True} if args.allow_private_network else {}),
+        **private,
     )
     app.add_middleware(HttpManners, routers=routers)
     if not args.disable_uvicorn_access_log:

@@ -115,7 +115,7 @@ class ResponseModel(BaseModel):
 
 
 class ErrorInfo(ResponseModel):
-    """What is wrong with a request, or has failed in the server."""
+    """The message and the kind of an error."""
 
     message: str
     type: str

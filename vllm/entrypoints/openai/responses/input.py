@@ -1,9 +1,9 @@
 """Items of the Responses API: checks them, normalises them, and converts them to chat messages.
 
 An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
-output of a call, or reasoning. Clients also send back items that other servers have made. Those of
-tools that the client runs become calls and outputs like the others; the rest stays in the list of
-items, and the model does not see it. Pure functions, independent of engine and framework.
+output of a call, or reasoning. Clients also send back items that other servers have made. Items of
+tools that the client runs become calls and outputs like the others. The model does not see the
+rest, which remains in the list of items. Pure functions, independent of engine and framework.
 """
 
 import uuid
@@ -179,7 +179,7 @@ class _Conversation:
         """Return the messages, after all items were added."""
         if not self.messages:
             raise RequestError(
-                "input has nothing that the model can read: send a message", param="input"
+                "input must have a message or another item that the model can read", param="input"
             )
         if self._system:
             self.messages[0]["content"] = "\n\n".join(self._system)
