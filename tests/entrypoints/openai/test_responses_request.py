@@ -105,12 +105,3 @@ def test_what_is_not_available_is_refused_by_its_name(fields, param):
     with pytest.raises(RequestError) as caught:
         convert(**fields)
     assert caught.value.param == param
-
-
-def test_fields_that_exclude_each_other_are_refused():
-    with pytest.raises(RequestError, match="cannot be combined with this tool_choice"):
-        convert(
-            tools=[tool("f")],
-            tool_choice="required",
-            text={"format": {"type": "json_object"}},
-        )
