@@ -28,16 +28,17 @@ INTERNAL_FIELDS = ("field", "start")
 
 
 class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in an output its grammar begins. Made by a server, which knows how its model writes
-    thoughts and tool calls; the default is the beginning of the output.
+    """The point of an output at which its grammar begins; by default the beginning of the output.
+
+    A server makes it, because it knows how its model writes thoughts and tool calls.
 
     Args:
         is_thinking: the output begins inside of thoughts.
         thought_starts: if the output begins with one of these, thoughts follow.
-        thought_ends: behind the first of these, thoughts are over and the answer begins.
+        thought_ends: after the first of these, thoughts are over and the answer begins.
         calls: an answer that begins with one of these is free text: calls of tools.
         special_tokens: id -> text, of the special tokens that are part of these texts.
-        allows_space: white space may come before these texts and before the answer. Who reads the
+        allows_space: white space may come before these texts and the answer. The reader of the
             answer leaves it out.
     """
 
@@ -50,7 +51,7 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_late(self) -> bool:
-        """Whether anything may come before the grammar or in place of it."""
+        """Return whether anything may come before the grammar, or instead."""
         return bool(self.is_thinking or self.thought_starts or self.calls)
 
 
@@ -102,7 +103,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
 
     @property
     def ignores_space(self) -> bool:
-        """Whether white space before an output of this kind means nothing, and is no part of it."""
+        """Return whether white space before outputs of this kind is no part of them."""
         if self.choice is not None:
             return all(isinstance(text, str) and text[:1].strip() for text in self.choice)
         return self.json is not None or bool(self.json_object)

@@ -133,8 +133,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: frozenset[int] = frozenset()
     """Other tokens that end the output, reported as stop reason."""
     model_end_token_ids: frozenset[int] = frozenset()
-    """Those of them that are the model's. A grammar allows them only where the output may end, like
-    `eos_token_id`."""
+    """The model's end tokens among them. A grammar allows them only where the output may end."""
     bad_words_token_ids: list[list[int]] = []
     max_total_tokens: int
     """Prompt and output tokens at which the request ends with reason "length"."""

@@ -177,7 +177,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         allowed_token_ids: only these may be generated.
         extra_args: passed on to plug-ins.
         structured_outputs: another name of `guided_decoding`, which has the value afterwards.
-        kept_special_token_ids: special tokens that stay in the text with `skip_special_tokens`.
+        kept_special_token_ids: special tokens whose text `skip_special_tokens` does not leave out.
 
     Raises:
         RequestError: (a ValueError) a value is out of range or of the wrong type; names the field.

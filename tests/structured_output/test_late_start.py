@@ -1,4 +1,4 @@
-"""A grammar behind thoughts, or in place of calls, however the output is cut into tokens."""
+"""A grammar after thoughts, or no grammar but calls, however the output is cut into tokens."""
 
 import json
 
@@ -60,7 +60,7 @@ def next_tokens(matcher):
 
 
 def after(matcher, *pieces):
-    """What may come behind these pieces, each token of which must have been allowed."""
+    """Return the tokens that may follow these pieces, whose tokens must have been allowed."""
     for piece in pieces:
         for token_id in tokens_of(piece):
             assert token_id in next_tokens(matcher), (piece, token_id)

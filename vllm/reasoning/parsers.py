@@ -61,7 +61,7 @@ class ReasoningParser:
     def follow(self, prompt: str, *, is_continued: bool = False) -> None:
         """Say what the output follows, before anything is read.
 
-        A prompt may end inside of thoughts, or behind them.
+        A prompt may end inside of thoughts, or after them.
 
         Args:
             prompt: its text, with the special tokens.
@@ -74,7 +74,7 @@ class ReasoningParser:
         self._is_thinking, self._is_start_needed = is_inside, False
 
     def grammar_start(self) -> GrammarStart:
-        """Where a grammar for the answer begins; see `follow`."""
+        """Return where a grammar for the answer begins, after the prompt of `follow`."""
         if not self._is_thinking:
             return GrammarStart()
         if self._is_start_needed:
@@ -199,7 +199,7 @@ class GraniteReasoningParser(ReasoningParser):
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Whether a prompt ends inside of thoughts (True), behind them (False), or neither (None).
+    """Whether a prompt ends inside of thoughts (True), after them (False), or neither (None).
 
     A template writes a marker at the very end of the prompt; a marker further up is part of what
     somebody wrote. Of a message that is continued the last marker counts.

@@ -62,13 +62,13 @@ class ForeignReasoningParser:
         self._is_inside: bool | None = None
 
     def follow(self, prompt: str, *, is_continued: bool = False) -> None:
-        """See `ReasoningParser.follow`; only the grammar of the answer depends on it here."""
+        """Say what the output follows. Only the grammar of the answer depends on it."""
         parser = self._parser
         self._is_inside = ends_inside(prompt, parser.starts, parser.ends, is_continued=is_continued)
 
     def grammar_start(self) -> GrammarStart:
-        """See `ReasoningParser.grammar_start`. It begins with the output unless the parser says$
-        that thoughts end at the markers of its class."""
+        """Return where a grammar for the answer begins: at once, unless the parser finds the end of
+        thoughts at the markers of its class."""
         parser, kind = self._parser, type(self._parser)
         is_known = (
             kind.is_reasoning_end is not ReasoningParser.is_reasoning_end
@@ -100,7 +100,7 @@ class ForeignReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See `ReasoningParser.markers`."""
+        """Return the markers of its class."""
         markers: tuple[str, ...] = self._parser.markers
         return markers
 

@@ -1,8 +1,8 @@
-"""A grammar that begins later than its output: behind thoughts, or not at all if tools are called.
+"""A grammar that begins later than its output: after thoughts, or never if tools are called.
 
 `GrammarStart` says what may come before. An output is in one of four phases:
 
-    thoughts     any text; the answer begins behind an end marker
+    thoughts     any text; the answer begins after an end marker
     opening      a marker of thoughts or calls, or the grammar, whichever fits; white space before
                  it, where that is allowed
     grammar      the grammar decides
@@ -25,7 +25,7 @@ from vllm.structured_output.backends.interface import (
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 
 _MAX_ROLLBACK = 256
-"""States that are kept to go back to; more than a step has drafts."""
+"""Number of earlier states to roll back to; more than a step has drafts."""
 
 
 class _Phase(IntEnum):
@@ -36,11 +36,11 @@ class _Phase(IntEnum):
 
 
 class _State(NamedTuple):
-    """Where an output is; a new one for each token."""
+    """The phase of an output, and its details; a new one for each token."""
 
     phase: _Phase
     text: bytes = b""
-    """Of THOUGHTS the end, which may begin a marker. Of OPENING what comes behind white space."""
+    """Of THOUGHTS the end, which may begin a marker. Of OPENING the text after white space."""
     num_spaces: int = 0
     """Bytes of white space before the answer."""
     pending: tuple[int, ...] = ()
@@ -54,9 +54,9 @@ class _State(NamedTuple):
 
 
 class LateMatcher:
-    """See `OutputMatcher`: the matcher of a grammar that begins later.
+    """Follows one output as `GrammarStart` says, with the matcher of its grammar.
 
-    Unlike that of a grammar, its masks also allow tokens without text where the output is free.
+    Its masks also allow tokens without text where the output is free.
 
     Args:
         start: what may come before the grammar.
@@ -87,7 +87,7 @@ class LateMatcher:
     # ---- the contract -------------------------------------------------------------------------
 
     def fill(self, mask: IntArray) -> None:
-        """See `OutputMatcher`."""
+        """Write the mask of the next token, by the phase of the output."""
         state = self._state
         if state.phase is _Phase.GRAMMAR:
             self._fill_grammar(mask, ())
@@ -99,7 +99,7 @@ class LateMatcher:
             self._fill_opening(mask, state)
 
     def is_complete(self) -> bool:
-        """See `OutputMatcher`."""
+        """Return whether the output may end: calls may at any token, thoughts never."""
         state = self._state
         if state.phase is _Phase.CALLS:
             return True
@@ -113,7 +113,7 @@ class LateMatcher:
             return self._grammar.is_complete()
 
     def accept(self, token_id: int) -> None:
-        """See `OutputMatcher`."""
+        """Add a token; raises BackendError if it is not allowed here."""
         state = self._after(token_id)
         self._history.append(self._state)
         if len(self._history) > 2 * _MAX_ROLLBACK:
@@ -121,7 +121,7 @@ class LateMatcher:
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
-        """See `OutputMatcher`."""
+        """Take back the last accepted tokens. The grammar takes back its part of them."""
         state = self._history[-num_tokens]
         del self._history[-num_tokens:]
         if num_extra := self._state.num_accepted - state.num_accepted:
@@ -151,7 +151,9 @@ class LateMatcher:
         place, end = min(found)
         rest = text[place + len(end) :]
         if self._is_answer(rest):
-            raise BackendError(f"a token holds the end of the thoughts and an answer: {rest!r}")
+            raise BackendError(
+                f"a token must not have text after the end of thoughts, got {rest!r}"
+            )
         return _State(_Phase.OPENING, num_spaces=len(rest))
 
     def _open(self, state: _State, token_id: int, data: bytes) -> _State:
@@ -184,7 +186,7 @@ class LateMatcher:
         return self._calls + self._thought_starts if state.may_think else self._calls
 
     def _allows(self, token_id: int, pending: Sequence[int]) -> bool:
-        """Whether the grammar allows a token behind those that it has not been given yet."""
+        """Whether the grammar allows a token after `pending`, which it has not been given yet."""
         if not self._bytes_of(token_id):
             return False
         with _Given(self._grammar, pending):
@@ -198,7 +200,7 @@ class LateMatcher:
         return bool(data) and not data.strip() and num_before + len(data) <= self._max_spaces
 
     def _is_answer(self, rest: bytes) -> bool:
-        """Whether what a token has behind the end of thoughts would have to follow the grammar."""
+        """Whether the rest of a token after the end of thoughts has to follow the grammar."""
         return bool(rest.strip() if self._max_spaces else rest)
 
     # ---- masks --------------------------------------------------------------------------------
@@ -209,8 +211,8 @@ class LateMatcher:
         mask &= self._vocabulary.text_mask
 
     def _fill_thoughts(self, mask: IntArray, text: bytes) -> None:
-        """Allow all tokens but those that hold the end of thoughts and the beginning of an answer:
-        the grammar could not be given the second half."""
+        """Allow all tokens except one with the end of thoughts and the beginning of an answer: the
+        grammar could not be given the second half."""
         if self._free is None:
             banned = [
                 token_id

@@ -81,7 +81,7 @@ def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int]:
-    """The end tokens, and those of config.json if it has no others or the same and more.
+    """Add the end tokens of config.json, if it has all of these and more.
 
     transformers makes a generation_config.json that is missing from config.json. A copy of a model
     may have lost some of its end tokens in one of the two files. Defaults of a model type do not
@@ -91,7 +91,7 @@ def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int
     if not (folder / "config.json").is_file():
         return ids
     content = read_hf_config(folder, model_config.hf_overrides)
-    value = content.get("eos_token_id")  # -1 and the like stand for none
+    value = content.get("eos_token_id")  # -1 means none
     given: list[Any] = value if isinstance(value, list) else [value]
     more = [token_id for token_id in given if _is_token_id(token_id)]
     return more if set(ids) <= set(more) else ids

@@ -1,7 +1,7 @@
-"""Which tokens of a tokenizer are special: the one answer for all who ask.
+"""The special tokens of a tokenizer: the only definition of them.
 
 The text of an output, the markers of tool calls and reasoning, grammars and end tokens depend on
-it. transformers has two lists, those with a name and those that tokenizer.json flags. A token of
+it. transformers has two lists, tokens with a name and tokens that tokenizer.json flags. A token of
 either is special here.
 """
 
@@ -37,7 +37,7 @@ class SpecialTokens:
         return found
 
     def parts_of(self, texts: Iterable[str]) -> dict[int, str]:
-        """Id -> text, of the special tokens that one of these texts contains."""
+        """Return id -> text, of the special tokens that one of these texts contains."""
         wanted = tuple(texts)
         return {i: t for i, t in self.texts.items() if t and any(t in text for text in wanted)}
 

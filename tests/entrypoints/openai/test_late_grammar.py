@@ -1,4 +1,4 @@
-"""What the engine is told of thoughts, calls and special tokens, and what the client gets."""
+"""Thoughts, calls and special tokens: the parameters of the engine, the answer of the client."""
 
 import copy
 import json

@@ -110,15 +110,6 @@ def test_what_is_not_available_is_refused_by_its_name(fields, param):
     assert caught.value.param == param
 
 
-def test_fields_that_exclude_each_other_are_refused():
-    with pytest.raises(RequestError, match="cannot be combined with this tool_choice"):
-        convert(
-            tools=[tool("f")],
-            tool_choice="required",
-            text={"format": {"type": "json_object"}},
-        )
-
-
 FOREIGN_TOOLS = [
     {"type": kind}
     for kind in (

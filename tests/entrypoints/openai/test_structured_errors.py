@@ -11,7 +11,6 @@ from vllm.entrypoints.openai.protocol import (
 )
 from vllm.entrypoints.openai.protocol.sampling import guided_decoding
 from vllm.entrypoints.openai.responses import request as responses
-from vllm.errors import RequestError
 from vllm.structured_output.spec import field_of
 
 SCHEMA = {"type": "object", "uniqueItems": True}
@@ -66,9 +65,13 @@ def test_the_form_keeps_the_name_of_its_field(make, fields, name):
     assert field_of(guided_decoding(body.model_copy())) == name
 
 
-def test_a_format_beside_a_tool_choice_is_refused_by_its_own_name():
-    with pytest.raises(
-        RequestError, match=r"^text\.format: cannot be combined with this tool_choice"
-    ) as failure:
-        of_responses(text=TEXT_FORMAT, tools=[TOOL], tool_choice="required")
-    assert failure.value.param == "text.format"
+def test_a_format_is_for_answers_and_calls_that_are_required_have_their_own():
+    body = of_responses(text=TEXT_FORMAT, tools=[TOOL], tool_choice="required")
+    assert body.has_response_format and body.tool_choice == "required"
+
+
+def test_a_constraint_beside_calls_that_are_required_is_refused_by_its_own_name():
+    tool = {"type": "function", "function": {"name": "look"}}
+    message = "guided_regex: cannot be combined with this tool_choice"
+    with pytest.raises(ValueError, match=message):
+        of_chat(guided_regex="a", tools=[tool], tool_choice="required")

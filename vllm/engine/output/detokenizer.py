@@ -147,7 +147,7 @@ class DetokenizerFactory:
             prompt_token_ids: the prompt; its text is not part of the result. None: the prompt is
                 text that is not known.
             skip_special_tokens: leave special tokens out of the text.
-            kept_special_token_ids: those that stay in the text nevertheless.
+            kept_special_token_ids: the special tokens whose text is never left out.
             spaces_between_special_tokens: only has an effect with tokenizers written in Python.
         """
         hidden = self._special_ids.difference(kept_special_token_ids)

@@ -15,7 +15,7 @@ class BackendError(ValueError):
 
 
 class OutputMatcher(Protocol):
-    """Which tokens one output may have next."""
+    """Follows one output, and allows its next tokens."""
 
     def fill(self, mask: IntArray) -> None:
         """Write the mask of the tokens that are allowed next.
@@ -42,8 +42,8 @@ class BackendMatcher(OutputMatcher, Protocol):
     """The state of one output in its grammar."""
 
     def can_accept(self, token_id: int) -> bool:
-        """Whether a text token may come next. Also of tokens that `fill` leaves out, because the
-        library would cut a text that is certain into others."""
+        """Return whether a text token may come next. It may although `fill` leaves it out, if the
+        library would cut a text that is certain into other tokens."""
         ...
 
 

@@ -122,7 +122,7 @@ class LLGuidanceMatcher:
         return self._matcher.is_accepting()
 
     def can_accept(self, token_id: int) -> bool:
-        """See `BackendMatcher`."""
+        """Return whether a text token may come next; the state does not change."""
         return bool(self._matcher.validate_tokens([token_id]))
 
     def accept(self, token_id: int) -> None:

@@ -86,7 +86,7 @@ class Vocabulary:
 
     @cached_property
     def spaces(self) -> list[tuple[int, bytes]]:
-        """The tokens of white space, and their bytes."""
+        """Return the tokens of white space, and their bytes."""
         return [(i, t) for i, t in enumerate(self.tokens) if t and not t.strip()]
 
     def tokens_along(self, text: bytes) -> Iterator[tuple[int, bytes]]:
@@ -97,7 +97,7 @@ class Vocabulary:
                 yield token_id, token
 
     def tokens_around(self, text: bytes) -> list[tuple[int, bytes]]:
-        """The tokens with this text inside, and what they have behind it."""
+        """Return the tokens with this text inside, and the rest of each."""
         if text not in self._around:
             self._around[text] = [
                 (token_id, token.partition(text)[2])

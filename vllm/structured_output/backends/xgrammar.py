@@ -106,7 +106,7 @@ class XGrammarMatcher:
         return bool(self._matcher.is_completed())
 
     def can_accept(self, token_id: int) -> bool:
-        """See `BackendMatcher`."""
+        """Return whether a text token may come next; the state does not change."""
         if not self._matcher.accept_token(token_id):
             return False
         self._matcher.rollback(1)

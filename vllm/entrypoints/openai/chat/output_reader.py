@@ -60,7 +60,7 @@ class ReadDelta:
 
 
 class _HiddenTexts:
-    """Removes texts from a text that comes in pieces."""
+    """Removes texts from a growing text."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._markers = Markers(sorted(texts, key=len, reverse=True))
@@ -118,7 +118,7 @@ class OutputReader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content."""
+        """Return whether all text is content."""
         return self._reasoning is None and self._tools is None and self._forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
@@ -166,21 +166,21 @@ class OutputReader:
 
     @property
     def markers(self) -> list[str]:
-        """The texts that the parsers look for."""
+        """Return the texts that the parsers look for."""
         tools = self._tools
         of_tools = () if tools is None else (*tools.markers, *tools.further_tokens)
         return [*(() if self._reasoning is None else self._reasoning.markers), *of_tools]
 
     def hide(self, texts: Iterable[str]) -> None:
-        """Leave special tokens out that are in the text for the sake of the parsers alone."""
+        """Leave special tokens out that are in the text only for the sake of the parsers."""
         if texts := list(texts):
             self._hidden = [_HiddenTexts(texts) for _ in range(2)]
 
     def grammar_start(self, names: Sequence[str], *, allows_space: bool) -> GrammarStart:
-        """Where a grammar for the answer begins. If that is at once, there are no thoughts to read.
+        """Return where a grammar for the answer begins. If at once, there are no thoughts to read.
 
         Args:
-            names: of the tools that the model may call in place of an answer.
+            names: of the tools that the model may call instead of answering.
             allows_space: the answer never begins with white space, so if the grammar is late, there
                 may be some before it, which is left out.
         """

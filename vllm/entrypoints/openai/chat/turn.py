@@ -363,8 +363,8 @@ def _grammar_start(
     guided: GuidedDecodingParams,
     special: SpecialTokens,
 ) -> GrammarStart:
-    """Where the grammar of an output begins. A response format is for answers: the model may call
-    tools in place of one."""
+    """Return where the grammar of an output begins. A response format is for answers: the model may
+    call tools instead."""
     may_call = body.tool_choice == "auto" and body.has_response_format
     names = [tool.function.name for tool in body.functions] if may_call else []
     start = reader.grammar_start(names, allows_space=guided.ignores_space)

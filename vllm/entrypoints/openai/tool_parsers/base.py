@@ -107,9 +107,9 @@ class ToolParser:
         return request
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The texts with which an answer begins that calls tools, and no other answer should.
+        """Return the texts with which an answer begins that calls tools, and no other answer.
 
-        Where an answer has to follow a grammar, it may begin with one of them instead.
+        If a grammar is for answers only, an output may begin with one of them instead.
 
         Args:
             names: of the tools.

@@ -32,7 +32,7 @@ class JsonToolParser(ToolParser):
     """What stands between objects that are in no array."""
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """See `ToolParser.call_starts`. Name and arguments tell a bare call from other JSON."""
+        """Return the markers, and the beginnings of calls without one, up to their arguments."""
         starts = list(self.markers)
         for opening in self.bare:
             bracket = "" if opening == "{" else opening

@@ -67,7 +67,7 @@ class Phi4MiniToolParser(JsonToolParser):
     markers = ("functools",)
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """See `ToolParser.call_starts`."""
+        """Return the beginnings without the markers that may come before any answer."""
         return ("functools[",)
 
     def read_calls(self, marker: str) -> Wait[None]:
@@ -84,8 +84,8 @@ class XlamToolParser(JsonToolParser):
     bare = "[{"
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """See `ToolParser.call_starts`."""
-        others = ("</think>", "```")  # may come before any answer
+        """Return the word with its bracket, without which it is prose."""
+        others = ("</think>", "```")
         return tuple(start for start in super().call_starts(names) if start not in others)
 
     def read_calls(self, marker: str) -> Wait[None]:

@@ -51,18 +51,18 @@ class ForeignToolParser:
 
     @property
     def further_tokens(self) -> tuple[str, ...]:
-        """See `ToolParser.further_tokens`."""
+        """Return the further tokens of its class."""
         texts: tuple[str, ...] = self._parser.further_tokens
         return texts
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See `ToolParser.markers`; empty if the parser does not say."""
+        """Return the markers of its class; most classes have none."""
         texts: tuple[str, ...] = self._parser.markers
         return texts
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """See `ToolParser.call_starts`."""
+        """Return the texts with which calls begin; most classes know none."""
         starts: tuple[str, ...] = self._parser.call_starts(names)
         return starts
 

@@ -20,7 +20,7 @@ class PythonicToolParser(ToolParser):
     bare = "["
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """See `ToolParser.call_starts`."""
+        """Return the markers, and the beginnings of calls without one, up to their arguments."""
         return (*self.markers, *(f"[{name}(" for name in names))
 
     def read_calls(self, marker: str) -> Wait[None]:
