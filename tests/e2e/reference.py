@@ -103,9 +103,7 @@ def assert_all_greedy(
             f"by {missed.tolist()}"
         )
         if asked.logprobs is not None:
-            _assert_same_logprobs(
-                completion.logprobs, token_ids, of_output, asked.logprobs, limit
-            )
+            _assert_same_logprobs(completion.logprobs, token_ids, of_output, asked.logprobs, limit)
         if asked.prompt_logprobs is not None:
             assert isinstance(prompt, list)
             first, *others = output.prompt_logprobs
@@ -136,9 +134,7 @@ def _assert_same_logprobs(
     assert {len(entry) - num_likeliest for entry in entries} <= {0, 1}
     pairs = [(i, t, e.logprob) for i, entry in enumerate(entries) for t, e in entry.items()]
     positions, tokens, values = (list(column) for column in zip(*pairs, strict=True))
-    torch.testing.assert_close(
-        torch.tensor(values), wanted[positions, tokens], atol=limit, rtol=0
-    )
+    torch.testing.assert_close(torch.tensor(values), wanted[positions, tokens], atol=limit, rtol=0)
     if num_likeliest:
         least = [sorted(e.logprob for e in entry.values())[-num_likeliest] for entry in entries]
         of_reference = wanted.topk(num_likeliest).values[:, -1]
