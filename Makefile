@@ -62,7 +62,7 @@ lock: $(VENV)/.installed-dev ## renew constraints-dev.txt with the releases of t
 
 # Every architecture as a card compiles it; a run of the tests captures a few of them.
 test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance tests/e2e/test_latent_attention.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" -k "conformance or deepseek" tests/conformance tests/e2e/test_equal_to_transformers.py
 
 # More cases of what a run of the tests proves with fewer: all graphs, and more random requests.
 test-exhaustive: $(VENV)/.installed-dev ## what `test` leaves out: all graphs, more random requests

@@ -33,15 +33,11 @@ class Proof:
         return {row["family"] for row in rows}
 
 
-_EVERY_FAMILY = "tests.e2e.test_every_family:test_logprobs_are_those_of_transformers"
-_STATES = "tests.e2e.test_state_families:test_states_on_a_simulated_card_are_the_same"
+_TABLE = "tests.e2e.test_equal_to_transformers:test_outputs_are_those_of_transformers"
 _RANKS = "tests.model_executor.test_parallel_layers:test_ranks_together_compute_what_one_does"
 
 PROOFS: dict[str, tuple[Proof, ...]] = {
-    "modules": (
-        Proof(_EVERY_FAMILY, {"mode": "CPU"}),
-        Proof("tests.e2e.test_state_families:test_a_state_is_that_of_its_request"),
-    ),
+    "modules": (Proof(_TABLE, {"mode": "CPU"}),),
     "program": (
         Proof(
             "tests.model_executor.test_program_parity:"
@@ -53,10 +49,8 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
             "tests.model_executor.test_bfloat16:test_modules_are_as_near_to_float32_as_transformers"
         ),
     ),
-    "HPU graphs": tuple(Proof(test, {"mode": "HPU graphs"}) for test in (_EVERY_FAMILY, _STATES)),
-    "torch.compile": tuple(
-        Proof(test, {"mode": "torch.compile"}) for test in (_EVERY_FAMILY, _STATES)
-    ),
+    "HPU graphs": (Proof(_TABLE, {"mode": "HPU graphs"}),),
+    "torch.compile": (Proof(_TABLE, {"mode": "torch.compile"}),),
     "2 ranks": (Proof(_RANKS, {"tp_size": 2}),),
     "4 ranks": (Proof(_RANKS, {"tp_size": 4}),),
     "pipeline": (

@@ -1,18 +1,28 @@
-"""Greedy generation and log-probabilities by `transformers`, one prompt at a time."""
+"""Outputs of an engine against one forward pass of `transformers` over prompt and output.
 
-import inspect
+A reference generates nothing: a token is right if the reference, given everything before it, ranks
+it first.
+"""
+
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from tests.reference_model import load_reference
-from vllm.transformers_utils.transformers_version import is_version_4
+from vllm import SamplingParams
+from vllm.outputs import Logprob, RequestOutput
 
-NUM_LIKELIEST = 5
+Prompt: TypeAlias = "list[int] | Tensor"
+"""Token ids, or embeddings [T, size]."""
+Reference: TypeAlias = Callable[[Prompt, list[int]], Tensor]
+"""Return logits [prompt + output, vocab] of a prompt and the output of an engine."""
+
+LIMIT = 1e-4
+"""Difference of log-probabilities in float32, and between two tokens that are equally likely."""
 
 SHORT_TEXTS: dict[str, Any] = {
     "dtype": "float32",
@@ -23,23 +33,6 @@ SHORT_TEXTS: dict[str, Any] = {
     "num_gpu_blocks_override": 60,
 }
 """Arguments of an engine for a few prompts that are compared with `transformers`."""
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What `transformers` makes of one prompt.
-
-    Attributes:
-        token_ids: greedy output.
-        prompt: token ids, or embeddings.
-        logprobs: [prompt + output - 1, vocab] of every token after the first, float32.
-        margins: per output token, how far the likeliest logit is above the second.
-    """
-
-    prompt: list[int] | torch.Tensor
-    token_ids: list[int]
-    logprobs: torch.Tensor
-    margins: list[float]
 
 
 def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -55,76 +48,99 @@ def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> 
     return prompts
 
 
+class TransformersReference:
+    """The model of a folder, by `transformers`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._model = load_reference(folder, dtype)
+
+    @property
+    def table(self) -> Tensor:
+        """[vocab, size] embeddings of tokens."""
+        table: Tensor = self._model.get_input_embeddings().weight.detach()
+        return table
+
+    @torch.inference_mode()
+    def __call__(self, prompt: Prompt, output: list[int]) -> Tensor:
+        """Return the logits [prompt + output, vocab], float32."""
+        if isinstance(prompt, Tensor):
+            embedded = self._model.get_input_embeddings()(torch.tensor([output]))
+            inputs = {"inputs_embeds": torch.cat((prompt[None].to(embedded.dtype), embedded), 1)}
+        else:
+            inputs = {"input_ids": torch.tensor([[*prompt, *output]])}
+        logits: Tensor = self._model(**inputs, use_cache=False).logits[0].float()
+        return logits
+
+
 @torch.inference_mode()
-def generate(
-    folder: Path,
-    prompts: Sequence[list[int] | torch.Tensor],
-    max_tokens: int,
-    use_cache: bool = True,
-) -> list[Reference]:
-    """Return greedy continuations in float32, of token ids or embeddings [T, size]; end tokens do
-    not end them.
+def assert_all_greedy(
+    outputs: Iterable[RequestOutput],
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    reference: Reference,
+    limit: float = LIMIT,
+) -> None:
+    """Compare greedy outputs with a reference, and log-probabilities where they were asked for.
 
     Args:
-        folder: of the model.
-        prompts: one result each.
-        max_tokens: of each continuation.
-        use_cache: of transformers; False where it is wrong.
+        outputs: one for each prompt, of one completion each; an end token does not end it.
+        prompts: given to the engine.
+        params: of all prompts, or of each.
+        reference: computes the logits.
+        limit: of the difference of two log-probabilities.
     """
-    model = load_reference(folder)
-    if is_version_4():  # some of its caches hold one kind of layer only
-        use_cache = False
-    return [_one(model, prompt, max_tokens, use_cache) for prompt in prompts]
+    each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for output, prompt, asked in zip(outputs, prompts, each_params, strict=True):
+        (completion,) = output.outputs
+        token_ids = list(completion.token_ids)
+        assert len(token_ids) == asked.max_tokens
+        logprobs = reference(prompt, token_ids).log_softmax(-1)
+        of_output = logprobs[len(prompt) - 1 : -1]
+        chosen = of_output.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        missed = of_output.max(-1).values - chosen
+        assert missed.max() < limit, (
+            f"prompt of {len(prompt)} tokens: outputs are less likely than another token, "
+            f"by {missed.tolist()}"
+        )
+        if asked.logprobs is not None:
+            _assert_same_logprobs(completion.logprobs, token_ids, of_output, asked.logprobs, limit)
+        if asked.prompt_logprobs is not None:
+            assert isinstance(prompt, list)
+            first, *others = output.prompt_logprobs
+            of_prompt = logprobs[: len(prompt) - 1]
+            assert first is None
+            _assert_same_logprobs(others, prompt[1:], of_prompt, asked.prompt_logprobs, limit)
 
 
-def _one(
-    model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: int, use_cache: bool
-) -> Reference:
-    cache = None
-    if isinstance(prompt, torch.Tensor):
-        inputs = {"inputs_embeds": prompt[None]}
-    else:
-        inputs = {"input_ids": torch.tensor([prompt])}
-    token_ids: list[int] = []
-    margins: list[float] = []
-    rows: list[torch.Tensor] = []
-    name = cache_name(model)
-    for _ in range(max_tokens):
-        output = model(**inputs, **{name: cache}, use_cache=use_cache)
-        logits = output.logits[0].float()
-        if rows and not use_cache:
-            logits = logits[-1:]
-        rows.append(logits.log_softmax(-1))
-        best = logits[-1].topk(2)
-        margins.append(float(best.values[0] - best.values[1]))
-        token_ids.append(int(best.indices[0]))
-        if use_cache:
-            cache, inputs = output[name], {"input_ids": torch.tensor([token_ids[-1:]])}
-        else:
-            inputs = _with_token(inputs, model, token_ids[-1])
-    return Reference(prompt, token_ids, torch.cat(rows), margins)
+def _assert_same_logprobs(
+    entries: Sequence[dict[int, Logprob]],
+    token_ids: list[int],
+    wanted: Tensor,
+    num_likeliest: int,
+    limit: float,
+) -> None:
+    """Compare every log-probability of `entries`, and which tokens they have.
 
-
-def cache_name(model: torch.nn.Module) -> str:
-    """What transformers calls the cache that a model takes and returns: `cache` since 5.24."""
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
-def _with_token(inputs: dict[str, Any], model: Any, token_id: int) -> dict[str, Any]:
-    token = torch.tensor([[token_id]])
-    if "input_ids" in inputs:
-        return {"input_ids": torch.cat((inputs["input_ids"], token), dim=1)}
-    embedded = model.get_input_embeddings()(token)
-    return {"inputs_embeds": torch.cat((inputs["inputs_embeds"], embedded), dim=1)}
-
-
-def assert_same_tokens(got: list[int], want: Reference, max_margin: float = 1e-4) -> None:
-    """Equal, but for what follows a token that `transformers` itself was undecided about."""
-    for position, (ours, theirs) in enumerate(zip(got, want.token_ids, strict=True)):
-        if ours != theirs:
-            assert want.margins[position] < max_margin, (
-                f"prompt of {len(want.prompt)} tokens, output {position}: {ours} instead of "
-                f"{theirs}, which was ahead by {want.margins[position]}"
-            )
-            return
+    Args:
+        entries: by position, the log-probabilities by token; its own token is the first.
+        token_ids: by position.
+        wanted: [positions, vocab] log-probabilities of the reference.
+        num_likeliest: entries of each position, its own token may be one more.
+        limit: of the difference of two log-probabilities.
+    """
+    assert [next(iter(entry)) for entry in entries] == token_ids
+    if not entries:
+        return
+    assert {len(entry) - num_likeliest for entry in entries} <= {0, 1}
+    pairs = [(i, t, e.logprob) for i, entry in enumerate(entries) for t, e in entry.items()]
+    positions, tokens, values = (list(column) for column in zip(*pairs, strict=True))
+    torch.testing.assert_close(torch.tensor(values), wanted[positions, tokens], atol=limit, rtol=0)
+    if num_likeliest:
+        least = [sorted(e.logprob for e in entry.values())[-num_likeliest] for entry in entries]
+        of_reference = wanted.topk(num_likeliest).values[:, -1]
+        torch.testing.assert_close(torch.tensor(least), of_reference, atol=limit, rtol=0)
+    own = wanted.gather(1, torch.tensor(token_ids)[:, None])
+    ranks = torch.tensor([entry[t].rank for entry, t in zip(entries, token_ids, strict=True)])
+    # Other tokens may be equally likely, except for rounding.
+    first, last = (1 + (wanted > own + by).sum(-1) for by in (limit, -limit))
+    assert (first <= ranks).all() and (ranks <= last).all()

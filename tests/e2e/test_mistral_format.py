@@ -8,7 +8,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import (
+    SHORT_TEXTS,
+    TransformersReference,
+    assert_all_greedy,
+    random_prompts,
+)
 from tests.tiny_models import make_tiny_model
 from tests.transformers_utils.test_tekken import NUM_SPECIAL, WORDS, write_tekken
 from vllm import LLM, SamplingParams
@@ -76,13 +81,12 @@ def as_published(dense: Path, target: Path) -> Path:
 def test_tokens_are_those_of_transformers(family, load_format, tmp_path):
     dense = make_tiny_model(family, tmp_path / "dense")
     folder = as_published(dense, tmp_path / "published")
-    want = generate(dense, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
+    prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
     llm = LLM(str(folder), load_format=load_format, **SHORT_TEXTS)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": r.prompt} for r in want], params, use_tqdm=False)
-    for output, reference in zip(outputs, want, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, reference)
-        assert output.outputs[0].text
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_all_greedy(outputs, prompts, params, TransformersReference(dense))
+    assert all(output.outputs[0].text for output in outputs)
 
 
 @pytest.fixture(scope="module")

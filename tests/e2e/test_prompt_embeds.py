@@ -1,14 +1,16 @@
-"""Prompts that are embeddings give what `transformers` gives for the same `inputs_embeds`."""
+"""Prompts that are embeddings: how they share blocks, and what they do to other requests.
+
+Outputs are compared with `transformers` in test_equal_to_transformers.py.
+"""
 
 import msgspec
 import pytest
 import torch
 
-from tests.e2e.reference import assert_same_tokens, generate
-from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
-from tests.reach import executor_of, scheduler_of
+from tests.e2e.reference import TransformersReference, assert_all_greedy
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.reach import executor_of
 from tests.reference_model import load_reference
-from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES
 from vllm import LLM, SamplingParams
 from vllm.engine.input.prompt_embeds import cache_keys
 from vllm.env import ranks as env_ranks
@@ -20,9 +22,6 @@ LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
 """33 and 65 leave one token for the last chunk of 32."""
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
 TINY_CACHE = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, **CHUNKS}
-"""For one group of layers; a model with two needs twice the blocks."""
-MORE = tuple(name for name in ALL_FAMILIES if name not in (*FAMILIES, "phi3_long"))
-"""phi3_long: see `MORE_FAMILIES`."""
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
 """Families whose embeddings transformers 4 scales also where they are given."""
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
@@ -60,50 +59,6 @@ def as_prompt(embeds):
     return {"prompt_embeds": embeds} if isinstance(embeds, torch.Tensor) else embeds
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logprobs_equal_transformers(family, models):
-    table = table_of(models(family))
-    embeds = [make_embeds(table, length) for length in LENGTHS]
-    tokens = [list(range(20, 20 + length)) for length in (1, 20, 40)]
-    prompts = [*embeds, *tokens]
-    want = generate(models(family), prompts, MAX_TOKENS)
-    params = SamplingParams(**GREEDY, logprobs=3)
-    num_groups = 2 if family == "qwen2" else 1
-    tiny_cache = TINY_CACHE | {"num_gpu_blocks_override": 14 * num_groups}
-    for settings in ({}, CHUNKS, tiny_cache):
-        llm = make_llm(models(family), **settings)
-        found = llm.generate([as_prompt(p) for p in prompts], params, use_tqdm=False)
-        for output, reference in zip(found, want, strict=True):
-            completion = output.outputs[0]
-            assert_same_tokens(completion.token_ids, reference)
-            if completion.token_ids != reference.token_ids:
-                continue  # transformers itself was undecided
-            for entries, row in zip(
-                completion.logprobs, reference.logprobs[-MAX_TOKENS:], strict=True
-            ):
-                got = torch.tensor([entry.logprob for entry in entries.values()])
-                torch.testing.assert_close(got, row[list(entries)], atol=1e-4, rtol=0)
-        scheduler = scheduler_of(llm)
-        if not scheduler.cache.has_windows:  # with windows: see test_windows.py
-            assert (scheduler.num_preemptions > 0) == (settings is tiny_cache)
-
-
-@pytest.mark.parametrize("family", MORE)
-def test_every_family_does_with_them_what_transformers_does(family, models):
-    """Scales, norms and positions of embeddings apply to those that are given, or do not."""
-    if is_version_4() and family in SCALED_IN_VERSION_4:
-        pytest.skip("this transformers scales them")
-    table = table_of(models(family))
-    embeds = [make_embeds(table, length) for length in (5, 17, 33)]
-    # The cache of transformers is wrong for states.
-    want = generate(models(family), embeds, 5, use_cache=family not in STATE_FAMILIES)
-    params = SamplingParams(**{**GREEDY, "max_tokens": 5})
-    llm = make_llm(models(family), **CHUNKS)
-    found = llm.generate([as_prompt(each) for each in embeds], params, use_tqdm=False)
-    for output, reference in zip(found, want, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, reference)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 def test_the_modules_of_transformers_do_the_same(family, models):
     """Where the embedding of transformers scales the rows of its table."""
@@ -111,12 +66,10 @@ def test_the_modules_of_transformers_do_the_same(family, models):
         pytest.skip("this transformers scales them")
     table = table_of(models(family))
     embeds = [make_embeds(table, length) for length in (5, 33)]
-    want = generate(models(family), embeds, 5)
     params = SamplingParams(**{**GREEDY, "max_tokens": 5})
     llm = make_llm(models(family), model_impl="transformers")
     found = llm.generate([as_prompt(each) for each in embeds], params, use_tqdm=False)
-    for output, reference in zip(found, want, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, reference)
+    assert_all_greedy(found, embeds, params, TransformersReference(models(family)))
 
 
 def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
@@ -134,42 +87,6 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
     for each, token_ids in zip(embeds, tokens, strict=True):
         llm.reset_prefix_cache()  # alone, the last chunk is a step that looks like a decode
         assert run([each]) == run([token_ids])
-
-
-ON_A_CARD = [
-    *(("llama", mode, {}) for mode in MODES),
-    ("gemma3", "HPU graphs", {}),
-    ("opt_post_norm", "HPU graphs", {}),
-    ("llama", "HPU graphs", {"VLLM_MERGED_PREFILL": True}),
-]
-
-
-@pytest.mark.parametrize(("family", "mode", "variables"), ON_A_CARD)
-def test_a_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(family, mode, variables, models):
-    """Strict mode. 33 and 65 leave a prompt of one token, which must not run as a decode."""
-    table = table_of(models(family))
-    first = [make_embeds(table, length) for length in (1, 5, 33, 65, 97)]
-    tokens = [list(range(20, 20 + length)) for length in (1, 20, 40)]
-    prompts = [as_prompt(each) for each in (*first, *tokens)]
-    mixed = [prompts, prompts[5:], [prompts[i] for i in (6, 2, 0, 7, 4)]]
-    params = SamplingParams(**{**GREEDY, "max_tokens": 6})
-    settings = SMALL_ENGINE | {"enable_chunked_prefill": True, "max_num_seqs": 4}
-
-    def run(llm):
-        return [
-            [out.outputs[0].token_ids for out in llm.generate(each, params, use_tqdm=False)]
-            for each in mixed
-        ]
-
-    # On the CPU each kind of windows has blocks of its own.
-    want = run(make_llm(models(family), **settings | {"num_gpu_blocks_override": 200}))
-    lazy, enforce_eager = MODES[mode]
-    env = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": lazy, **variables}
-    with simulated_hpu(has_profiling_run=False, **env) as bridge:
-        llm = make_llm(models(family), device="hpu", enforce_eager=enforce_eager, **settings)
-        compilations = bridge.counters().compilations
-        assert run(llm) == want
-        assert bridge.counters().compilations == compilations
 
 
 def test_stages_on_cards_plan_alike(models, monkeypatch):

@@ -12,14 +12,38 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.e2e.reference import Reference, generate, random_prompts
-from tests.e2e.test_more_families import MAX_TOKENS, check
+from tests.e2e.reference import (
+    Reference,
+    TransformersReference,
+    assert_all_greedy,
+    random_prompts,
+)
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
+MAX_TOKENS = 6
+PROMPTS = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
+SETTINGS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "enable_chunked_prefill": True,
+    "block_size": 16,
+    "num_gpu_blocks_override": 70,
+}
 Tensors = dict[str, Tensor]
 HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def check(folder: Path, reference: Reference) -> None:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    llm = LLM(model=str(folder), **SETTINGS)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert_all_greedy(outputs, PROMPTS, params, reference)
 
 
 def internlm2(tensors: Tensors) -> Tensors:
@@ -119,14 +143,13 @@ def test_chatglm_gives_the_tokens_of_a_glm_with_its_weights(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
     make_tiny_model("glm", glm, rope_parameters=rope)
     save_file(chatglm(load_file(glm / "model.safetensors")), folder / "model.safetensors")
-    prompts = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
-    want = generate(glm, prompts, MAX_TOKENS)
+    reference = TransformersReference(glm)
     for name in ("ChatGLMModel", "ChatGLMForConditionalGeneration"):
         (folder / "config.json").write_text(json.dumps(CHATGLM | {"architectures": [name]}))
-        check(folder, want)
+        check(folder, reference)
     (folder / "config.json").write_text(json.dumps(CHATGLM | {"rmsnorm": False}))
     with pytest.raises(ConfigError, match="rmsnorm=False is not supported; supported: True"):
-        check(folder, want)
+        check(folder, reference)
 
 
 def with_normed_head(tensors: Tensors) -> Tensors:
@@ -153,9 +176,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(folder of a family, what transformers makes of the prompts with a Llama)"""
+    """Return the folder of a family, and a Llama of transformers with the same weights."""
 
-    def make(family: str) -> tuple[Path, list[Reference]]:
+    def make(family: str) -> tuple[Path, Reference]:
         llama, folder = (tmp_path_factory.mktemp(family) for _ in range(2))
         options, config, store = FAMILIES[family]
         make_tiny_model("llama", llama, head_dim=SIZE, num_hidden_layers=2, **options)
@@ -167,19 +190,18 @@ def made(tmp_path_factory):
         kept = {k: v for k, v in known.items() if "rope" not in k and "bias" not in k}
         own = {"architectures": [family], "auto_map": {"AutoConfig": "own.Config"}}
         (folder / "config.json").write_text(json.dumps(kept | own | config))
-        prompts = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
-        return folder, generate(llama, prompts, MAX_TOKENS)
+        return folder, TransformersReference(llama)
 
     return make
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_gives_the_tokens_of_a_llama_with_its_weights(family, made):
-    folder, want = made(family)
-    check(folder, want)
+    folder, reference = made(family)
+    check(folder, reference)
     if family == "BaichuanForCausalLM":
         with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
-            check(folder, want)
+            check(folder, reference)
 
 
 def by_formulas(tensors: Tensors, token_ids: list[int]) -> Tensor:
@@ -213,13 +235,4 @@ def test_baichuan_13b_gives_the_tokens_of_its_formulas(made, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
-    want = []
-    for prompt in random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096):
-        token_ids, margins = list(prompt), []
-        for _ in range(MAX_TOKENS):
-            logits = by_formulas(tensors, token_ids)[-1]
-            best = logits.topk(2)
-            margins.append(float(best.values[0] - best.values[1]))
-            token_ids.append(int(best.indices[0]))
-        want.append(Reference(prompt, token_ids[len(prompt) :], logits, margins))
-    check(tmp_path, want)
+    check(tmp_path, lambda prompt, output: by_formulas(tensors, [*prompt, *output]))

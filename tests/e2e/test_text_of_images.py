@@ -9,7 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import (
+    SHORT_TEXTS,
+    TransformersReference,
+    assert_all_greedy,
+    random_prompts,
+)
 from tests.tiny_models import _DECODER, _GEMMA2, _LLAMA3_ROPE, is_version_4, randomize
 from vllm import LLM, SamplingParams
 from vllm.config.families import TEXT_TYPES
@@ -114,14 +119,14 @@ CASES = [
 @pytest.mark.parametrize(("name", "model_impl"), CASES)
 def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path, caplog):
     folder = whole(name)
-    want = generate(folder, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
+    prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
+    reference = TransformersReference(folder)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     settings = SETTINGS | {"model_impl": model_impl}
     for layout in ("before", "since"):
         llm = LLM(model=str(with_names(folder, tmp_path / layout, layout)), **settings)
-        outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
-        for output, reference in zip(outputs, want, strict=True):
-            assert_same_tokens(output.outputs[0].token_ids, reference)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert_all_greedy(outputs, prompts, params, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
     message = f"{name} serves text input only: the part of the checkpoint for images is not loaded"
     assert lines == [message] * 2

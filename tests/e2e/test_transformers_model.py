@@ -11,7 +11,12 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.e2e.reference import SHORT_TEXTS, assert_same_tokens, generate, random_prompts
+from tests.e2e.reference import (
+    SHORT_TEXTS,
+    TransformersReference,
+    assert_all_greedy,
+    random_prompts,
+)
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
@@ -58,12 +63,11 @@ def make(model_type: str, folder: Path, **values: Any) -> Path:
 
 
 def check(folder: Path, **settings: Any) -> None:
-    want = generate(folder, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
+    prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     llm = LLM(model=str(folder), **SETTINGS | settings)
-    outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
-    for output, reference in zip(outputs, want, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, reference)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_all_greedy(outputs, prompts, params, TransformersReference(folder))
 
 
 @needs_backend
@@ -165,13 +169,12 @@ def test_rotations_do_not_depend_on_the_other_prompts_of_a_launch(rope_type, tmp
 def test_prompts_with_a_common_beginning_share_its_blocks(tmp_path):
     folder = make("smollm3", tmp_path)
     prompt = random_prompts(6, 50, 4096)[5]
-    want = generate(folder, [prompt], MAX_TOKENS)[0]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     llm = LLM(model=str(folder), **SETTINGS)
     first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
-    for output in (first, second):
-        assert_same_tokens(output.outputs[0].token_ids, want)
+    reference = TransformersReference(folder)
+    assert_all_greedy([first, second], [prompt, prompt], params, reference)
 
 
 @needs_backend

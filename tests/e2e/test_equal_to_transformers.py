@@ -1,0 +1,462 @@
+"""Every family against `transformers`: greedy tokens and log-probabilities of prompts and outputs,
+on the CPU and on a simulated card in its modes, however requests are batched.
+
+One line of the table is a family, a mode and a setting. An engine runs requests of many kinds, and
+one forward pass of `transformers` over prompt and output checks each of them. A simulated card is
+strict: nothing compiles, and the host waits for nothing, while a launch that was warmed up runs.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.e2e.reference import (
+    LIMIT,
+    Prompt,
+    TransformersReference,
+    assert_all_greedy,
+    random_prompts,
+)
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import core_of, executor_of, scheduler_of
+from tests.tiny_models import FAMILIES, MORE_FAMILIES, STATE_FAMILIES, make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.attention.backends.prompt_masks import SlicedMask
+from vllm.engine import engine_core
+from vllm.engine.run_ahead import RunAhead
+from vllm.executor import uniproc
+from vllm.outputs import RequestOutput
+from vllm.transformers_utils.transformers_version import is_version_4
+
+MAX_MODEL_LEN = 128
+MAX_TOKENS = 10
+LONGEST = 100
+PROMPTS = random_prompts(14, LONGEST, vocab_size=4096)
+EMBEDDED = (1, 17, 33, 65, 97)
+"""Lengths of prompts that are embeddings. Of 33 and 65 a chunk of 32 leaves one token, which must
+not run as a decode: a decode reads token ids."""
+GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
+KINDS = (
+    SamplingParams(**GREEDY),
+    SamplingParams(**GREEDY, logprobs=3),
+    SamplingParams(**GREEDY, logprobs=0, prompt_logprobs=2),
+)
+"""Requests take turns. The last kind reads no cached prefix."""
+FEW_TOKENS = SamplingParams(**GREEDY | {"max_tokens": 4})
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "num_gpu_blocks_override": 200,
+}
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
+FEWEST_BLOCKS = MAX_MODEL_LEN // 16
+TINY_CACHE = {"num_gpu_blocks_override": FEWEST_BLOCKS + 2}
+NO_PREFIXES = {"enable_prefix_caching": False}
+EMBEDDINGS = {"enable_prompt_embeds": True}
+PROMPT_SIZES = [f"VLLM_PROMPT_SEQ_BUCKET_{end}" for end in ("MIN", "STEP", "MAX")]
+SLICES = {
+    "VLLM_HPU_FSDPA_SLICE_ENABLED": 1,
+    "VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD": 32,
+    "VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE": 12,
+    "VLLM_HPU_SIM_BRIDGE": "1.21",
+}
+"""Prompts of more than 32 tokens with their context attend in slices of 12 queries; the kernel of
+this release knows no windows, so that prompts without context have masks too."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an engine runs.
+
+    Attributes:
+        arguments: of the engine, changes of `DEFAULTS`.
+        variables: of the environment, on a card.
+        is_restless: requests arrive while others run, some are aborted, and the next step is
+            always scheduled before the result of the last one.
+        has_logprobs: requests ask for log-probabilities on a card too. The warm-up compiles more
+            then. On the CPU they always do.
+    """
+
+    arguments: dict[str, Any]
+    variables: dict[str, Any] = field(default_factory=dict)
+    is_restless: bool = False
+    has_logprobs: bool = False
+
+
+ALL_AT_ONCE = "chunks, preemption, prefix cache, embeddings, aborts"
+PLAIN = "whole prompts"
+CARD = "chunks, preemption, prefix cache"
+LAYERS_APART = "chunks, layers compiled apart"
+TWO_BUCKETS = "two buckets, preemption"
+LARGE_BLOCKS = "chunks, preemption, blocks of 64"
+PAIRS = "chunks, preemption, prompts in pairs"
+LOGPROBS = "chunks, preemption, prefix cache, logprobs"
+
+SETTINGS = {
+    PLAIN: Setting(WHOLE_PROMPTS | {"max_num_seqs": 32}),
+    ALL_AT_ONCE: Setting(CHUNKS | TINY_CACHE | EMBEDDINGS, is_restless=True),
+    "bfloat16": Setting(CHUNKS | EMBEDDINGS | {"dtype": "bfloat16"}),
+    "one sequence": Setting(WHOLE_PROMPTS | {"max_num_seqs": 1}),
+    "one sequence, chunks, blocks of 128": Setting(CHUNKS | {"max_num_seqs": 1, "block_size": 128}),
+    "chunks, no prefix cache": Setting(CHUNKS | NO_PREFIXES),
+    "blocks of 128, no prefix cache": Setting(WHOLE_PROMPTS | NO_PREFIXES | {"block_size": 128}),
+    "whole prompts, preemption": Setting(WHOLE_PROMPTS | TINY_CACHE),
+    "chunks, preemption, no prefix cache": Setting(CHUNKS | TINY_CACHE | NO_PREFIXES),
+    CARD: Setting(CHUNKS | TINY_CACHE),
+    LOGPROBS: Setting(CHUNKS | TINY_CACHE, has_logprobs=True),
+    "chunks, embeddings": Setting(CHUNKS | EMBEDDINGS),
+    "contiguous, no prefix cache": Setting(
+        WHOLE_PROMPTS | NO_PREFIXES, {"VLLM_CONTIGUOUS_PA": True}
+    ),
+    "contiguous, chunks, preemption, prefix cache": Setting(
+        CHUNKS | TINY_CACHE, {"VLLM_CONTIGUOUS_PA": True}
+    ),
+    "exponential buckets": Setting(CHUNKS, {"VLLM_EXPONENTIAL_BUCKETING": True}),
+    "blocks of 128": Setting(WHOLE_PROMPTS | {"block_size": 128}),
+    "merged prompts": Setting(CHUNKS, {"VLLM_MERGED_PREFILL": True}),
+    "merged prompts, embeddings": Setting(CHUNKS | EMBEDDINGS, {"VLLM_MERGED_PREFILL": True}),
+    "merged prompts, no prefix cache": Setting(
+        WHOLE_PROMPTS | NO_PREFIXES,
+        {"VLLM_MERGED_PREFILL": True, "VLLM_PROMPT_SEQ_BUCKET_MAX": 256},
+    ),
+    "other softmax": Setting(CHUNKS, {"VLLM_PA_SOFTMAX_IMPL": "wsum_head_amax"}),
+    "plain attention": Setting(CHUNKS, {"VLLM_PROMPT_USE_FUSEDSDPA": False}),
+    "slices": Setting(CHUNKS | {"max_num_batched_tokens": 48}, SLICES),
+    "release 1.19": Setting(CHUNKS, {"VLLM_HPU_SIM_BRIDGE": "1.19"}),
+    "no late kernels": Setting(
+        CHUNKS, {"VLLM_HPU_SIM_ABSENT": "FusedSDPA,FusedRMSNorm,apply_rotary_pos_emb,metrics"}
+    ),
+    "gaudi3": Setting(CHUNKS, {"card": "gaudi3"}),
+    "gaudi3, fused softmax of blocks": Setting(
+        CHUNKS, {"card": "gaudi3", "VLLM_FUSED_BLOCK_SOFTMAX": 1}
+    ),
+    LAYERS_APART: Setting(CHUNKS | {"block_size": 64}, {"VLLM_REGIONAL_COMPILATION": True}),
+    TWO_BUCKETS: Setting(
+        WHOLE_PROMPTS | NO_PREFIXES | {"num_gpu_blocks_override": 14},
+        dict.fromkeys(PROMPT_SIZES, 128),
+    ),
+    LARGE_BLOCKS: Setting(
+        CHUNKS | {"block_size": 64, "num_gpu_blocks_override": 5}, has_logprobs=True
+    ),
+    "contiguous, chunks, preemption, blocks of 64": Setting(
+        CHUNKS | {"block_size": 64, "num_gpu_blocks_override": 5}, {"VLLM_CONTIGUOUS_PA": True}
+    ),
+    "merged prompts, blocks of 64": Setting(
+        CHUNKS | {"block_size": 64}, {"VLLM_MERGED_PREFILL": True}
+    ),
+    PAIRS: Setting(CHUNKS | TINY_CACHE, {"VLLM_PROMPT_BS_BUCKET_MIN": 2}, has_logprobs=True),
+}
+
+BUCKETS = FEW_BUCKETS | {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 2,
+    "VLLM_PROMPT_SEQ_BUCKET_MIN": 64,
+    "VLLM_PROMPT_SEQ_BUCKET_STEP": 64,
+    "VLLM_PROMPT_SEQ_BUCKET_MAX": 64,
+    "VLLM_DECODE_BS_BUCKET_MIN": 8,
+}
+"""Prompts beyond 64 tokens are launched in pieces."""
+FEWER_TO_COMPILE = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 64,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 64,
+    "VLLM_REGIONAL_COMPILATION": False,
+}
+"""For torch.compile, which takes a second for each: the model as a whole, two decode buckets."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, GELU": ("llama", {"hidden_act": "gelu"}),
+    "llama, GELU by tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+}
+"""Families with other values in their config."""
+PUBLISHED_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Model types of config.json that stand for the type of another family."""
+WITHOUT_CACHE = ("mamba", "mamba2")
+"""Families without a KV cache: nothing is preempted."""
+GROUPS = {
+    "qwen2": 2,
+    "gemma2": 2,
+    "gemma3": 7,
+    "olmo3": 4,
+    "cohere2": 5,
+    "gpt_oss": 2,
+    "llama4": 4,
+}
+"""Families with windows in some layers. On the CPU each group of layers has blocks of its own."""
+SCALED_IN_VERSION_4 = ("gemma", "gemma2")
+"""Families whose embeddings transformers 4 scales also where they are given."""
+LIMITS = {"gemma3": 2e-4}
+"""Of a log-probability. Seven layers: one value is 1.07e-4 off."""
+SAME_LAYERS = ("llama3", "llama_linear", "llama_yarn", "bundled")
+"""Llamas with other tables of rotations or other sizes, no concern of how requests are batched."""
+
+EVERY_FAMILY = (*FAMILIES, *MORE_FAMILIES, *STATE_FAMILIES, "bundled")
+GRAPHS, COMPILED = "HPU graphs", "torch.compile"
+
+ON_CPU = {
+    *((family, "CPU", ALL_AT_ONCE) for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)),
+    *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
+    *((family, "CPU", "bfloat16") for family in ("bundled", "gemma2", "opt", "phi")),
+    *(
+        ("llama", "CPU", setting)
+        for setting in (
+            "one sequence",
+            "one sequence, chunks, blocks of 128",
+            "chunks, no prefix cache",
+            "blocks of 128, no prefix cache",
+            "whole prompts, preemption",
+            "chunks, preemption, no prefix cache",
+        )
+    ),
+    *(
+        (family, "CPU", "chunks, preemption, no prefix cache")
+        for family in ("mistral", "qwen2", "opt_post_norm")
+    ),
+}
+"""Everything at once for every family; for a llama what that leaves out; windows without cached
+prefixes, as these keep more blocks."""
+
+ON_A_CARD = {
+    *((family, GRAPHS, CARD) for family in (*FAMILIES, "bundled")),
+    *((family, GRAPHS, LOGPROBS) for family in ("llama", "opt", "gemma3", "deepseek_v3")),
+    *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
+    # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, also with
+    # a window; two rotations; learned positions and one key/value head; LongRoPE; experts; a
+    # latent cache.
+    *((family, GRAPHS, CARD) for family in ("falcon_rw", "cohere2", "gemma2")),
+    *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe", "gpt_oss")),
+    ("llama4", GRAPHS, CARD),
+    *((family, GRAPHS, PAIRS) for family in ("bamba", "mamba")),
+    *(("opt", mode, CARD) for mode in ("lazy", "eager")),
+    # What has not run with all families, and can make a difference.
+    *(
+        ("llama", GRAPHS, setting)
+        for setting in (
+            PLAIN,
+            "contiguous, no prefix cache",
+            "chunks, preemption, no prefix cache",
+            "contiguous, chunks, preemption, prefix cache",
+            "exponential buckets",
+            "blocks of 128",
+            "merged prompts",
+            "merged prompts, embeddings",
+            "merged prompts, no prefix cache",
+            "other softmax",
+            "plain attention",
+            "chunks, embeddings",
+        )
+    ),
+    *((family, GRAPHS, "chunks, embeddings") for family in ("gemma3", "opt_post_norm")),
+    # One for each kind of launch: a graph is captured from what lazy mode runs, with the same
+    # buckets, and an operator with a recipe in lazy mode has one in eager mode too.
+    *(
+        ("llama", mode, setting)
+        for mode in ("lazy", "eager")
+        for setting in (
+            PLAIN,
+            "merged prompts",
+            "contiguous, chunks, preemption, prefix cache",
+            "chunks, embeddings",
+        )
+    ),
+    *((family, COMPILED, TWO_BUCKETS) for family in ("llama", "opt")),
+    # Each number of blocks that a prompt may have as its context is a graph to compile: of 16
+    # tokens 1, 2, 4 and 8 blocks, of 64 tokens 1 and 2.
+    ("mistral", COMPILED, LAYERS_APART),
+    ("mistral", COMPILED, "merged prompts, blocks of 64"),
+    ("mistral", COMPILED, "contiguous, chunks, preemption, blocks of 64"),
+    ("llama", COMPILED, "chunks, embeddings"),
+    *((family, GRAPHS, "slices") for family in ("falcon_rw", "gemma2", "gpt_oss", "llama4")),
+    ("falcon_rw", COMPILED, "slices"),
+    # Simulated builds of the bridge: without what came late, without what no build should lack,
+    # and with kernels for the softmax of blocks.
+    ("gpt_oss", GRAPHS, "release 1.19"),
+    ("gemma3", GRAPHS, "no late kernels"),
+    ("cohere2", GRAPHS, "gaudi3, fused softmax of blocks"),
+    ("gemma2", GRAPHS, "gaudi3"),
+}
+
+EXHAUSTIVE = {
+    *((family, GRAPHS, LOGPROBS) for family in (*FAMILIES, *MORE_FAMILIES)),
+    *((family, GRAPHS, PAIRS) for family in STATE_FAMILIES),
+    *(
+        (family, mode, PAIRS)
+        for family in ("granite_hybrid", "mamba")
+        for mode in ("lazy", "eager")
+    ),
+    *((family, COMPILED, LARGE_BLOCKS) for family in (*FAMILIES, *MORE_FAMILIES)),
+    *((family, COMPILED, PAIRS) for family in STATE_FAMILIES),
+}
+"""The other families on a card."""
+
+TABLE = [
+    *sorted(ON_CPU),
+    *sorted(ON_A_CARD),
+    *(pytest.param(*line, marks=pytest.mark.exhaustive) for line in sorted(EXHAUSTIVE - ON_A_CARD)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder_of(models, tmp_path_factory):
+    """Folder of a family or of one of its variants, made once."""
+
+    @cache
+    def folder(name: str) -> Path:
+        if name in VARIANTS:
+            family, values = VARIANTS[name]
+            return make_tiny_model(family, tmp_path_factory.mktemp("variant"), **values)
+        if name in PUBLISHED_NAMES:
+            original, copy = models(PUBLISHED_NAMES[name]), tmp_path_factory.mktemp(name)
+            config = json.loads((original / "config.json").read_text()) | {"model_type": name}
+            (copy / "config.json").write_text(json.dumps(config))
+            (copy / "model.safetensors").symlink_to(original / "model.safetensors")
+            return copy
+        return models(name)
+
+    return folder
+
+
+def make_embeddings(table: Tensor) -> list[Tensor]:
+    """Return prompts of embeddings, close to embeddings of tokens.
+
+    Args:
+        table: [vocab, size] embeddings of tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for length in EMBEDDED:
+        token_ids = torch.randint(16, len(table), (length,), generator=generator)
+        noise = torch.randn(length, table.shape[1], generator=generator)
+        prompts.append(table[token_ids] + 0.3 * table.std() * noise)
+    return prompts
+
+
+def as_request(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt_embeds" if isinstance(prompt, Tensor) else "prompt_token_ids": prompt}
+
+
+def run_restless(
+    llm: LLM, prompts: list[Prompt], params: list[SamplingParams]
+) -> list[RequestOutput]:
+    """Add requests while others run, with copies of some, most of which are aborted."""
+    engine, rng = llm.llm_engine, random.Random(1)
+    todo, finished, copies = list(range(len(prompts))), {}, []
+    while todo or engine.has_unfinished_requests():
+        for _ in range(min(len(todo), rng.randint(0, 5))):
+            index = todo.pop()
+            engine.add_request(str(index), as_request(prompts[index]), params[index])
+            if index % 4 == 3:
+                copies.append(f"copy of {index}")
+                engine.add_request(copies[-1], as_request(prompts[index]), params[index])
+        if copies and rng.random() < 0.3:
+            engine.abort_request(copies.pop())
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    return [finished[str(index)] for index in range(len(prompts))]
+
+
+def run_and_compare(
+    llm: LLM,
+    setting: Setting,
+    kinds: Sequence[SamplingParams],
+    reference: TransformersReference,
+    limit: float,
+) -> None:
+    """Run all requests, then some of them one by one, and compare outputs with the reference.
+
+    Args:
+        llm: the engine.
+        setting: of the engine.
+        kinds: of requests with token ids, which take turns.
+        reference: of its model.
+        limit: of the difference of two log-probabilities.
+    """
+    has_embeddings = llm.llm_engine.vllm_config.model.enable_prompt_embeds
+    embedded = make_embeddings(reference.table) if has_embeddings else []
+    prompts: list[Prompt] = [*PROMPTS, *embedded]
+    params = [kinds[index % len(kinds)] for index in range(len(PROMPTS))]
+    params += [kinds[index % len(kinds[:2])] for index in range(len(embedded))]
+    if setting.is_restless:
+        outputs = run_restless(llm, prompts, params)
+    else:
+        requests = [as_request(prompt) for prompt in prompts]
+        outputs = llm.generate(requests, params, use_tqdm=False)
+    assert_all_greedy(outputs, prompts, params, reference, limit)
+    longest = max(PROMPTS, key=len)
+    num_cached = []
+    for prompt in (longest, longest, *embedded[2:4]):
+        alone = llm.generate(as_request(prompt), FEW_TOKENS, use_tqdm=False)
+        assert_all_greedy(alone, [prompt], FEW_TOKENS, reference, limit)
+        num_cached.append(alone[0].num_cached_tokens)
+    config = llm.llm_engine.vllm_config.cache
+    keeps_some = config.enable_prefix_caching and config.block_size < LONGEST
+    assert (num_cached[1] > 0) == keeps_some
+
+
+@torch.inference_mode()
+def limit_in_bfloat16(folder: Path, reference: TransformersReference) -> float:
+    """Return twice the largest error that transformers has in bfloat16."""
+    rounded = TransformersReference(folder, torch.bfloat16)
+    logprobs = [each(max(PROMPTS, key=len), []).log_softmax(-1) for each in (reference, rounded)]
+    return 2 * float((logprobs[0] - logprobs[1]).abs().max())
+
+
+@pytest.mark.parametrize(("family", "mode", "setting"), TABLE)
+def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, monkeypatch):
+    how, folder, sliced, attend = SETTINGS[setting], folder_of(family), [], SlicedMask.attend
+    arguments = DEFAULTS | how.arguments
+    if is_version_4() and family in SCALED_IN_VERSION_4:  # also where embeddings are given
+        arguments["enable_prompt_embeds"] = False
+    reference = TransformersReference(folder_of(PUBLISHED_NAMES.get(family, family)))
+    limit = LIMITS.get(family, LIMIT)
+    if arguments["dtype"] == "bfloat16":
+        limit = limit_in_bfloat16(folder, reference)
+    if mode == "CPU":
+        num_groups = GROUPS.get(family, 1)
+        arguments["num_gpu_blocks_override"] += (num_groups - 1) * FEWEST_BLOCKS
+        if how.is_restless:
+            monkeypatch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
+            monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: True)
+        llm = LLM(str(folder), **arguments)
+        run_and_compare(llm, how, KINDS, reference, limit)
+        assert executor_of(llm).is_asynchronous or not how.is_restless
+    else:
+        monkeypatch.setattr(
+            SlicedMask, "attend", lambda self, *given: sliced.append(1) or attend(self, *given)
+        )
+        is_lazy, is_eager = MODES[mode]
+        fewer = FEWER_TO_COMPILE if mode == COMPILED else {}
+        variables = BUCKETS | fewer | how.variables
+        kinds, warmup = (KINDS, "all") if how.has_logprobs else (KINDS[:1], "basic")
+        with simulated_hpu(
+            has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **variables
+        ) as bridge:
+            unused = bridge.counters()
+            llm = LLM(str(folder), enforce_eager=is_eager, sampling_warmup=warmup, **arguments)
+            before = bridge.counters()
+            run_and_compare(llm, how, kinds, reference, limit)
+            after = bridge.counters()
+        assert after.compilations == before.compilations
+        assert after.cpu_fallbacks == unused.cpu_fallbacks
+        assert after.cache_copies == unused.cache_copies
+        assert (mode == GRAPHS) == (after.graph_replays > before.graph_replays)
+        assert bool(sliced) == (setting == "slices")
+    scheduler = scheduler_of(llm)
+    windows = core_of(llm).executor.cache_windows
+    if windows == (None,) and family not in WITHOUT_CACHE:  # windows: test_windows.py
+        assert (scheduler.num_preemptions > 0) == ("preemption" in setting)
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
+    assert len(windows) == (GROUPS.get(family, 1) if mode == "CPU" else 1)
