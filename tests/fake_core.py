@@ -7,8 +7,8 @@ Messages go through their encoding. Everything runs in one event loop, without a
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -59,6 +59,8 @@ class FakeEngineCore:
         fail: raised by the next step, once.
         fail_at: after this many steps every step fails.
         errors: request id -> message; the request fails instead of giving its next token.
+        error_after: number of tokens, and message; every request fails after so many.
+        hold_after: every request waits after so many tokens; None: none does.
         worker: whose methods can be called.
     """
 
@@ -71,6 +73,8 @@ class FakeEngineCore:
         self.fail: BaseException | None = None
         self.fail_at: int | None = None
         self.errors: dict[str, str] = {}
+        self.error_after: tuple[int, str] | None = None
+        self.hold_after: int | None = None
         self.calls: Counter[str] = Counter()
         self.worker: Any = object()
         self.sleeping_tags: list[str] = []
@@ -95,7 +99,10 @@ class FakeEngineCore:
         return False
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running)
+        return any(not self._is_held(request_id) for request_id in self.running)
+
+    def _is_held(self, request_id: str) -> bool:
+        return self.hold_after is not None and self._num_output[request_id] >= self.hold_after
 
     def reset_prefix_cache(self) -> bool:
         return not self.running
@@ -132,16 +139,17 @@ class FakeEngineCore:
             raise failure
         ids: list[str] = []
         tokens: list[int] = []
-        finished = {
-            i: Finished(FinishReason.ERROR, error=self.errors[i])
-            for i in self.running
-            if i in self.errors
-        }
+        messages = dict(self.errors)
+        if self.error_after is not None:
+            count, message = self.error_after
+            messages |= {i: message for i in self.running if self._num_output[i] == count}
+        failed = [i for i in self.running if i in messages]
+        finished = {i: Finished(FinishReason.ERROR, error=messages[i]) for i in failed}
         logprobs: dict[str, LogprobRows] = {}
         prompt_logprobs: dict[str, LogprobRows] = {}
         cached: dict[str, int] = {}
         for request_id, request in self.running.items():
-            if request_id in finished:
+            if request_id in finished or self._is_held(request_id):
                 continue
             count = self._num_output[request_id]
             script = self.reply(request)
@@ -235,6 +243,11 @@ class FakeCoreClient:
         if self.core.has_unfinished_requests():
             asyncio.get_running_loop().call_soon(self.turn)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages are left to read."""
+        return bool(self._inbox)
+
     def die(self, cause: str = "signal 9") -> None:
         if not self.is_closed:
             self._on_death(cause)
@@ -263,16 +276,20 @@ def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
         yield
 
 
-class FakeCoreLLM(AsyncLLM):
-    """The real engine with the bundled model's tokenizer, over a fake core.
+_BUNDLED = object()
 
-    To be started inside `faked`.
+
+class FakeCoreLLM(AsyncLLM):
+    """The real engine over a fake core.
+
+    It runs inside `running`.
 
     Args:
         reply: the tokens of a request, cycled when they run out.
         max_model_len: prompt and output tokens.
         generation_defaults: as from generation_config.json.
-        model: further fields of the model's config.
+        given_tokenizer: in place of that of the bundled model; None: there is none.
+        model: further arguments of `make_config`.
 
     Attributes:
         core: what was added and aborted.
@@ -283,9 +300,11 @@ class FakeCoreLLM(AsyncLLM):
         reply: Reply = lambda request: [10],
         max_model_len: int = 256,
         generation_defaults: Mapping[str, Any] | None = None,
+        given_tokenizer: Any = _BUNDLED,
         **model: Any,
     ) -> None:
         super().__init__(config=make_config(max_model_len, **model))
+        self.given_tokenizer = byte_level() if given_tokenizer is _BUNDLED else given_tokenizer
         self.core = FakeEngineCore(reply)
         self.client = FakeCoreClient(self.core)
         self.model_defaults = {"eos_token_ids": [], **(generation_defaults or {})}
@@ -311,10 +330,21 @@ def faked(engine: FakeCoreLLM) -> Iterator[None]:
     """Let an engine start without a process or files; grammars are not compiled."""
     grammar = Grammar(backend="xgrammar", content=b"", key=b"", vocabulary_key=b"")
     with fake_clients(engine.client), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "load_tokenizer", lambda model: byte_level())
+        patch.setattr(tokenizer, "load_tokenizer", lambda model: engine.given_tokenizer)
         patch.setattr(
             generation_config, "load_generation_defaults", lambda model: engine.model_defaults
         )
         patch.setattr(GrammarCompiler, "start", lambda self: None)
         patch.setattr(GrammarCompiler, "cached", lambda self, params: grammar)
         yield
+
+
+@asynccontextmanager
+async def running(engine: FakeCoreLLM) -> AsyncIterator[None]:
+    """Let an engine run in this event loop."""
+    with faked(engine):
+        await engine.start()
+        try:
+            yield
+        finally:
+            engine.shutdown()

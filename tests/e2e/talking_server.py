@@ -2,13 +2,24 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncGenerator
+from typing import Any
 
+from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.entrypoints.openai.scripted_engine import ScriptedEngine
+from tests.engine.fakes import make_config
+from tests.engine.tokenizers_for_tests import byte_level
+from tests.entrypoints.openai.scripted_engine import TEMPLATE
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
-from vllm.sampling_params import SamplingParams
+from vllm.engine.process.startup_state import StartupState
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.server_args import ServerArgs
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class _Release:
@@ -23,13 +34,103 @@ class _Release:
             await asyncio.sleep(0.005)
 
 
-class TalkingEngine(ScriptedEngine):
-    """A scripted engine in another thread than the test's."""
+class TalkingEngine:
+    """Gives one piece of text per step, each with one token, then ends; in another thread than the
+    test's. Pieces may be any text, which no tokenizer has as a token.
+
+    Attributes:
+        error: raised in place of the piece with number `error_at`.
+        is_held: a request stops after its first piece until `release` is set.
+        requests: (prompt text, params) by request id.
+        aborted: ids of requests whose consumer left before their end.
+    """
 
     def __init__(self) -> None:
-        super().__init__("ok", max_model_len=100_000)
+        self.pieces: tuple[str, ...] = ("ok",)
+        self.finish_reason = "stop"
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+        self.error_at = 0
+        self.is_held = False
+        self.release = _Release()
+        self.requests: dict[str, tuple[str, SamplingParams]] = {}
+        self.aborted: list[str] = []
+        self.startup = StartupState()
+        self.refusal = None
+        self.startup.set_ready()
+        self.vllm_config = make_config(max_model_len=100_000)
         self.metrics = EngineMetrics("stdlib", self.vllm_config)
-        self.release = _Release()  # type: ignore[assignment]
+        self.generation_defaults: dict[str, Any] = {}
+        self.tokenizer = byte_level()
+        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, {})
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    async def tokenize(
+        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> Any:
+        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
+
+    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
+        return work(self.input_processor)
+
+    async def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        token_ids = self.input_processor.prompts.tokenize(prompt).token_ids
+        self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
+        is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
+        text, steps, is_done = "", self._steps(), False
+        try:
+            for i, piece in enumerate(steps):
+                await asyncio.sleep(0)
+                if self.error is not None and i == self.error_at:
+                    raise self.error
+                if i == 1 and self.is_held:
+                    await self.release.wait()
+                is_done = i == len(steps) - 1
+                text += piece
+                if is_done or not is_final:
+                    shown, num_tokens = (text, len(steps)) if is_final else (piece, 1)
+                    sample = self._sample(shown, num_tokens, params, is_done=is_done)
+                    yield RequestOutput(
+                        request_id, None, token_ids, None, [sample], is_done, num_cached_tokens=2
+                    )
+        finally:
+            if not is_done:
+                self.aborted.append(request_id)
+
+    def _steps(self) -> list[str]:
+        """The pieces, and the end token that has no text."""
+        return [*self.pieces, ""]
+
+    def _sample(
+        self, text: str, num_tokens: int, params: SamplingParams, *, is_done: bool
+    ) -> CompletionOutput:
+        token_ids = [self.tokenizer.encode(text or "x", add_special_tokens=False)[0]] * num_tokens
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [{token_ids[0]: Logprob(-0.5, 1, text)}] * num_tokens
+        return CompletionOutput(
+            0,
+            text,
+            token_ids,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason if is_done else None,
+            stop_reason=self.stop_reason if is_done else None,
+        )
 
     def say(self, *pieces: str, is_held: bool = False) -> None:
         """What all later answers are; held ones stop after the first piece until `release`."""
@@ -60,3 +161,9 @@ class Faulty:
         await (self.answer if is_chat and self.answer is not None else self.app)(
             scope, receive, send
         )
+
+
+def make_app(engine: TalkingEngine, **settings: Any) -> FastAPI:
+    """The whole server around an engine."""
+    args = ServerArgs(**{"chat_template": TEMPLATE, "disable_uvicorn_access_log": True, **settings})
+    return build_app(ServerContext(args, engine, created=0.0))  # type: ignore[arg-type]

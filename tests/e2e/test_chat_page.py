@@ -9,9 +9,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.e2e.browser import CHROMIUM, Page
 from tests.e2e.page_checks import LOWEST_CONTRAST, NAMELESS
-from tests.e2e.talking_server import Faulty, TalkingEngine
+from tests.e2e.talking_server import Faulty, TalkingEngine, make_app
 from tests.entrypoints.openai.observed_server import KEY, served
-from tests.entrypoints.openai.scripted_engine import make_app
 from vllm.config import PoolerConfig
 
 pytestmark = [

@@ -11,9 +11,10 @@ from vllm.config import CacheConfig, ModelArch, ModelConfig, SchedulerConfig, Vl
 from vllm.messages import LogprobRows
 
 
-def make_config(max_model_len: int = 64, **model: Any) -> VllmConfig:
-    """The bundled model, with room for `max_model_len` tokens."""
+def make_config(max_model_len: int = 64, num_added_tokens: int = 0, **model: Any) -> VllmConfig:
+    """Make the config of the bundled model, with room for `max_model_len` tokens."""
     hf_config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    hf_config["vocab_size"] += num_added_tokens
     return VllmConfig(
         model=ModelConfig(
             model="stdlib",

@@ -1,13 +1,13 @@
 """An application of some routes, around an engine over a fake core."""
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
-from tests.fake_core import FakeCoreLLM, faked
+from tests.fake_core import FakeCoreLLM, running
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import add_error_handlers
 from vllm.entrypoints.shared.server_args import ServerArgs
@@ -30,15 +30,7 @@ def client_of(engine: FakeCoreLLM | None, *routers: APIRouter, **args: Any):
     """A client of such an application; errors of the server become responses. The engine runs
     meanwhile."""
     app = make_app(engine, *routers, **args)
-    with (
-        nullcontext() if engine is None else faked(engine),
-        TestClient(app, raise_server_exceptions=False) as client,
-    ):
-        if engine is None:
-            yield client
-            return
-        client.portal.call(engine.start)
-        try:
-            yield client
-        finally:
-            client.portal.call(engine.shutdown)
+    if engine is not None:
+        app.router.lifespan_context = lambda app: running(engine)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client

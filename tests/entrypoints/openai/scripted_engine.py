@@ -2,21 +2,22 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from tokenizers import AddedToken
 
-from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input.input_processor import InputProcessor
-from vllm.engine.process.startup_state import StartupState
+from tests.fake_core import FakeCoreLLM, running
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
-from vllm.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.messages import EngineRequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -39,116 +40,103 @@ ODD_VALUES = [
 """For any field of a request."""
 
 
-class ScriptedEngine:
-    """Gives one piece of text per step, each with one token, then ends.
+class ScriptedEngine(FakeCoreLLM):
+    """The real engine, whose core gives one piece of text per step, each as one token, then the
+    end token.
 
     Args:
         pieces: of the output.
         max_model_len: of the model.
+        model: further arguments of `make_config`.
 
     Attributes:
-        error: raised in place of the piece with number `error_at`.
-        is_held: a request stops after its first piece until `release` is set.
-        requests: (prompt text, params) by request id.
-        aborted: ids of requests whose consumer left before their end.
+        error: raised in place of the output with number `error_at`, or of the last one.
     """
 
-    def __init__(self, *pieces: str, max_model_len: int = 256) -> None:
+    def __init__(self, *pieces: str, max_model_len: int = 256, **model: Any) -> None:
+        tokenizer = copy.deepcopy(byte_level())
+        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece])
+        super().__init__(
+            self._script,
+            max_model_len,
+            given_tokenizer=tokenizer,
+            num_added_tokens=len(pieces),
+            **model,
+        )
         self.pieces = pieces
-        self.finish_reason = "stop"
-        self.stop_reason: int | str | None = None
         self.error: Exception | None = None
         self.error_at = 0
-        self.is_held = False
-        self.release = asyncio.Event()
-        self.requests: dict[str, tuple[str, SamplingParams]] = {}
-        self.aborted: list[str] = []
-        self.startup = StartupState()
-        self.refusal = None
-        self.startup.set_ready()
-        self.vllm_config = make_config(max_model_len)
-        self.generation_defaults: dict[str, Any] = {}
-        self.tokenizer = byte_level()
-        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, {})
+
+    def _script(self, request: EngineRequest) -> list[int]:
+        tokenizer = self.given_tokenizer
+        # The first token has no text.
+        tokens = [piece or tokenizer.bos_token for piece in self.pieces]
+        return [*tokenizer.convert_tokens_to_ids(tokens), tokenizer.eos_token_id]
+
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        outputs = super().generate(*args, **kwargs)
+        return outputs if self.error is None else self._failing(outputs)
+
+    async def _failing(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with contextlib.aclosing(outputs):
+            for _ in range(self.error_at):
+                output = await anext(outputs)
+                if not output.finished:
+                    yield output
+            assert self.error is not None
+            raise self.error
+
+    def hold(self) -> None:
+        """Let every request wait after its first piece until `release`."""
+        self.core.hold_after = 1
+
+    def release(self) -> None:
+        """Go on; from any thread."""
+        self.core.hold_after = None
+        self.loop.call_soon_threadsafe(self.client.turn)
+
+    async def settle(self) -> None:
+        """Wait until the core has read all messages."""
+        while self.client.has_messages:
+            await asyncio.sleep(0)
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().start()
 
     @property
-    def errored(self) -> bool:
-        return False
+    def requests(self) -> dict[str, tuple[str, SamplingParams]]:
+        """Text of the prompt, and parameters, of all requests by their ids."""
+        decode = self.given_tokenizer.decode
+        return {
+            request_id: (decode(prompt["prompt_token_ids"]), params)
+            for prompt, params, request_id in self.seen
+        }
 
-    async def tokenize(
-        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
-    ) -> Any:
-        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
-
-    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
-        return work(self.input_processor)
-
-    async def get_tokenizer(self) -> Any:
-        return self.tokenizer
-
-    async def generate(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        lora_request: Any = None,
-        trace_headers: Any = None,
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        token_ids = self.input_processor.prompts.tokenize(prompt).token_ids
-        self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
-        is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
-        text, steps, is_done = "", self._steps(), False
-        try:
-            for i, piece in enumerate(steps):
-                await asyncio.sleep(0)
-                if self.error is not None and i == self.error_at:
-                    raise self.error
-                if i == 1 and self.is_held:
-                    await self.release.wait()
-                is_done = i == len(steps) - 1
-                text += piece
-                if is_done or not is_final:
-                    shown, num_tokens = (text, len(steps)) if is_final else (piece, 1)
-                    sample = self._sample(shown, num_tokens, params, is_done=is_done)
-                    yield RequestOutput(
-                        request_id, None, token_ids, None, [sample], is_done, num_cached_tokens=2
-                    )
-        finally:
-            if not is_done:
-                self.aborted.append(request_id)
-
-    def _steps(self) -> list[str]:
-        """The pieces, and the end token that has no text."""
-        return [*self.pieces, ""]
-
-    def _sample(
-        self, text: str, num_tokens: int, params: SamplingParams, *, is_done: bool
-    ) -> CompletionOutput:
-        token_ids = [self.tokenizer.encode(text or "x", add_special_tokens=False)[0]] * num_tokens
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = [{token_ids[0]: Logprob(-0.5, 1, text)}] * num_tokens
-        return CompletionOutput(
-            0,
-            text,
-            token_ids,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason if is_done else None,
-            stop_reason=self.stop_reason if is_done else None,
-        )
+    @property
+    def aborted(self) -> list[str]:
+        """Ids of requests whose consumer left before their end."""
+        return [request_id.rpartition("-")[0] for request_id in self.core.aborted]
 
 
-def make_app(engine: ScriptedEngine, **settings: Any) -> FastAPI:
-    """The whole server around an engine."""
+def make_app(engine: FakeCoreLLM, **settings: Any) -> FastAPI:
+    """The whole server around an engine, which runs during the lifespan of the server."""
     args = ServerArgs(**{"chat_template": TEMPLATE, "disable_uvicorn_access_log": True, **settings})
-    return build_app(ServerContext(args, engine, created=0.0))
+    app = build_app(ServerContext(args, engine, created=0.0))
+    app.router.lifespan_context = lambda app: running(engine)
+    return app
 
 
-def make_client(engine: ScriptedEngine, **settings: Any) -> TestClient:
-    """A client of `make_app` that sees errors as responses."""
-    return TestClient(make_app(engine, **settings), raise_server_exceptions=False)
+clients = contextlib.ExitStack()
+"""Clients of the running test, which the fixture `close_clients` closes."""
+
+
+def make_client(engine: FakeCoreLLM, **settings: Any) -> TestClient:
+    """A client of `make_app` that sees errors as responses, until the end of the test."""
+    client = TestClient(make_app(engine, **settings), raise_server_exceptions=False)
+    return clients.enter_context(client)
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
+from tests.fake_core import running
 from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
 
@@ -106,8 +107,7 @@ def test_blocks_are_what_the_parsers_found():
 
 
 def test_a_stop_sequence_is_named():
-    engine = ScriptedEngine("a")
-    engine.stop_reason = "END"
+    engine = ScriptedEngine("a", "END")
     message = post(make_client(engine), stop_sequences=["END"]).json()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
     assert [params.stop for _, params in engine.requests.values()] == [["END"]]
@@ -263,15 +263,17 @@ def test_errors_before_the_route_have_the_form_of_the_api():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream):
     engine = ScriptedEngine("a", "b")
-    engine.is_held = True
+    engine.hold()
 
     async def run():
-        body = {"messages": [USER], "max_tokens": 9, "stream": stream}
-        async with open_stream(make_app(engine), PATH, json.dumps(body).encode()) as opened:
-            if stream:
-                await opened.read_until(b"content_block_delta")
-            while not engine.requests:
-                await asyncio.sleep(0)
+        body = json.dumps({"messages": [USER], "max_tokens": 9, "stream": stream}).encode()
+        async with running(engine):
+            async with open_stream(make_app(engine), PATH, body) as opened:
+                if stream:
+                    await opened.read_until(b"content_block_delta")
+                while not engine.core.running:
+                    await asyncio.sleep(0)
+            await engine.settle()
         assert engine.aborted == list(engine.requests)
 
     asyncio.run(run())

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from pydantic_core import core_schema
+from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_client
+from tests.entrypoints.openai.scripted_engine import ODD_VALUES, ScriptedEngine, make_app
 from vllm.entrypoints.openai import protocol
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.shared.validation_text import describe_validation, show_value
@@ -216,7 +217,8 @@ NOT_FOR_USERS = [
 
 @pytest.fixture(scope="module")
 def client():
-    return make_client(ScriptedEngine("one", "two"))
+    with TestClient(make_app(ScriptedEngine("one", "two"))) as client:
+        yield client
 
 
 @pytest.mark.parametrize(("path", "body", "text"), MESSAGES)

@@ -1,15 +1,12 @@
 """The pages as a client of HTTP sees them; tests/e2e opens them in a browser."""
 
 import asyncio
-import copy
 import re
-from dataclasses import replace
 from importlib.resources import files
 
 import pytest
-from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.scripted_engine import ScriptedEngine, make_app
+from tests.entrypoints.openai.scripted_engine import ScriptedEngine, make_client
 from vllm import assets
 from vllm.config import PoolerConfig
 from vllm.entrypoints.pages.page_paths import page_paths
@@ -22,7 +19,7 @@ PAGES = ("chat", "status", "docs")
 
 
 def client_of(engine=None, **settings):
-    return TestClient(make_app(engine or ScriptedEngine(), **settings))
+    return make_client(engine or ScriptedEngine(), **settings)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -99,16 +96,9 @@ def test_what_pages_ask_for_needs_the_key():
     assert about.json()["state"] == "ready" and about.headers["cache-control"] == "no-store"
 
 
-def with_model(engine, **model):
-    engine.vllm_config = replace(
-        engine.vllm_config, model=replace(engine.vllm_config.model, **model)
-    )
-    return engine
-
-
 def test_the_chat_page_is_told_what_the_model_can_do():
     engine = ScriptedEngine(max_model_len=128)
-    engine.generation_defaults = {"temperature": 0.6, "eos_token_ids": [3]}
+    engine.model_defaults = {"temperature": 0.6, "eos_token_ids": [3]}
     about = client_of(engine).get("/chat.json").json()
     assert (about["refusal"], about["has_chat_template"]) == (None, True)
     assert (about["max_model_len"], about["has_auto_tool_choice"]) == (128, False)
@@ -118,37 +108,36 @@ def test_the_chat_page_is_told_what_the_model_can_do():
 
 def test_a_model_without_a_template_is_one_that_completes():
     engine = ScriptedEngine()
-    engine.tokenizer = copy.deepcopy(engine.tokenizer)
-    engine.tokenizer.chat_template = None
+    engine.given_tokenizer.chat_template = None
     about = client_of(engine, chat_template=None).get("/chat.json").json()
     assert (about["refusal"], about["has_chat_template"]) == (None, False)
 
 
 def test_a_model_that_does_not_generate_says_what_it_does():
-    engine = with_model(
-        ScriptedEngine(), pooler=PoolerConfig(task="embed", pooling_type="MEAN", is_causal=False)
-    )
+    pooler = PoolerConfig(task="embed", pooling_type="MEAN", is_causal=False)
+    engine = ScriptedEngine(pooler=pooler)
     assert "POST /v1/embeddings" in client_of(engine).get("/chat.json").json()["refusal"]
 
 
 def test_a_server_without_a_tokenizer_says_so():
     engine = ScriptedEngine()
-    engine.tokenizer = None
+    engine.given_tokenizer = None
     assert "tokenizer" in client_of(engine).get("/chat.json").json()["refusal"]
 
 
 def test_a_start_is_told_with_the_phases_that_are_over():
     engine = ScriptedEngine()
+    client = client_of(engine)
     engine.startup.set_unready("loading weights")
     engine.startup.report("warm-up", 3, 9, 12.5)
-    about = client_of(engine).get("/chat.json").json()
+    about = client.get("/chat.json").json()
     assert about["eta_s"] == 12.5
     assert (about["state"], about["phase"], about["done"]) == ("starting", "warm-up", 3)
     assert [phase["name"] for phase in about["phases"]] == ["loading weights"]
     assert "has_chat_template" not in about
     engine.startup.set_ready()
     engine.startup.set_unready("restarting the engine")
-    assert client_of(engine).get("/chat.json").json()["phases"] == []
+    assert client.get("/chat.json").json()["phases"] == []
 
 
 @pytest.mark.parametrize(

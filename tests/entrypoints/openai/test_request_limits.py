@@ -24,7 +24,7 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
-from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients, running
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
@@ -297,14 +297,16 @@ def test_many_log_probabilities_are_written_in_another_thread(path, num_tokens, 
     monkeypatch.setattr(place, "json_response", watched)
 
     async def check() -> None:
-        transport = httpx.ASGITransport(make_app(ScriptedEngine(*"a" * num_tokens)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        engine = ScriptedEngine(*"a" * num_tokens, max_model_len=2048)
+        transport = httpx.ASGITransport(make_app(engine))
+        client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        async with running(engine), client:
             fields = (
                 {**COMPLETION, "logprobs": 1}
                 if path == "/v1/completions"
                 else {**CHAT, "logprobs": True, "top_logprobs": 1}
             )
-            answer = await client.post(path, json=fields)
+            answer = await client.post(path, json={**fields, "max_tokens": num_tokens + 1})
         assert answer.status_code == 200, answer.text
         logprobs = answer.json()["choices"][0]["logprobs"]
         assert len(logprobs.get("content") or logprobs["tokens"]) == num_tokens + 1
@@ -369,7 +371,7 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
         engine.tokenize = watched_tokenize
         given = ["a"] * 1000 if path == "/v1/completions" else "a"
         body = json.dumps({"prompt": given, "max_tokens": 1}).encode()
-        async with open_stream(make_app(engine), path, body):
+        async with running(engine), open_stream(make_app(engine), path, body):
             await begun.wait()
         assert count < 1000 and not engine.requests
 

@@ -13,6 +13,7 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
+from tests.fake_core import running
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.errors import CapacityError, EngineDeadError
 
@@ -93,7 +94,7 @@ def test_the_streamed_response_is_the_unstreamed_one(pieces, settings, fields):
     assert without_ids(events[-1]["response"]) == without_ids(whole.json())
     usage = whole.json()["usage"]
     assert usage["output_tokens"] == len(pieces) + 1
-    assert usage["input_tokens_details"]["cached_tokens"] == 2
+    assert usage["input_tokens_details"]["cached_tokens"] == 4
 
 
 def test_output_items_are_what_the_parsers_found():
@@ -130,8 +131,7 @@ def test_log_probabilities_are_there_when_asked_for():
 
 
 def test_the_length_limit_makes_a_response_incomplete():
-    engine = ScriptedEngine("a", "b")
-    engine.finish_reason = "length"
+    engine = ScriptedEngine("a", "b", "c")
     response = post(make_client(engine), max_output_tokens=3).json()
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -364,15 +364,17 @@ def test_an_error_in_between_ends_the_stream_as_failed():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream):
     engine = ScriptedEngine("a", "b")
-    engine.is_held = True
+    engine.hold()
 
     async def run():
         body = json.dumps({"input": "hi", "stream": stream}).encode()
-        async with open_stream(make_app(engine), PATH, body) as opened:
-            if stream:
-                await opened.read_until(b"output_text.delta")
-            while not engine.requests:
-                await asyncio.sleep(0)
+        async with running(engine):
+            async with open_stream(make_app(engine), PATH, body) as opened:
+                if stream:
+                    await opened.read_until(b"output_text.delta")
+                while not engine.core.running:
+                    await asyncio.sleep(0)
+            await engine.settle()
         assert engine.aborted == list(engine.requests)
 
     asyncio.run(run())
@@ -389,39 +391,39 @@ def wait_for_status(client, response_id, status):
 
 def test_a_background_response_is_made_while_nobody_waits():
     engine = ScriptedEngine("a", "b")
-    engine.is_held = True
-    with make_client(engine) as client:
-        made = post(client, background=True).json()
-        assert (made["status"], made["background"]) == ("queued", True)
-        wait_for_status(client, made["id"], "in_progress")
-        assert client.get("/load").json() == {"server_load": 1}
-        early = post(client, previous_response_id=made["id"])
-        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
-        client.portal.call(engine.release.set)
-        done = wait_for_status(client, made["id"], "completed")
-        assert done["output"][0]["content"][0]["text"] == "ab"
-        assert client.get("/load").json() == {"server_load": 0}
-        assert client.post(f"{PATH}/{made['id']}/cancel").json() == done
-        assert post(client, previous_response_id=made["id"]).status_code == 200
+    engine.hold()
+    client = make_client(engine)
+    made = post(client, background=True).json()
+    assert (made["status"], made["background"]) == ("queued", True)
+    wait_for_status(client, made["id"], "in_progress")
+    assert client.get("/load").json() == {"server_load": 1}
+    early = post(client, previous_response_id=made["id"])
+    assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
+    engine.release()
+    done = wait_for_status(client, made["id"], "completed")
+    assert done["output"][0]["content"][0]["text"] == "ab"
+    assert client.get("/load").json() == {"server_load": 0}
+    assert client.post(f"{PATH}/{made['id']}/cancel").json() == done
+    assert post(client, previous_response_id=made["id"]).status_code == 200
 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
 def test_a_background_response_that_is_cancelled_leaves_the_engine(way):
     engine = ScriptedEngine("a", "b")
-    engine.is_held = True
-    with make_client(engine) as client:
-        made = post(client, background=True).json()
-        wait_for_status(client, made["id"], "in_progress")
-        url = f"{PATH}/{made['id']}"
-        if way == "cancel":
-            cancelled = client.post(f"{url}/cancel").json()
-            assert cancelled["status"] == "cancelled"
-            assert cancelled["output"][0]["content"][0]["text"] == "a"
-            assert client.get(url).json() == cancelled
-        else:
-            assert client.delete(url).status_code == 200
-            assert client.get(url).status_code == 404
-        assert engine.aborted == [made["id"]]
+    engine.hold()
+    client = make_client(engine)
+    made = post(client, background=True).json()
+    wait_for_status(client, made["id"], "in_progress")
+    url = f"{PATH}/{made['id']}"
+    if way == "cancel":
+        cancelled = client.post(f"{url}/cancel").json()
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["output"][0]["content"][0]["text"] == "a"
+        assert client.get(url).json() == cancelled
+    else:
+        assert client.delete(url).status_code == 200
+        assert client.get(url).status_code == 404
+    assert engine.aborted == [made["id"]]
 
 
 def test_only_background_responses_are_cancelled_or_streamed_again():
@@ -433,29 +435,30 @@ def test_only_background_responses_are_cancelled_or_streamed_again():
 
 
 def test_a_background_stream_can_be_taken_up_again():
-    with make_client(ScriptedEngine("a", "b")) as client:
-        events = read_events(post(client, background=True, stream=True))
-        types = [event["type"] for event in events]
-        assert types[:3] == ["response.created", "response.queued", "response.in_progress"]
-        assert types[-1] == "response.completed"
-        url = f"{PATH}/{events[0]['response']['id']}"
-        again = client.get(url, params={"stream": True, "starting_after": 3})
-        assert read_events(again) == events[4:]
+    client = make_client(ScriptedEngine("a", "b"))
+    events = read_events(post(client, background=True, stream=True))
+    types = [event["type"] for event in events]
+    assert types[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert types[-1] == "response.completed"
+    url = f"{PATH}/{events[0]['response']['id']}"
+    again = client.get(url, params={"stream": True, "starting_after": 3})
+    assert read_events(again) == events[4:]
 
 
 def test_a_background_stream_survives_the_client():
     engine = ScriptedEngine("a", "b")
-    engine.is_held = True
+    engine.hold()
 
     async def run():
         app = make_app(engine)
         body = json.dumps({"input": "hi", "background": True, "stream": True}).encode()
-        async with open_stream(app, PATH, body) as opened:
-            await opened.read_until(b"output_text.delta")
-        engine.release.set()
-        (entry,) = app.state.responses._running.values()
-        async for _ in entry.job.follow():
-            pass
+        async with running(engine):
+            async with open_stream(app, PATH, body) as opened:
+                await opened.read_until(b"output_text.delta")
+            engine.release()
+            (entry,) = app.state.responses._running.values()
+            async for _ in entry.job.follow():
+                pass
         assert entry.response["status"] == "completed"
         assert engine.aborted == []
 
@@ -465,9 +468,9 @@ def test_a_background_stream_survives_the_client():
 def test_a_background_response_that_fails_says_so():
     engine = ScriptedEngine("a")
     engine.error = CapacityError("full", status=503)
-    with make_client(engine) as client:
-        made = post(client, background=True).json()
-        assert wait_for_status(client, made["id"], "failed")["error"]["message"] == "full"
+    client = make_client(engine)
+    made = post(client, background=True).json()
+    assert wait_for_status(client, made["id"], "failed")["error"]["message"] == "full"
 
 
 # ---- fuzz ---------------------------------------------------------------------------------

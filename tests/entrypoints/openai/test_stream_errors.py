@@ -65,9 +65,9 @@ def failure(request, engine):
     found = FAILURES[request.param]
     engine.error, engine.error_at = found.error, 1
     if found.error is None:
-        engine.finish_reason, engine.stop_reason = "error", found.message
+        engine.core.error_after = 1, found.message
     yield found
-    engine.error, engine.finish_reason, engine.stop_reason = None, "stop", None
+    engine.error = engine.core.error_after = None
 
 
 @pytest.fixture(scope="module")
