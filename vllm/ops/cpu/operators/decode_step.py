@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.operators.program import Program
 from vllm.ops.low_rank import AdaptedRows
 
 IntArray = npt.NDArray[np.int32]

@@ -17,7 +17,6 @@ from torch import Tensor
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 from vllm.ops.cpu.attention import fp8_arguments, paged_attention_decode, paged_attention_prefill
-from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
@@ -29,9 +28,10 @@ from vllm.ops.cpu.row_operations import (
     refuse_strides,
 )
 from vllm.ops.cpu.state_space import scan_tokens
-from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.cpu.symbols import Rows
-from vllm.ops.cpu.weight_format import can_pack
+from vllm.ops.cpu.weights.head_linear import PackedHeads
+from vllm.ops.cpu.weights.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.weights.weight_format import can_pack
 from vllm.ops.expert_options import (
     NO_BIASES,
     SILU_EXPERTS,

@@ -6,11 +6,11 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
-from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
-from vllm.ops.cpu.linear import ByteGroups, PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.weight_format import MAX_INT8_INPUTS, WeightFormat
+from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
+from vllm.ops.cpu.weights.int4_minimums import FACTOR_INPUTS
+from vllm.ops.cpu.weights.linear import ByteGroups, PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
     Fp8Weight,

@@ -15,13 +15,13 @@ from torch import Tensor
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.attention import cache_type, option_fields
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
-from vllm.ops.cpu.head_linear import PackedHeads
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.cpu.operators.table import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.head_linear import PackedHeads
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.expert_options import RoutingOptions
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
