@@ -24,7 +24,7 @@ _num_threads = torch.get_num_threads
 
 
 class Program:
-    """Runs launches of one model. Its results have the same bits as those of single operators.
+    """Runs launches of one model. Its results have the same bits as results of single operators.
 
     Keeps what the operations read alive, and scratch memory for its largest launch. One call at a
     time.

@@ -75,8 +75,8 @@ class CPUOps(NativeOps):
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
     def _rows_of(self, x: Any) -> Callable[..., Any] | None:
-        """What runs an operation on the rows of x, or records it, called as `RowOperations`; None:
-        torch does."""
+        """Return a function that runs an operation on the rows of x, or records it, with the
+        arguments of `RowOperations`; None: torch computes it."""
         if x.is_cpu:
             return self._row_operations.get(x.dtype)
         return x.recorder.row_operation if isinstance(x, Rows) else None

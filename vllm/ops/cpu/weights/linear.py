@@ -210,7 +210,7 @@ class PackedWeight:
 
         Args:
             words: the numbers; with MXFP4, elements of E2M1.
-            groups: with MXFP4, scales are halves of those of the format.
+            groups: with MXFP4, scales are halves of the scales of the format.
             is_awq: which layout.
             weight_format: INT4 or MXFP4.
         """

@@ -1,7 +1,7 @@
 """A mixture of experts on packed weights: one call of the kernel of csrc/cpu/moe.h.
 
-The contract is that of `Ops.moe`, the packed weights are those of `vllm.ops.cpu.weights.linear`.
-Knows no router and no models.
+The contract is `Ops.moe`, the packed weights come from `vllm.ops.cpu.weights.linear`. Knows no
+router and no models.
 """
 
 import ctypes

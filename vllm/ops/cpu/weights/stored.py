@@ -84,8 +84,8 @@ def _is_int4(weight: GroupedWeight) -> bool:
 
 
 def _are_halves(scales: Tensor) -> bool:
-    """Whether the kernels have the scales [G, out_features] as they are. They divide those of an
-    output by a power of two, for more room in float16."""
+    """Whether the kernels have the scales [G, out_features] as they are. They divide the scales of
+    an output by a power of two, for more room in float16."""
     exponent = scales.abs().amax(0).frexp().exponent
     divided = torch.ldexp(scales, 1 - exponent)
     return torch.equal(divided.half().float(), divided)
