@@ -48,9 +48,9 @@ from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.operators.program import Program
 
 BLOCK_SIZE = 64
 _COMMON = {

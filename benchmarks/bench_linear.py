@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from kernels import describe, load_kernels, make_parser
 
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.stored import pack_stored
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.stored import pack_stored
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from kernels import describe, load_kernels, make_parser
 from torch import Tensor
 
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 Side = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.cpu_methods import PackedTable
 from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

@@ -29,9 +29,9 @@ from vllm import LLM, RequestOutput, envs
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor.ranks.rank_group import RankError
-from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
+from vllm.ops.cpu.operators.program import Program
 
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 """For layers with windows of their own."""

@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.model_executor import fusion
 from vllm.model_executor.quantization import fp8
-from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.sampling_params import GuidedDecodingParams
 
 needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import DenseTable
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
 from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

@@ -15,8 +15,8 @@ from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

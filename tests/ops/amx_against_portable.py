@@ -17,11 +17,11 @@ from torch import Tensor
 from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 ROWS = (1, 6, 7, 15, 16, 17, 33, 49, 70)
 LIBRARY = require_cpu_kernels("this program needs")

@@ -65,7 +65,7 @@ def test_a_forked_child_computes_on_one_thread():
     out = run_python(
         """
 import os, signal, torch
-from vllm.ops.cpu.linear import PackedWeight
+from vllm.ops.cpu.weights.linear import PackedWeight
 packed, x = PackedWeight.pack(torch.ones(1024, 1024)), torch.ones(64, 1024)
 packed.linear(x)
 pid = os.fork()

@@ -21,13 +21,13 @@ from tests.ops.test_cpu_program import (
     packed,
     program_of,
 )
-from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.program import Program
-from vllm.ops.cpu.recorder import Recorder
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.operators.program import Program
+from vllm.ops.cpu.operators.recorder import Recorder
 from vllm.ops.cpu.sampling import RowNumbers, load_sampling_kernels
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.weight_format import WeightFormat, can_pack
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat, can_pack
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 INT8, INT4 = WeightFormat.INT8, WeightFormat.INT4
@@ -256,9 +256,9 @@ def test_without_memory_a_call_is_refused_and_the_next_one_works():
     code = """
 import resource, torch
 from pathlib import Path
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.weight_format import WeightFormat
-from vllm.ops.cpu.moe import PackedExperts
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat
+from vllm.ops.cpu.weights.moe import PackedExperts
 INT8 = WeightFormat.INT8
 packed, x = PackedWeight.quantize(torch.ones(8, 40000), INT8), torch.ones(1024, 40000)
 experts = PackedExperts.pack(torch.ones(2, 80000, 8), torch.ones(2, 8, 40000), INT8)

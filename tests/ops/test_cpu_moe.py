@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
 from vllm.ops.stored_weight import StoredWeight

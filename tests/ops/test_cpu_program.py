@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_options import AttentionOptions
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.program import Program
-from vllm.ops.cpu.recorder import Recorder
+from vllm.ops.cpu.operators.program import Program
+from vllm.ops.cpu.operators.recorder import Recorder
 from vllm.ops.cpu.symbols import Ids, NotFusibleError, Rows
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

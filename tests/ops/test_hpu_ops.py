@@ -43,7 +43,7 @@ from vllm.platforms.habana.bridge import FusedKernels
 NATIVE = NativeOps()
 ROUTING = RoutingOptions(top_k=3, weights="softmax")
 OTHERS_FIRST = ExpertOptions(first_expert=2)
-"""Those of the first ids are on other ranks."""
+"""The first two experts are on other ranks."""
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7},

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import make_groups
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.operators import load_cpu_kernels
-from vllm.ops.cpu.stored import pack_stored
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.int4_layouts import make_groups
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.stored import pack_stored
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.stored_weight import GroupedWeight
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -13,7 +13,7 @@ from vllm.errors import ConfigError
 from vllm.ops.cpu import library as library_module
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, load_cpu_kernels
 from vllm.ops.cpu.source_hash import hash_sources
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

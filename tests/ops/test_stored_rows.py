@@ -6,7 +6,7 @@ import torch
 
 from tests.quantized_checkpoints import FORMATS
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.stored import pack_stored
+from vllm.ops.cpu.weights.stored import pack_stored
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_cpu_linear import in_blocks
-from vllm.ops.cpu.int4_layouts import NO_ZERO, make_groups
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.stored import pack_stored
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, make_groups
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.stored import pack_stored
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,

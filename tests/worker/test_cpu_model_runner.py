@@ -8,8 +8,8 @@ import pytest
 from tests.reach import program_of, runner_of
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
-from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.sample import cpu_sampler, logprobs
 from vllm.worker.cpu import launches as cpu_launches
 

@@ -23,7 +23,7 @@ class Attention(CachedLayer, ReadsContext):
         num_heads: H.
         head_size: D.
         num_kv_heads: G.
-        options: what is computed besides products and a softmax.
+        options: scale, window and the like.
         alibi_slopes: [H] float32, ALiBi slopes: what is subtracted from the score of each head
             per token of distance; None without ALiBi.
         sinks: [H] float32, the score of one more key of each head, whose value is zero; None

@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
-from vllm.ops.cpu.program import Program
-from vllm.ops.cpu.recorder import Recorder
+from vllm.ops.cpu.operators.program import Program
+from vllm.ops.cpu.operators.recorder import Recorder
 from vllm.ops.cpu.symbols import Ids, NotFusibleError
 
 logger = init_logger(__name__)

@@ -1,4 +1,4 @@
-"""What an attention layer computes besides products and a softmax: facts of its model, no tensors.
+"""Options of attention layers: facts of their models, such as the scale and the window.
 
 The formulas are here, in torch, for every implementation in torch; kernels get the fields.
 """
@@ -43,7 +43,7 @@ class AttentionOptions:
 
     @property
     def adjusts_scores(self) -> bool:
-        """Whether `adjusted` changes anything."""
+        """Whether `adjusted` changes scores."""
         return self.logits_soft_cap is not None
 
     def adjusted(self, scores: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class AttentionOptions:
 
     @property
     def sight(self) -> tuple[int | None, ...]:
-        """What `sees` depends on: layers with the same sight can share their masks."""
+        """Return the options that `sees` reads: layers with the same sight can share masks."""
         return self.sliding_window, self.chunk_size
 
     @property
@@ -98,11 +98,11 @@ class AttentionOptions:
 
 
 PLAIN_ATTENTION = AttentionOptions()
-"""Those of most layers."""
+"""The options of most layers."""
 
 
 class AttentionTensors(NamedTuple):
-    """Tensors of a layer that operators of attention read beside its cache."""
+    """Tensors of a layer that operators of attention read, in addition to its cache."""
 
     alibi_slopes: Tensor | None = None
     """[H] float32, dense: each score gets minus the slope of its head times the distance of the key

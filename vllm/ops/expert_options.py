@@ -1,4 +1,4 @@
-"""How tokens choose experts, and what an expert computes besides its products."""
+"""Options of experts and of routing: activation, biases, and the choice of experts."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ its sigmoid, or that divided by the sum of the chosen ones."""
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """What an expert computes besides its products, and where its weight counts."""
+    """Activation of the experts of a layer, use of their routing weights, and their ids."""
 
     alpha: float = 1.702
     """Of the clamped activation; no effect without `limit`."""
@@ -22,12 +22,12 @@ class ExpertOptions:
     scales_inputs: bool = False
     """The weight of a choice multiplies x (Llama 4), and not the result."""
     first_expert: int | None = None
-    """Id of the first of the experts of this rank. Other ids are those of experts of other ranks,
-    whose part of the sum is left out. None: there are no others."""
+    """Id of the first expert of this rank. Experts of other ids are on other ranks, and are left
+    out of the sum. None: this rank has all experts."""
 
     @property
     def is_silu(self) -> bool:
-        """Whether an expert computes what those of most families do."""
+        """Whether the middle is silu(gate) * up, and routing weights multiply results."""
         return self.limit is None and not self.scales_inputs
 
 
@@ -45,7 +45,7 @@ ONE_GROUP = ExpertGroups(1, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How each token chooses its experts, and how much they count."""
+    """Choice of the experts of each token, and their weights."""
 
     top_k: int
     """Experts of a token, from 1 to all."""
@@ -58,16 +58,16 @@ class RoutingOptions:
 
 
 SILU_EXPERTS = ExpertOptions()
-"""Those of most families."""
+"""The options of most families."""
 
 
 class ExpertBiases(NamedTuple):
-    """What is added to the products of E experts of intermediate size I."""
+    """Biases of the two linear layers of E experts of intermediate size I."""
 
     gate_up: Tensor | None = None
-    """[E, 2 * I], to the first product, gate then up."""
+    """[E, 2 * I], gate then up; None: no bias."""
     down: Tensor | None = None
-    """[E, hidden], to the second one."""
+    """[E, hidden]; None: no bias."""
 
 
 NO_BIASES = ExpertBiases()

@@ -388,7 +388,7 @@ class Ops(AttentionOps):
             topk_weights: [T, k], float32.
             gate_up: [E, 2 * I, hidden], gate then up.
             down: [E, hidden, I].
-            biases: of the products.
+            biases: of the experts.
             options: act, what the weights multiply, and which experts these are.
 
         Returns:

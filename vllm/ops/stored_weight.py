@@ -26,12 +26,12 @@ class StoredWeight(ABC):
         """[out_features, in_features] float32."""
 
     def joined(self, other: "StoredWeight") -> "StoredWeight | None":
-        """Return the outputs of this weight and then those of another one, of the same inputs, as
-        one weight; None: they are stored in other ways, or this kind is not joined."""
+        """Return one weight with the outputs of this one, then the outputs of another one of the
+        same inputs; None: they are stored in other ways, or this kind is not joined."""
         return None
 
     def as_grouped(self) -> "GroupedWeight | None":
-        """Return the same numbers as whole numbers in groups; None: this kind has no such form."""
+        """Return the same weight as integers in groups; None: this kind has no such form."""
         return None
 
     def with_neighbours(self, unit: int | None) -> "tuple[StoredWeight, Tensor | None] | None":
@@ -186,8 +186,8 @@ class GroupedWeight(StoredWeight):
         """As of `StoredWeight`.
 
         Columns are sorted by group. Where groups differ in size, one that is no multiple of `unit`
-        begins with columns that are 0, for one of its inputs: there are none if a zero point is
-        2^bits, so that no number means 0.
+        begins with columns that are 0, for one of its inputs. None where a zero point is 2^bits, as
+        no integer means 0 then.
         """
         if self.groups is None:
             return self, None

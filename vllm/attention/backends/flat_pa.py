@@ -149,7 +149,7 @@ def derive_decode_blocks(
 
 
 def _without(is_hidden: Tensor, seen: Tensor | None) -> Tensor:
-    """What is hidden, and what is not seen; None: all is seen."""
+    """Return the mask of hidden slots with the unseen ones added; seen is None if all are seen."""
     return is_hidden if seen is None else is_hidden | ~seen
 
 

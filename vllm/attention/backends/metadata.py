@@ -22,11 +22,12 @@ class AttentionLayer(Protocol):
     cache_group: int
     """Index of the group of layers whose block tables this one reads."""
     options: AttentionOptions
-    """What it computes besides products and a softmax."""
+    """Scale, window and the like; fixed when the layer is made."""
     alibi_slopes: Tensor | None
-    """See `AttentionTensors`."""
+    """[H] float32, subtracted from the score of each head per token of distance; None without
+    ALiBi."""
     sinks: Tensor | None
-    """See `AttentionTensors`."""
+    """[H] float32, the score of one more key of each head, whose value is zero; None without."""
     key_scales: Tensor
     """[G] float32 on the host: an fp8 key cache holds key / scale of the head."""
     value_scales: Tensor

@@ -14,9 +14,9 @@ from vllm.model_executor.layers.embedding import DenseTable, VocabParallelEmbedd
 from vllm.model_executor.layers.experts import DenseExperts, Experts
 from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.weight_format import WeightFormat, can_pack
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import WeightFormat, can_pack
 from vllm.ops.prepared import ExpertProducts
 
 StoredAs = Literal["dense", "int8", "int4"]

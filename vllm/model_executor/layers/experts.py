@@ -170,7 +170,7 @@ class Experts(MethodLayer):
 
     @property
     def biases(self) -> ExpertBiases:
-        """What this rank adds: the sum over ranks must contain `down_bias` once."""
+        """Return the biases that this rank adds: a sum over ranks contains `down_bias` once."""
         return ExpertBiases(self.gate_up_bias, self.down_bias if self.tp.rank == 0 else None)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

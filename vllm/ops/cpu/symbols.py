@@ -16,7 +16,7 @@ class NotFusibleError(ValueError):
 
 
 class SymbolRecorder(Protocol):
-    """What symbols, and code that is given some, ask of the object that records them.
+    """The part of a recorder that symbols, and code that is given some, call.
 
     Its methods raise NotFusibleError for what the kernels cannot take.
     """
@@ -50,7 +50,7 @@ class SymbolRecorder(Protocol):
         ...
 
     def row_operation(self, kind: str, x: Any, y: Any = None, **arguments: Any) -> Any:
-        """Do what `RowOperations` does when it is called."""
+        """Record an operation, with the arguments of `RowOperations`."""
         ...
 
     def lookup(self, ids: Any, table: Any, dtype: torch.dtype | None = None) -> Any:

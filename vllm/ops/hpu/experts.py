@@ -62,7 +62,7 @@ class CardExperts:
         return self.is_lazy or torch.compiler.is_compiling()
 
     def is_plain(self, biases: ExpertBiases) -> bool:
-        """Whether these experts are those that every operator has: silu without biases."""
+        """Whether every operator computes such experts: silu without biases."""
         return self.options.is_silu and biases.gate_up is biases.down is None
 
     def moe(
@@ -123,12 +123,12 @@ def in_turn(x: Tensor, dim: int) -> Tensor:
 
 
 class CardLayer(nn.Module):
-    """Experts of a layer in the layout of a card, with their biases as parameters: those of the
-    layer, so that the memory of the model has them once.
+    """Experts of a layer in the layout of a card. Their biases are the parameters of the layer, so
+    that the memory of the model has them once.
 
     Args:
         card: how it computes them.
-        biases: of the products.
+        biases: of the experts.
     """
 
     gate_up_bias: nn.Parameter | None

@@ -63,7 +63,7 @@ def narrow_rows(
 
 
 def _is_even(weights: Sequence[StoredWeight]) -> bool:
-    """Whether outputs fill words of numbers of 4 bits."""
+    """Whether the output features fill words of eight elements."""
     return all(weight.shape[0] % _WORD == 0 for weight in weights)
 
 

@@ -23,8 +23,8 @@ from vllm.lora.launches import RaggedAdapters
 from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM, LayeredModel
-from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
-from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.operators.program import Program
 from vllm.ops.low_rank import AdaptedRows
 from vllm.sample.features import DISTRIBUTION, Feature
 from vllm.sample.metadata import FeatureArray

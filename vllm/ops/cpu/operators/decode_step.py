@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.operators.program import Program
 from vllm.ops.low_rank import AdaptedRows
 
 IntArray = npt.NDArray[np.int32]
@@ -127,15 +127,15 @@ class FusedDecodeStep:
         num_decodes: int = 1,
         given: torch.Tensor | None = None,
     ) -> tuple[IntArray, IntArray] | None:
-        """One step, if every row of it is a plain decode: runs the newest token, which is one of
-        the output, and drafts behind it, samples behind each, and wants nothing of the sampler but
-        the known features.
+        """Run one step, if every row of it is a plain decode: one that runs the newest token, a
+        token of the output, and its drafts, samples after each, and wants no sampler features but
+        the known ones.
 
         Args:
             rows: [n] no row twice.
             num_computed: [n] tokens of each whose keys and values are in the cache.
-            num_scheduled: [n] tokens to run: the newest one, and drafts, which are behind it in
-                `token_ids` and not counted in `num_tokens`.
+            num_scheduled: [n] tokens to run: the newest one, and drafts, which follow it in
+                `token_ids` and are not counted in `num_tokens`.
             adapted: the adapters of the tokens; None: no row has one.
             num_drafts: of all rows.
             num_decodes: how many to run one after the other, without drafts. The first that ends a
@@ -225,8 +225,7 @@ class FusedDecodeStep:
     def _grow(self, num_tokens: int, num_decodes: int, num_threads: int) -> None:
         """Make room for steps of so many tokens and decodes."""
         launch = self._launch
-        # Arguments are copied here, where their addresses are known: to ask for that of an array
-        # takes longer.
+        # Arguments are copied here, where their addresses are known: to ask an array takes longer.
         self._vectors = np.empty((4, num_tokens), np.int32)
         addresses = [vector.ctypes.data for vector in self._vectors]
         launch.rows, launch.num_computed, launch.num_scheduled, launch.counts = addresses

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.low_rank import PackedRows
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
+from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
 from vllm.ops.low_rank import AdaptedRows
 
 _num_threads = torch.get_num_threads
 
 
 class Program:
-    """Runs launches of one model. Its results have the same bits as those of single operators.
+    """Runs launches of one model. Its results have the same bits as results of single operators.
 
     Keeps what the operations read alive, and scratch memory for its largest launch. One call at a
     time.

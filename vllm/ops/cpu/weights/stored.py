@@ -6,11 +6,11 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
-from vllm.ops.cpu.int4_minimums import FACTOR_INPUTS
-from vllm.ops.cpu.linear import ByteGroups, PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.weight_format import MAX_INT8_INPUTS, WeightFormat
+from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_groups, order_of
+from vllm.ops.cpu.weights.int4_minimums import FACTOR_INPUTS
+from vllm.ops.cpu.weights.linear import ByteGroups, PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
     Fp8Weight,
@@ -84,8 +84,8 @@ def _is_int4(weight: GroupedWeight) -> bool:
 
 
 def _are_halves(scales: Tensor) -> bool:
-    """Whether the kernels have the scales [G, out_features] as they are. They divide those of an
-    output by a power of two, for more room in float16."""
+    """Whether the kernels have the scales [G, out_features] as they are. They divide the scales of
+    an output by a power of two, for more room in float16."""
     exponent = scales.abs().amax(0).frexp().exponent
     divided = torch.ldexp(scales, 1 - exponent)
     return torch.equal(divided.half().float(), divided)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.row_operations import refuse_pair
 from vllm.ops.cpu.symbols import Rows
+from vllm.ops.cpu.weights.linear import PackedWeight
 
 
 class PackedHeads:

@@ -14,11 +14,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.int4_layouts import Int4Groups
-from vllm.ops.cpu.int4_minimums import MinimumGroups, minimum_panels
 from vllm.ops.cpu.library import CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.symbols import Ids, Rows
-from vllm.ops.cpu.weight_format import DENSE_FORMATS, WeightFormat, can_pack
+from vllm.ops.cpu.weights.int4_layouts import Int4Groups
+from vllm.ops.cpu.weights.int4_minimums import MinimumGroups, minimum_panels
+from vllm.ops.cpu.weights.weight_format import DENSE_FORMATS, WeightFormat, can_pack
 from vllm.ops.stored_weight import MinimumWeight
 
 _ALIGNMENT = 64
@@ -210,7 +210,7 @@ class PackedWeight:
 
         Args:
             words: the numbers; with MXFP4, elements of E2M1.
-            groups: with MXFP4, scales are halves of those of the format.
+            groups: with MXFP4, scales are halves of the scales of the format.
             is_awq: which layout.
             weight_format: INT4 or MXFP4.
         """

@@ -15,19 +15,19 @@ from torch import Tensor
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.cpu.attention import cache_type, option_fields
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
-from vllm.ops.cpu.head_linear import PackedHeads
-from vllm.ops.cpu.linear import PackedWeight
-from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.cpu.operators.table import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.head_linear import PackedHeads
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.expert_options import RoutingOptions
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
 
 Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
-"""What an operation reads besides rows."""
+"""An operand of an operation that is no row."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
@@ -83,7 +83,7 @@ class Recorder(CPUOps):
 
     @property
     def torch_functions(self) -> dict[Any, Callable[..., Any]]:
-        """What is recorded of torch besides the operator table: what has the same bits here."""
+        """Functions of torch that have the same bits here, and what records them."""
         return {
             F.embedding: self._embedding,
             F.relu: self._relu,
@@ -100,7 +100,7 @@ class Recorder(CPUOps):
     def lookup(
         self, ids: Ids, table: Tensor | PackedWeight, dtype: torch.dtype | None = None
     ) -> Rows:
-        """Rows [T, W] of a table [N, W]; dtype: None or that of the rows."""
+        """Rows [T, W] of a table [N, W]; dtype: None or the dtype of the rows."""
         if dtype not in (None, self.dtype):
             raise NotFusibleError(f"embeddings of {dtype} in a model of {self.dtype}")
         operands: dict[str, Operand | None]
@@ -149,7 +149,7 @@ class Recorder(CPUOps):
         self.collectives = collectives
 
     def put_into(self, rows: Any) -> Any:
-        """Put the embeddings that a launch brings in the places of those that were looked up."""
+        """Put the embeddings that a launch brings in, instead of embeddings that were looked up."""
         self.replaced_width = rows.width
         self._in_place("replace", rows)
         return rows
@@ -167,7 +167,7 @@ class Recorder(CPUOps):
         return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
 
     def multiply_heads(self, x: Any, heads: PackedHeads, beside: Any = None) -> Rows:
-        """[T, H, in_features] -> [T, H, out_features], with what is beside behind each head."""
+        """[T, H, in_features] -> [T, H, out_features], and the rows of `beside` after each head."""
         if x.sizes != (heads.num_heads, heads.in_features):
             raise NotFusibleError(f"rows of {x.sizes} for {heads.num_heads} heads")
         size, width = heads.out_features, 0

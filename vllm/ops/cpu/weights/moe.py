@@ -1,6 +1,6 @@
 """A mixture of experts on packed weights: one call of the kernel of csrc/cpu/moe.h.
 
-The contract is that of `Ops.moe`, the packed weights are those of `vllm.ops.cpu.linear`. Knows no
+The contract is `Ops.moe`, the packed weights come from `vllm.ops.cpu.weights.linear`. Knows no
 router and no models.
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.symbols import Rows
-from vllm.ops.cpu.weight_format import WeightFormat
+from vllm.ops.cpu.weights.linear import PackedWeight
+from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 
 _ALIGNMENT = 64

@@ -17,7 +17,6 @@ from torch import Tensor
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 from vllm.ops.cpu.attention import fp8_arguments, paged_attention_decode, paged_attention_prefill
-from vllm.ops.cpu.head_linear import PackedHeads
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
@@ -29,9 +28,10 @@ from vllm.ops.cpu.row_operations import (
     refuse_strides,
 )
 from vllm.ops.cpu.state_space import scan_tokens
-from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.cpu.symbols import Rows
-from vllm.ops.cpu.weight_format import can_pack
+from vllm.ops.cpu.weights.head_linear import PackedHeads
+from vllm.ops.cpu.weights.stored import pack_stored, pack_stored_experts
+from vllm.ops.cpu.weights.weight_format import can_pack
 from vllm.ops.expert_options import (
     NO_BIASES,
     SILU_EXPERTS,
@@ -75,8 +75,8 @@ class CPUOps(NativeOps):
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
     def _rows_of(self, x: Any) -> Callable[..., Any] | None:
-        """What runs an operation on the rows of x, or records it, called as `RowOperations`; None:
-        torch does."""
+        """Return a function that runs an operation on the rows of x, or records it, with the
+        arguments of `RowOperations`; None: torch computes it."""
         if x.is_cpu:
             return self._row_operations.get(x.dtype)
         return x.recorder.row_operation if isinstance(x, Rows) else None

@@ -1,6 +1,6 @@
 """Weights of 4 or 5 bits with a minimum for each block, in the layout of the C++ kernels.
 
-The layout is that of csrc/cpu/linear_format.h. Knows no files and no kernels.
+The layout is in csrc/cpu/linear_format.h. Knows no files and no kernels.
 """
 
 from dataclasses import dataclass
