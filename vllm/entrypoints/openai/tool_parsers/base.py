@@ -176,13 +176,18 @@ class ToolParser:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_calls")
 
-    def start_call(self, name: str) -> None:
-        """Begin a call. All text read until now belongs to it."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. All text read until now belongs to it.
+
+        Args:
+            name: of the function.
+            call_id: that the model wrote; None: a new one is made.
+        """
         self.accept()
         self._blank.clear()
         self._is_blank = True
         self._index += 1
-        self._parts.append(_Part(self._index, {"id": self.make_id(), "name": name}))
+        self._parts.append(_Part(self._index, {"id": call_id or self.make_id(), "name": name}))
 
     def add_arguments(self, text: str) -> None:
         """Add JSON text to the last call's arguments. All text read until now belongs to it."""
@@ -201,14 +206,17 @@ class ToolParser:
         """A new id for a call."""
         return random_tool_call_id()
 
-    def properties_of(self, name: str) -> Mapping[str, Any]:
-        """The JSON schemas of a tool's parameters, as the request has them; empty if unknown."""
+    def parameters_of(self, name: str) -> Mapping[str, Any] | None:
+        """Return the JSON schema of a tool's arguments, as the request has it.
+
+        None: the request has no such tool.
+        """
         for tool in self._tools:
             function = _member(tool, "function")
             if _member(function, "name") == name:
-                properties = _member(_member(function, "parameters"), "properties")
-                return properties if isinstance(properties, Mapping) else {}
-        return {}
+                parameters = _member(function, "parameters")
+                return parameters if isinstance(parameters, Mapping) else {}
+        return None
 
     # --- Machinery ---
 
