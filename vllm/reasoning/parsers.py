@@ -1,6 +1,6 @@
 """Reasoning parsers split the text of a model into reasoning and answer while it grows.
 
-`ReasoningParserManager` finds them by name. Independent of the server and the device.
+Independent of the server and the device.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,6 @@ from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
 class ReasoningParser:
@@ -33,6 +30,10 @@ class ReasoningParser:
     """Markers with which they end."""
     is_start_optional: ClassVar[bool] = False
     """Whether a text without a marker at its beginning begins with thoughts."""
+    answer_starts: ClassVar[tuple[str, ...]] = ()
+    """Markers that end thoughts as well, and that are part of the answer."""
+    thinks_by_default: ClassVar[bool] = True
+    """Whether the model thinks if the request does not say so."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool = True
@@ -112,9 +113,16 @@ class ReasoningParser:
     def _parse(self) -> Wait[None]:
         stream = self._stream
         if self._is_thinking and (yield from self._read_start()):
-            end = yield from stream.read_until(Markers(self.ends), self._add_reasoning)
-            stream.consume(len(end))
-        yield from stream.read_until(Markers(()), self._add_content)
+            ends = Markers((*self.ends, *self.answer_starts))
+            end = yield from stream.read_until(ends, self._add_reasoning)
+            if end in self.ends:
+                stream.consume(len(end))
+                stream.forget()
+        yield from self._read_answer()
+
+    def _read_answer(self) -> Wait[None]:
+        """Read the text after the thoughts."""
+        yield from self._stream.read_until(Markers(()), self._add_content)
 
     def _read_start(self) -> Wait[bool]:
         """Read the start marker. False: the text begins with its answer."""
@@ -163,28 +171,85 @@ class GraniteReasoningParser(ReasoningParser):
     ends = ("Here is my response:", "Here's my response:")
 
 
+class KimiK2ReasoningParser(DeepSeekR1ReasoningParser):
+    """Everything before `</think>`, or before the first call: Kimi K2 Thinking and later."""
+
+    answer_starts = ("<|tool_calls_section_begin|>",)
+
+
+class DeepSeekV3ReasoningParser(DeepSeekR1ReasoningParser):
+    """Everything before `</think>`, if the request turns thinking on: DeepSeek V3.1 and V3.2."""
+
+    thinks_by_default = False
+
+
+class MistralReasoningParser(ReasoningParser):
+    """`[THINK]...[/THINK]`: Magistral, Ministral 3."""
+
+    starts, ends = ("[THINK]",), ("[/THINK]",)
+
+
+class SeedOssReasoningParser(ReasoningParser):
+    """`<seed:think>...</seed:think>`: Seed-OSS."""
+
+    starts, ends = ("<seed:think>",), ("</seed:think>",)
+
+
+class AppendThinkReasoningParser(ReasoningParser):
+    """Thoughts stay in the answer, with the `<think>` that the chat template wrote: MiniMax M2.
+
+    The model expects its thoughts in the conversation, and not every client sends them back.
+    """
+
+    def _parse(self) -> Wait[None]:
+        stream = self._stream
+        if self._is_thinking and (yield from stream.more()):
+            yield from stream.read_literal(self.starts[0])
+            stream.forget()
+            self._content.append(self.starts[0])
+        yield from self._read_answer()
+
+
+class WrappedAnswerReasoningParser(ReasoningParser):
+    """Thoughts, then an answer between two markers, which are left out. A subclass spells them."""
+
+    answer_start: ClassVar[str]
+    answer_end: ClassVar[str]
+
+    def _read_answer(self) -> Wait[None]:
+        stream = self._stream
+        yield from stream.skip_space()
+        if (yield from stream.read_literal(self.answer_start)):
+            yield from stream.read_literal("\n")
+            stream.forget()
+            ends = Markers((f"\n{self.answer_end}", self.answer_end))
+            end = yield from stream.read_until(ends, self._add_content)
+            stream.consume(len(end))
+            yield from stream.skip_space()
+            stream.forget()
+        self._content.append(stream.forget())
+        yield from super()._read_answer()
+
+
+class HunyuanReasoningParser(WrappedAnswerReasoningParser):
+    """`<think>...</think><answer>...</answer>`: Hunyuan A13B."""
+
+    answer_start, answer_end = "<answer>", "</answer>"
+
+
+class Ernie45ReasoningParser(WrappedAnswerReasoningParser):
+    """Everything before `</think>`, then `<response>...</response>`: ERNIE 4.5 Thinking and VL."""
+
+    is_start_optional = True
+    answer_start, answer_end = "<response>", "</response>"
+
+
+class CohereReasoningParser(WrappedAnswerReasoningParser):
+    """`<|START_THINKING|>...<|END_THINKING|>`, then the answer between such markers: Command A."""
+
+    starts, ends = ("<|START_THINKING|>",), ("<|END_THINKING|>",)
+    answer_start, answer_end = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+
+
 def _join(first: str | None, last: str | None) -> str | None:
     return None if first is None and last is None else (first or "") + (last or "")
-
-
-class ReasoningParserRegistry(ParserRegistry[ReasoningParser]):
-    """Reasoning parsers, some of them from files of the user."""
-
-    get_reasoning_parser = ParserRegistry.get
-
-    def import_reasoning_parser(self, path: str) -> None:
-        """Run a Python file that registers parsers (`--reasoning-parser-plugin`)."""
-        load_plugin("reasoning_parser_plugin", path, [self])
-
-
-ReasoningParserManager = ReasoningParserRegistry(
-    "reasoning_parser",
-    ReasoningParser,
-    {
-        "deepseek_r1": DeepSeekR1ReasoningParser,
-        "granite": GraniteReasoningParser,
-        "qwen3": Qwen3ReasoningParser,
-    },
-    ("feed", "starts", "ends", "extract_reasoning_content", "extract_reasoning"),
-)
-"""Finds reasoning parsers by the names of `--reasoning-parser`."""

@@ -66,6 +66,10 @@ GLM = f"""<tool_call>weather
 <tool_call>time
 </tool_call>"""
 GIGACHAT3 = "<|message_sep|>\n\nfunction call<|role_sep|>\n{}"
+HARMONY = (
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+    "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}"
+)
 FUNCTIONGEMMA = (
     "<start_function_call>call:weather{city:<escape>Łódź<escape>,"
     'days:[1,{a:<escape>}]"<<escape>}]}<end_function_call>'
@@ -139,6 +143,15 @@ OUTPUTS = [
     ("minimax", f"<tool_calls>\n{WEATHER}\n{TIME}\n</tool_calls>"),
     ("minimax_m2", MINIMAX_M2),
     ("olmo3", "<function_calls>\n" + PYTHONIC[1:-1].replace("), ", ")\n") + "\n</function_calls>"),
+    ("openai", HARMONY),
+    (
+        "openai",
+        HARMONY.replace(
+            "<|channel|>commentary to=functions.weather",
+            " to=functions.weather<|channel|>commentary",
+            1,
+        ),
+    ),
     ("qwen3_xml", QWEN3_CODER),
     ("seed_oss", QWEN3_CODER.replace("tool_call>", "seed:tool_call>")),
     ("step3", STEP3),

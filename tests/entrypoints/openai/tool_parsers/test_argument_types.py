@@ -108,11 +108,11 @@ def test_an_argument_is_found_in_every_part_of_the_schema():
         {"anyOf": [{"properties": {"y": INTEGER}}, inner]},
         {"additionalProperties": STRING},
         {"properties": {"y": INTEGER}},  # names no x
-        {},
     ):
         assert argument_to_json("5", "x", parameters) == '"5"', parameters
     either = {"oneOf": [inner, {"properties": {"x": INTEGER}}]}
     assert argument_to_json("5", "x", either) == "5"
+    assert argument_to_json("5", "x", {"type": "object"}) == "5", "it names no arguments"
     assert argument_to_json("5", "x", None) == "5", "there is no such tool"
 
 
@@ -124,7 +124,8 @@ def test_references_cannot_make_the_work_grow():
     }
     parameters = {"$ref": "#/$defs/s0", "properties": {"x": {"$ref": "#/$defs/s0"}}}
     assert argument_to_json("5", "x", {**parameters, "$defs": definitions}) == "5"
-    assert argument_to_json("5", "y", {"$ref": "#/$defs/s0", "$defs": definitions}) == '"5"'
+    nameless = {"$ref": "#/$defs/s0", "properties": {"x": {}}, "$defs": definitions}
+    assert argument_to_json("5", "y", nameless) == '"5"'
 
 
 UNTYPED = {

@@ -22,6 +22,7 @@ from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
+from vllm.entrypoints.openai.chat.thinking import switch_of
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
@@ -331,27 +332,28 @@ def make_reader(
     if body.tool_choice == "required":
         return OutputReader(forced=RequiredToolReader(), max_calls=max_calls, custom=custom)
     reasoning = tools = None
-    if args.reasoning_parser is not None and not is_constrained:
-        with parser_failures("reasoning", args.reasoning_parser):
-            reasoning = _make_reasoning_parser(args, tokenizer, body)
+    name = context.reasoning_parser
+    if name is not None and not is_constrained:
+        with parser_failures("reasoning", name):
+            reasoning = _make_reasoning_parser(name, args, tokenizer, body)
     if body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
             tools.adjust_request(body)
-    names = args.reasoning_parser, args.tool_call_parser
+    names = name, args.tool_call_parser
     return OutputReader(reasoning, tools, max_calls=max_calls, custom=custom, names=names)
 
 
 def _make_reasoning_parser(
-    args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest
+    name: str, args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest
 ) -> "ReasoningParser | ForeignReasoningParser | None":
     """A parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 
-    assert args.reasoning_parser is not None
-    kind = ReasoningParserManager.get(args.reasoning_parser)
-    is_thinking = bool(template_kwargs(args, body).get("enable_thinking", True))
+    kind = ReasoningParserManager.get(name)
+    switch = switch_of(template_kwargs(args, body))
+    is_thinking = kind.thinks_by_default if switch is None else switch
     if not is_foreign(kind):
         return kind(tokenizer, is_thinking=is_thinking)
     return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None

@@ -89,11 +89,15 @@ class _Schema:
         self._root = root
         self._known: dict[int, _Allowed] = {}
         self._searched: set[int] = set()
+        self._names_any = False
 
     def allowed_for(self, key: str) -> _Allowed:
-        """Return what is allowed for an argument; one that the schema does not name is a string."""
+        """Return what is allowed for an argument.
+
+        One that the schema does not name is a string, unless the schema names no arguments at all.
+        """
         found = [self._allowed(each, 0) for each in self._find(key, self._root, 0)]
-        return reduce(or_, found) if found else _STRING
+        return reduce(or_, found) if found else _STRING if self._names_any else _ANYTHING
 
     def _find(self, key: str, schema: Any, depth: int) -> Iterator[Any]:
         """Yield the schemas of a property, following references and combinations."""
@@ -101,9 +105,11 @@ class _Schema:
             return
         self._searched.add(id(schema))
         properties = schema.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
-            yield properties[key]
-            return
+        if isinstance(properties, Mapping) and properties:
+            self._names_any = True
+            if key in properties:
+                yield properties[key]
+                return
         if "$ref" in schema:
             yield from self._find(key, self._resolve(schema["$ref"]), depth + 1)
         for word in ("allOf", "anyOf", "oneOf"):

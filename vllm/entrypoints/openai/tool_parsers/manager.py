@@ -2,6 +2,7 @@
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser
+from vllm.entrypoints.openai.tool_parsers.harmony import HarmonyToolParser
 from vllm.entrypoints.openai.tool_parsers.listed import DeepSeekToolParser, KimiK2ToolParser
 from vllm.entrypoints.openai.tool_parsers.marked import (
     CohereToolParser,
@@ -78,6 +79,7 @@ ToolParserManager = ToolParserRegistry(
         "minimax_m2": MiniMaxM2ToolParser,
         "mistral": MistralToolParser,
         "olmo3": Olmo3ToolParser,
+        "openai": HarmonyToolParser,
         "phi4_mini": Phi4MiniToolParser,
         "phi4_mini_json": Phi4MiniToolParser,
         "pythonic": PythonicToolParser,
