@@ -14,7 +14,7 @@ import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
-from vllm.entrypoints.openai.chat.thinking import with_all_switches
+from vllm.entrypoints.openai.chat.thinking import merge_switches
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
@@ -116,7 +116,7 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
 def template_kwargs(args: "ServerArgs", body: ChatFields) -> dict[str, Any]:
     """Return the arguments of the template: of the request, and else the server's."""
     given = {**body.thinking_kwargs, **(body.chat_template_kwargs or {})}
-    return {**with_all_switches(args.default_chat_template_kwargs), **with_all_switches(given)}
+    return merge_switches(args.default_chat_template_kwargs, given)
 
 
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:

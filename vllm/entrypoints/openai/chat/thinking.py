@@ -33,6 +33,16 @@ def with_all_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**switches, **kwargs}
 
 
+def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a template for a request, which go before the server's defaults.
+
+    A switch of the request replaces the server's switches under all their names.
+    """
+    replaced = {*given, *(_SWITCHES if switch_of(given) is not None else ())}
+    kept = {name: value for name, value in defaults.items() if name not in replaced}
+    return {**with_all_switches(kept), **with_all_switches(given)}
+
+
 def switch_of(kwargs: Mapping[str, Any]) -> bool | None:
     """Return whether the arguments of a template say that the model thinks; None: they do not."""
     for name, values in _SWITCHES.items():
