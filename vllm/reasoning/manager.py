@@ -1,4 +1,4 @@
-"""The reasoning parsers by name, and those that plug-ins add."""
+"""The reasoning parsers by name, of this package and of plug-ins."""
 
 from vllm.reasoning.harmony import HarmonyReasoningParser
 from vllm.reasoning.parsers import (
@@ -51,6 +51,9 @@ ReasoningParserManager = ReasoningParserRegistry(
         "step3": DeepSeekR1ReasoningParser,
         "step3p5": DeepSeekR1ReasoningParser,
     },
-    ("feed", "starts", "ends", "extract_reasoning_content", "extract_reasoning"),
+    (
+        *("feed", "starts", "ends", "extract_reasoning_content", "extract_reasoning"),
+        *("extract_reasoning_content_streaming", "extract_reasoning_streaming"),
+    ),
 )
 """Finds reasoning parsers by the names of `--reasoning-parser`."""

@@ -4,6 +4,7 @@ Independent of the server and the device.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,21 @@ from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """New text of an output; it has the attributes of the chat API's `DeltaMessage`."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    role: str | None = None
+    tool_calls: tuple[()] = ()
+
+    @property
+    def reasoning(self) -> str | None:
+        """The new thoughts, under their name since vLLM 0.12."""
+        return self.reasoning_content
 
 
 class ReasoningParser:
@@ -40,6 +56,10 @@ class ReasoningParser:
     ) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
         self._is_thinking = is_thinking
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the output that was read, for another one."""
         self._stream = TextStream()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -84,8 +104,50 @@ class ReasoningParser:
     def extract_reasoning_content(
         self, model_output: str, request: Any = None
     ) -> tuple[str | None, str | None]:
-        """`split`, under the name that programs written for vLLM call."""
+        """Return `split`, for programs that know this name of vLLM."""
         return self.split(model_output)
+
+    def extract_reasoning(
+        self, model_output: str, request: Any = None
+    ) -> tuple[str | None, str | None]:
+        """Return `split`, for programs that know the name since vLLM 0.12."""
+        return self.split(model_output)
+
+    def extract_reasoning_content_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> "ReasoningDelta | None":
+        """Read new text, for programs written for vLLM.
+
+        An empty `previous_text` begins another output. Text that may be a part of a marker is held
+        back, and what is held back at the end of an output comes from `finish` only.
+
+        Args:
+            previous_text: not used otherwise, and neither is `current_text`.
+            current_text: the text so far.
+            delta_text: its new end.
+            previous_token_ids: not used, nor are the other ones.
+            current_token_ids: of the text so far.
+            delta_token_ids: of its new end.
+
+        Returns:
+            The new thoughts and the new answer; None if there is nothing.
+        """
+        if not previous_text:
+            self._begin()
+        reasoning, content = self.feed(delta_text)
+        if reasoning is None and content is None:
+            return None
+        return ReasoningDelta(content, reasoning)
+
+    def extract_reasoning_streaming(self, *args: Any, **kwargs: Any) -> "ReasoningDelta | None":
+        """Read new text; the name of `extract_reasoning_content_streaming` since vLLM 0.12."""
+        return self.extract_reasoning_content_streaming(*args, **kwargs)
 
     def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
         """The output tokens after the end of the thoughts; empty before that."""
@@ -196,7 +258,7 @@ class SeedOssReasoningParser(ReasoningParser):
 
 
 class AppendThinkReasoningParser(ReasoningParser):
-    """Thoughts stay in the answer, with the `<think>` that the chat template wrote: MiniMax M2.
+    """Thoughts remain in the answer, with the `<think>` that the chat template wrote: MiniMax M2.
 
     The model expects its thoughts in the conversation, and not every client sends them back.
     """

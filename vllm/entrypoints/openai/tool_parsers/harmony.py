@@ -24,9 +24,9 @@ _NAMESPACE = "functions."
 class HarmonyToolParser(ToolParser):
     """Messages to `functions.NAME` call a tool of the request: GPT-OSS.
 
-    Messages to the model's own tools, `python` and those of `browser`, are calls of this name. The
-    text for `python` is code and not JSON: it becomes the argument `code`. Headers of messages to
-    the user are left out; thoughts that no reasoning parser has taken remain as they were written.
+    A message to one of the model's own tools, such as `python` or `browser.search`, is a call of
+    this name. The text for `python` is code and not JSON: it becomes the argument `code`. Headers
+    of messages to the user are left out. Without a reasoning parser, thoughts remain as they are.
     """
 
     markers = (START, CHANNEL)

@@ -91,7 +91,7 @@ ToolParserManager = ToolParserRegistry(
         "step3p5": Qwen3CoderToolParser,
         "xlam": XlamToolParser,
     },
-    ("read_calls", "extract_tool_calls"),
+    ("read_calls", "extract_tool_calls", "extract_tool_calls_streaming"),
 )
 """Finds tool parsers by the names of `--tool-call-parser`."""
 
