@@ -156,5 +156,8 @@ def test_a_tag_that_names_a_type_goes_before_the_schema():
         '<｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="{}">5</｜DSML｜parameter>'
         "</｜DSML｜invoke>"
     )
+    function = {"name": "f", "parameters": {"properties": {"x": STRING}}}
+    request = type("Request", (), {"tools": [{"type": "function", "function": function}]})
     for is_string, value in (("true", '"5"'), ("false", "5")):
-        assert extract("deepseek_v32", text.format(is_string))[1] == [["f", f'{{"x": {value}}}']]
+        _, calls = extract("deepseek_v32", text.format(is_string), request)
+        assert calls == [["f", f'{{"x": {value}}}']]

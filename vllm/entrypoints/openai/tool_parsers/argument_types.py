@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
 from vllm.entrypoints.openai.tool_parsers.python_literals import arguments_to_json
@@ -63,17 +63,16 @@ def argument_to_json(text: str, key: str, parameters: Mapping[str, Any] | None) 
             is JSON stays JSON.
     """
     allowed = _ANYTHING if parameters is None else _Schema(parameters).allowed_for(key)
-    for value in allowed.values or ():
-        if _types_of(value) & allowed.types and _means(text, value):
-            return _dump(value)
-    if allowed.types <= {"string"}:
+    if allowed.types <= {"string"} and not allowed.values:
         return encode_string(text)
     found = _read(text)
+    for value in allowed.values or ():
+        if _types_of(value) & allowed.types and _means(text, found, value):
+            return _dump(value)
     if found is not None:
-        kinds, literal = found
-        if kinds & allowed.types:
-            is_integer = kinds == _INTEGRAL and "number" not in allowed.types
-            return _as_integer(literal) if is_integer else literal
+        if found.types & allowed.types:
+            is_integer = found.types == _INTEGRAL and "number" not in allowed.types
+            return _as_integer(found.text) if is_integer else found.text
         if "string" not in allowed.types and _is_json(text):
             return text.strip()
     return encode_string(text)
@@ -176,24 +175,26 @@ def _types_of(value: Any) -> frozenset[str]:
     return frozenset({kinds[type(value)]})
 
 
-def _means(text: str, value: Any) -> bool:
-    """Return whether a text is one of the values of an enum."""
+def _means(text: str, found: "_Literal | None", value: Any) -> bool:
+    """Return whether a text, as which `found` was read, is one of the values of an enum."""
     if isinstance(value, str):
         return text.strip() == value.strip()
-    found = _read(text)
-    return found is not None and _is_equal(json.loads(found[1]), value)
+    if found is None or not found.types & _types_of(value):
+        return False
+    return bool(found.value == value)
 
 
-def _is_equal(first: Any, second: Any) -> bool:
-    return bool(_types_of(first) & _types_of(second)) and bool(first == second)
+class _Literal(NamedTuple):
+    """A text that is JSON or a Python literal."""
+
+    types: frozenset[str]
+    text: str
+    """As JSON."""
+    value: Any
 
 
-def _read(text: str) -> tuple[frozenset[str], str] | None:
-    """Read a text as JSON or as a Python literal.
-
-    Returns:
-        Its types and its JSON text. None: it is neither, so it can only be a string.
-    """
+def _read(text: str) -> _Literal | None:
+    """Read a text as JSON or as a Python literal. None: it is neither, so it is a string."""
     literal = text.strip()
     if not _is_json(literal):
         argument = arguments_to_json(f"x={literal}") if literal else None
@@ -202,7 +203,8 @@ def _read(text: str) -> tuple[frozenset[str], str] | None:
         literal = argument.removeprefix('{"x": ').removesuffix("}")
         if literal.startswith('"') or not _is_json(literal):
             return None  # a text in Python's quotes is a text as well
-    return _types_of(json.loads(literal)), literal
+    value = json.loads(literal)
+    return _Literal(_types_of(value), literal, value)
 
 
 def _is_json(text: str) -> bool:

@@ -1,5 +1,7 @@
 """Calls as GPT-OSS writes them: messages whose recipient is a tool."""
 
+from collections.abc import Sequence
+
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
 from vllm.reasoning.harmony import (
@@ -32,6 +34,11 @@ class HarmonyToolParser(ToolParser):
     markers = (START, CHANNEL)
     further_tokens = (CONSTRAIN, MESSAGE, END, CALL, RETURN)
     bare = RECIPIENT[0]
+
+    def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return no texts: an answer that has to follow a grammar begins after the header of its
+        message, and calls come before it."""
+        return ()
 
     def read_calls(self, marker: str) -> Wait[None]:
         """Read one message; see the base class."""

@@ -5,8 +5,9 @@ of the tags differs.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
@@ -18,6 +19,10 @@ _HEAD = re.compile(r"[^<>\n]+")
 """The text in a tag: a name or a key, with or without quotes, and attributes."""
 _NAME = re.compile(r"[^\s<>{}\[\]\"']+")
 _QUOTED = re.compile(r'\s*"([^"]*)"(.*)', re.DOTALL)
+
+
+Schema = Mapping[str, Any] | None
+"""The JSON schema of a tool's arguments; None: there is no such tool."""
 
 
 class TaggedToolParser(ToolParser):
@@ -105,7 +110,7 @@ class TaggedToolParser(ToolParser):
             self.add_arguments(f"{opening}{encode_string(key)}: {value}")
             num_arguments += 1
 
-    def to_json(self, text: str, key: str, attributes: str, parameters: object) -> str:
+    def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
         """Return the JSON text of a value.
 
         Args:
@@ -114,7 +119,7 @@ class TaggedToolParser(ToolParser):
             attributes: what stands after the name in the tag of the key.
             parameters: the schema of the tool's arguments, None if there is none.
         """
-        return argument_to_json(text, key, parameters)  # type: ignore[arg-type]
+        return argument_to_json(text, key, parameters)
 
     def _read_key_ends(self) -> Wait[bool]:
         *between, last = self.key_ends
@@ -206,10 +211,12 @@ class DeepSeekV32ToolParser(TaggedToolParser):
     after_call = further_tokens[:2]
     value_margin = ""
 
-    def to_json(self, text: str, key: str, attributes: str, parameters: object) -> str:
-        """Return the JSON text of a value, a string where the tag says so."""
+    def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
+        """Return the JSON text of a value, of which the tag says whether it is a string."""
         if 'string="true"' in attributes:
             return encode_string(text)
+        if 'string="false"' in attributes:
+            parameters = None  # so that JSON stays JSON
         return super().to_json(text, key, attributes, parameters)
 
 
