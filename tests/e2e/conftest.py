@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import forced_text
 from tests.e2e.browser import Page, chromium_page
 from tests.e2e.server import KEY, Server, start_server
 from tests.entrypoints.openai.scripted_engine import TEMPLATE
@@ -29,6 +30,8 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 CHAT_FLAGS = (
     *("--max-model-len", "2048", "--chat-template", TEMPLATE),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--reasoning-parser", "qwen3"),
+    *forced_text.FLAGS,
 )
 """What the tests of the APIs need: each adds nothing that another would notice."""
 

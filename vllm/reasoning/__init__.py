@@ -1,6 +1,7 @@
 """Reasoning parsers: split a model's text into reasoning and answer."""
 
-from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
+from vllm.reasoning.manager import ReasoningParserManager
+from vllm.reasoning.parsers import ReasoningParser
 
 __all__ = ["ReasoningParser", "ReasoningParserManager", "names"]
 

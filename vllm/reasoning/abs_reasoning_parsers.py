@@ -1,5 +1,6 @@
 """The module from which parsers written for vLLM import their base class."""
 
-from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
+from vllm.reasoning.manager import ReasoningParserManager
+from vllm.reasoning.parsers import ReasoningParser
 
 __all__ = ["ReasoningParser", "ReasoningParserManager"]

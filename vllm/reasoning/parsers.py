@@ -1,20 +1,33 @@
 """Reasoning parsers split the text of a model into reasoning and answer while it grows.
 
-`ReasoningParserManager` finds them by name. Independent of the server and the device.
+Independent of the server and the device.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.guided_decoding_params import GrammarStart
 from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-from vllm.guided_decoding_params import GrammarStart
-from vllm.utils.parser_registry import ParserRegistry, load_plugin
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """New text of an output; it has the attributes of the chat API's `DeltaMessage`."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    role: str | None = None
+    tool_calls: tuple[()] = ()
+
+    @property
+    def reasoning(self) -> str | None:
+        """The new thoughts, under their name since vLLM 0.12."""
+        return self.reasoning_content
 
 
 class ReasoningParser:
@@ -34,6 +47,10 @@ class ReasoningParser:
     """Markers with which they end."""
     is_start_optional: ClassVar[bool] = False
     """Whether a text without a marker at its beginning begins with thoughts."""
+    answer_starts: ClassVar[tuple[str, ...]] = ()
+    """Markers that end thoughts as well, and that are part of the answer."""
+    thinks_by_default: ClassVar[bool] = True
+    """Whether the model thinks if the request does not say so."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool = True
@@ -41,6 +58,10 @@ class ReasoningParser:
         self.tokenizer = self.model_tokenizer = tokenizer
         self._is_thinking = is_thinking
         self._is_start_needed = not self.is_start_optional
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the output that was read, for another one."""
         self._stream = TextStream()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -49,7 +70,7 @@ class ReasoningParser:
     @property
     def markers(self) -> tuple[str, ...]:
         """The texts that must be in an output even where they are special tokens."""
-        return (*self.starts, *self.ends)
+        return (*self.starts, *self.ends, *self.answer_starts)
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -114,8 +135,50 @@ class ReasoningParser:
     def extract_reasoning_content(
         self, model_output: str, request: Any = None
     ) -> tuple[str | None, str | None]:
-        """`split`, under the name that programs written for vLLM call."""
+        """Return `split`, for programs that know this name of vLLM."""
         return self.split(model_output)
+
+    def extract_reasoning(
+        self, model_output: str, request: Any = None
+    ) -> tuple[str | None, str | None]:
+        """Return `split`, for programs that know the name since vLLM 0.12."""
+        return self.split(model_output)
+
+    def extract_reasoning_content_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> "ReasoningDelta | None":
+        """Read new text, for programs written for vLLM.
+
+        An empty `previous_text` begins another output. Text that may be a part of a marker is held
+        back, and what is held back at the end of an output comes from `finish` only.
+
+        Args:
+            previous_text: not used otherwise, and neither is `current_text`.
+            current_text: the text so far.
+            delta_text: its new end.
+            previous_token_ids: not used, nor are the other ones.
+            current_token_ids: of the text so far.
+            delta_token_ids: of its new end.
+
+        Returns:
+            The new thoughts and the new answer; None if there is nothing.
+        """
+        if not previous_text:
+            self._begin()
+        reasoning, content = self.feed(delta_text)
+        if reasoning is None and content is None:
+            return None
+        return ReasoningDelta(content, reasoning)
+
+    def extract_reasoning_streaming(self, *args: Any, **kwargs: Any) -> "ReasoningDelta | None":
+        """Read new text; the name of `extract_reasoning_content_streaming` since vLLM 0.12."""
+        return self.extract_reasoning_content_streaming(*args, **kwargs)
 
     def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
         """The output tokens after the end of the thoughts; empty before that."""
@@ -143,9 +206,16 @@ class ReasoningParser:
     def _parse(self) -> Wait[None]:
         stream = self._stream
         if self._is_thinking and (yield from self._read_start()):
-            end = yield from stream.read_until(Markers(self.ends), self._add_reasoning)
-            stream.consume(len(end))
-        yield from stream.read_until(Markers(()), self._add_content)
+            ends = Markers((*self.ends, *self.answer_starts))
+            end = yield from stream.read_until(ends, self._add_reasoning)
+            if end in self.ends:
+                stream.consume(len(end))
+                stream.forget()
+        yield from self._read_answer()
+
+    def _read_answer(self) -> Wait[None]:
+        """Read the text after the thoughts."""
+        yield from self._stream.read_until(Markers(()), self._add_content)
 
     def _read_start(self) -> Wait[bool]:
         """Read the start marker. False: the text begins with its answer."""
@@ -196,10 +266,100 @@ class GraniteReasoningParser(ReasoningParser):
     ends = ("Here is my response:", "Here's my response:")
 
 
+class KimiK2ReasoningParser(DeepSeekR1ReasoningParser):
+    """Everything before `</think>`, or before the first call: Kimi K2 Thinking and later."""
+
+    answer_starts = ("<|tool_calls_section_begin|>",)
+
+
+class DeepSeekV3ReasoningParser(DeepSeekR1ReasoningParser):
+    """Everything before `</think>`, if the request turns thinking on: DeepSeek V3.1 and V3.2."""
+
+    thinks_by_default = False
+
+
+class MistralReasoningParser(ReasoningParser):
+    """`[THINK]...[/THINK]`: Magistral, Ministral 3."""
+
+    starts, ends = ("[THINK]",), ("[/THINK]",)
+
+
+class SeedOssReasoningParser(ReasoningParser):
+    """`<seed:think>...</seed:think>`: Seed-OSS."""
+
+    starts, ends = ("<seed:think>",), ("</seed:think>",)
+
+
+class AppendThinkReasoningParser(ReasoningParser):
+    """Thoughts remain in the answer, with the `<think>` that the chat template wrote: MiniMax M2.
+
+    The model expects its thoughts in the conversation, and not every client sends them back.
+    """
+
+    def _parse(self) -> Wait[None]:
+        stream = self._stream
+        if self._is_thinking and (yield from stream.more()):
+            yield from stream.read_literal(self.starts[0])
+            stream.forget()
+            self._content.append(self.starts[0])
+        yield from self._read_answer()
+
+
+class WrappedAnswerReasoningParser(ReasoningParser):
+    """Thoughts, then an answer between two markers, which are left out. A subclass spells them."""
+
+    answer_start: ClassVar[str]
+    answer_end: ClassVar[str]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that must be in an output even where they are special tokens."""
+        return (*super().markers, self.answer_start, self.answer_end)
+
+    def _read_answer(self) -> Wait[None]:
+        stream = self._stream
+        yield from stream.skip_space()
+        if (yield from stream.read_literal(self.answer_start)):
+            yield from stream.read_literal("\n")
+            stream.forget()
+            ends = Markers((f"\n{self.answer_end}", self.answer_end))
+            end = yield from stream.read_until(ends, self._add_content)
+            stream.consume(len(end))
+            yield from stream.skip_space()
+            stream.forget()
+        self._content.append(stream.forget())
+        yield from super()._read_answer()
+
+
+class HunyuanReasoningParser(WrappedAnswerReasoningParser):
+    """`<think>...</think><answer>...</answer>`: Hunyuan A13B."""
+
+    answer_start, answer_end = "<answer>", "</answer>"
+
+
+class Ernie45ReasoningParser(WrappedAnswerReasoningParser):
+    """Everything before `</think>`, then `<response>...</response>`: ERNIE 4.5 Thinking and VL."""
+
+    is_start_optional = True
+    answer_start, answer_end = "<response>", "</response>"
+
+
+class CohereReasoningParser(WrappedAnswerReasoningParser):
+    """`<|START_THINKING|>...<|END_THINKING|>`, then the answer between such markers: Command A."""
+
+    starts, ends = ("<|START_THINKING|>",), ("<|END_THINKING|>",)
+    answer_start, answer_end = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+
+
+def _join(first: str | None, last: str | None) -> str | None:
+    return None if first is None and last is None else (first or "") + (last or "")
+
+
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Whether a prompt ends inside of thoughts (True), after them (False), or neither (None).
+    """Return whether a prompt ends inside of thoughts (True), after them (False), or with neither
+    marker (None).
 
     A template writes a marker at the very end of the prompt; a marker further up is part of what
     somebody wrote. Of a message that is continued the last marker counts.
@@ -211,30 +371,3 @@ def ends_inside(
     if text.endswith(tuple(ends)):
         return False
     return True if text.endswith(tuple(starts)) else None
-
-
-def _join(first: str | None, last: str | None) -> str | None:
-    return None if first is None and last is None else (first or "") + (last or "")
-
-
-class ReasoningParserRegistry(ParserRegistry[ReasoningParser]):
-    """Reasoning parsers, some of them from files of the user."""
-
-    get_reasoning_parser = ParserRegistry.get
-
-    def import_reasoning_parser(self, path: str) -> None:
-        """Run a Python file that registers parsers (`--reasoning-parser-plugin`)."""
-        load_plugin("reasoning_parser_plugin", path, [self])
-
-
-ReasoningParserManager = ReasoningParserRegistry(
-    "reasoning_parser",
-    ReasoningParser,
-    {
-        "deepseek_r1": DeepSeekR1ReasoningParser,
-        "granite": GraniteReasoningParser,
-        "qwen3": Qwen3ReasoningParser,
-    },
-    ("feed", "starts", "ends", "extract_reasoning_content", "extract_reasoning"),
-)
-"""Finds reasoning parsers by the names of `--reasoning-parser`."""

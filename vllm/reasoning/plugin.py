@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.guided_decoding_params import GrammarStart
 from vllm.reasoning.parsers import ReasoningParser, ends_inside
+from vllm.utils.parser_registry import overrides_first
 
 _WHOLE = ("extract_reasoning_content", "extract_reasoning")
 _STREAMED = ("extract_reasoning_content_streaming", "extract_reasoning_streaming")
@@ -19,8 +20,8 @@ _STREAMED = ("extract_reasoning_content_streaming", "extract_reasoning_streaming
 
 def is_foreign(parser: type[ReasoningParser]) -> bool:
     """Whether a class is written for the interface of vLLM."""
-    return any(
-        getattr(parser, name, None) is not getattr(ReasoningParser, name, None) for name in _WHOLE
+    return overrides_first(
+        parser, (*_WHOLE, *_STREAMED), ("feed", "split", "_parse"), base=ReasoningParser
     )
 
 
@@ -95,8 +96,9 @@ class ForeignReasoningParser:
         return reasoning, delta.content
 
     def finish(self) -> tuple[str | None, str | None]:
-        """See `ReasoningParser.finish`; such a parser holds nothing back."""
-        return None, None
+        """See `ReasoningParser.finish`; only a parser derived from ours holds something back."""
+        held_back: tuple[str | None, str | None] = self._parser.finish()
+        return held_back
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -119,9 +121,15 @@ class ForeignReasoningParser:
 
 
 def _method(parser: Any, names: Sequence[str]) -> Any:
-    """The method of one of these names that the parser's own class defines."""
+    """Return the method of one of these names that the parser's own class defines, or the base's.
+
+    Raises:
+        NotImplementedError: the base's method would find nothing, as the parser is not derived from
+            one of ours.
+    """
     for name in names:
-        found = getattr(type(parser), name, None)
-        if found is not None and found is not getattr(ReasoningParser, name, None):
+        if getattr(type(parser), name) is not getattr(ReasoningParser, name):
             return getattr(parser, name)
-    raise NotImplementedError(f"{type(parser).__name__} does not define {' or '.join(names)}")
+    if type(parser).__mro__[1] is ReasoningParser:
+        raise NotImplementedError(f"{type(parser).__name__} does not define {' or '.join(names)}")
+    return getattr(parser, names[0])

@@ -91,13 +91,32 @@ class ParserRegistry(Generic[ParserT]):
     def _check(self, parser: type) -> None:
         if not (isinstance(parser, type) and issubclass(parser, self._base)):
             raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
-        defined = [name for name in self._methods if _overrides(parser, self._base, name)]
-        if not defined:
+        is_derived = any(issubclass(parser, known) for known in self._parsers.values())
+        if not is_derived and not any(_overrides(parser, self._base, n) for n in self._methods):
             raise TypeError(f"{parser.__name__} must define {' or '.join(self._methods)}")
 
 
 def _overrides(parser: type, base: type, name: str) -> bool:
     return getattr(parser, name, None) is not getattr(base, name, None)
+
+
+def overrides_first(
+    parser: type, names: Sequence[str], others: Sequence[str], *, base: type
+) -> bool:
+    """Return whether the most derived class that defines any of the methods defines one of `names`.
+
+    Args:
+        parser: a subclass of `base`.
+        names: methods of one interface.
+        others: methods of another interface; a class with methods of both has the other interface.
+        base: its own methods do not count.
+    """
+    for kind in parser.__mro__[: parser.__mro__.index(base)]:
+        if any(name in vars(kind) for name in others):
+            return False
+        if any(name in vars(kind) for name in names):
+            return True
+    return False
 
 
 def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]]) -> None:

@@ -41,7 +41,7 @@ def convert(**fields):
         (
             {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"a": 1}},
             "chat_template_kwargs",
-            {"reasoning_effort": "none", "enable_thinking": False, "a": 1},
+            {"reasoning_effort": "none", "a": 1},
         ),
         ({"text": {"format": {"type": "text"}}}, "response_format", None),
         ({"tool_choice": "auto"}, "tool_choice", "none"),

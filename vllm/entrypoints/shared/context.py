@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm.utils.otel import Tracer
 
 
+_NEEDED_REASONING_PARSERS = {"gpt_oss": "openai_gptoss"}
+"""Type of a model -> the parser without which its answers are full of headers of messages."""
+
+
 class ServerContext:
     """One server and its engine.
 
@@ -49,6 +53,17 @@ class ServerContext:
     def config(self) -> "VllmConfig":
         """The config of the engine, known once it is ready."""
         return self.engine.vllm_config
+
+    @property
+    def reasoning_parser(self) -> str | None:
+        """Name of the reasoning parser: of the flag, or the model's if it cannot be read without.
+
+        None: all text is the answer.
+        """
+        arch = self.config.model.arch
+        if self.args.reasoning_parser is not None or arch is None:
+            return self.args.reasoning_parser
+        return _NEEDED_REASONING_PARSERS.get(arch.model_type)
 
     @property
     def state(self) -> str:

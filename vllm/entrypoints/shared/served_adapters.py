@@ -4,17 +4,26 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm.errors import NotFoundError, RequestError
 from vllm.lora.files import CONFIG_FILE, adapter_folder, check_files
 from vllm.lora.request import LoRARequest
 
 
+class LoRAModulePath(NamedTuple):
+    """An adapter to be served: its name, the path of its files, and the model it was made for."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
 class ServedAdapters:
     """The adapters that a server offers, by the name that requests give as `model`.
 
     Args:
-        modules: name=path, or JSON with name, path and base_model_name.
+        modules: name=path, or JSON with name, path and base_model_name; or read already.
         names: of the base model; no adapter may have one of them.
         max_rank: of an adapter.
         folder: whose folders are adapters that are offered when a request first names them; None:
@@ -26,7 +35,7 @@ class ServedAdapters:
 
     def __init__(
         self,
-        modules: Sequence[str],
+        modules: Sequence[str | LoRAModulePath],
         names: Sequence[str],
         max_rank: int,
         folder: str | None = None,
@@ -37,7 +46,8 @@ class ServedAdapters:
         self._by_name: dict[str, LoRARequest] = {}
         self._next_id = 1
         for module in modules:
-            self.offer(self.check(*_read_module(module)))
+            read = module if isinstance(module, LoRAModulePath) else _read_module(module)
+            self.offer(self.check(*read))
 
     @property
     def all(self) -> list[LoRARequest]:
@@ -125,12 +135,12 @@ class ServedAdapters:
         return self._by_name.pop(name)
 
 
-def _read_module(text: str) -> tuple[str, str, str | None]:
-    """Name, path and base model of one value of --lora-modules."""
+def _read_module(text: str) -> LoRAModulePath:
+    """Read one value of --lora-modules."""
     if not text.lstrip().startswith("{"):
         name, equals, path = text.partition("=")
         if equals and name and path:
-            return name, path, None
+            return LoRAModulePath(name, path)
     else:
         try:
             given = json.loads(text)
@@ -139,7 +149,7 @@ def _read_module(text: str) -> tuple[str, str, str | None]:
         known = {"name", "path", "base_model_name"}
         values = [given.get("name"), given.get("path"), given.get("base_model_name") or ""]
         if given.keys() <= known and all(isinstance(value, str) for value in values):
-            return values[0], values[1], values[2] or None
+            return LoRAModulePath(values[0], values[1], values[2] or None)
     raise RequestError(
         f'an adapter must be written as name=path or {{"name": "...", "path": "..."}}, got {text!r}'
     )

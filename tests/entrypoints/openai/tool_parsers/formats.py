@@ -26,6 +26,55 @@ QWEN3_CODER = """<tool_call>
 </function>
 </tool_call>
 <tool_call><function=time></function></tool_call>"""
+DAYS = '[1, {"a": "}]\\"<"}]'
+ARGUMENTS = f'{{"city": "Łódź", "days": {DAYS}}}'
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>\n<|tool_call_begin|>functions.time:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+MINIMAX_M2 = f"""<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Łódź</parameter>
+<parameter name="days">{DAYS}</parameter>
+</invoke>
+<invoke name="time">
+</invoke>
+</minimax:tool_call>"""
+DSML = f"""<｜DSML｜function_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="true">Łódź</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">{DAYS}</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="time">
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+STEP3 = (
+    "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="weather"><steptml:parameter name="city">Łódź</steptml:parameter>'
+    f'<steptml:parameter name="days">{DAYS}</steptml:parameter></steptml:invoke>'
+    "<｜tool_call_end｜>\n"
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="time"></steptml:invoke>'
+    "<｜tool_call_end｜>\n<｜tool_calls_end｜>"
+)
+GLM = f"""<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Łódź</arg_value>
+<arg_key>days</arg_key>
+<arg_value>{DAYS}</arg_value>
+</tool_call>
+<tool_call>time
+</tool_call>"""
+GIGACHAT3 = "<|message_sep|>\n\nfunction call<|role_sep|>\n{}"
+HARMONY = (
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+    "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}"
+)
+FUNCTIONGEMMA = (
+    "<start_function_call>call:weather{city:<escape>Łódź<escape>,"
+    'days:[1,{a:<escape>}]"<<escape>}]}<end_function_call>'
+    "<start_function_call>call:time{}<end_function_call>"
+)
 PYTHONIC = """[weather(city="Łódź", days=[1, {'a': '}]"<'}]), time()]"""
 
 # (parser, output). Each makes the same two calls, and has no content.
@@ -59,11 +108,64 @@ OUTPUTS = [
     ("xlam", f"```json\n[{WEATHER}, {TIME}]\n```"),
     ("xlam", f"[TOOL_CALLS][{WEATHER}, {TIME}]"),
     ("xlam", f"<tool_call>[{WEATHER}, {TIME}]</tool_call>"),
+    (
+        "cohere_command3",
+        f"<|START_ACTION|>[\n{WEATHER},\n{TIME}\n]<|END_ACTION|>".replace("name", "tool_name"),
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    ("deepseek_v32", DSML),
+    ("deepseek_v4", DSML.replace("function_calls", "tool_calls")),
+    ("ernie45", f"<tool_call>\n{WEATHER}\n</tool_call>\n\n<tool_call>\n{TIME}\n</tool_call>\n"),
+    ("functiongemma", FUNCTIONGEMMA),
+    ("gigachat3", GIGACHAT3.format(WEATHER) + GIGACHAT3.format(TIME)),
+    ("gigachat3", f"function call<|role_sep|>\n{WEATHER}function call<|role_sep|>\n{TIME}"),
+    ("glm45", GLM),
+    ("glm47", GLM.replace("\n", "")),
+    ("granite4", f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{TIME}</tool_call>"),
+    ("hunyuan_a13b", f"<tool_calls>[{WEATHER}, {TIME}]</tool_calls>"),
+    ("kimi_k2", KIMI),
+    ("lfm2", f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>"),
+    (
+        "longcat",
+        f"<longcat_tool_call>\n{WEATHER}\n</longcat_tool_call>\n"
+        f"<longcat_tool_call>\n{TIME}\n</longcat_tool_call>",
+    ),
+    (
+        "longcat",
+        GLM.replace("<tool", "<longcat_tool")
+        .replace("</tool", "</longcat_tool")
+        .replace("arg_", "longcat_arg_"),
+    ),
+    ("minimax", f"<tool_calls>\n{WEATHER}\n{TIME}\n</tool_calls>"),
+    ("minimax_m2", MINIMAX_M2),
+    ("olmo3", "<function_calls>\n" + PYTHONIC[1:-1].replace("), ", ")\n") + "\n</function_calls>"),
+    ("openai", HARMONY),
+    (
+        "openai",
+        HARMONY.replace(
+            "<|channel|>commentary to=functions.weather",
+            " to=functions.weather<|channel|>commentary",
+            1,
+        ),
+    ),
+    ("qwen3_xml", QWEN3_CODER),
+    ("seed_oss", QWEN3_CODER.replace("tool_call>", "seed:tool_call>")),
+    ("step3", STEP3),
+    ("step3", STEP3.replace("｜", "|")),
+    ("step3p5", QWEN3_CODER),
     ("phi4_mini", f"functools[{WEATHER}, {TIME}]"),
     ("phi4_mini_json", f"functools[{WEATHER}, {TIME}]"),
 ]
-SAMPLES = dict(OUTPUTS)
-"""One output of each parser."""
+SAMPLES = {
+    name: text
+    for name, text in dict(OUTPUTS).items()
+    if name == min(n for n, _ in OUTPUTS if ToolParserManager.get(n) is ToolParserManager.get(name))
+}
+"""One output of each parser, under one of its names."""
 
 
 def read(name, pieces):

@@ -30,6 +30,20 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
         ("granite", f"<tool_call>[{TIME}", "", ["time"]),
         ("qwen3_coder", "<function=f><parameter=a>1</function>", "", ["f"]),
         ("jamba", f"<tool_calls>[{TIME}, oops]</tool_calls>", ", oops]</tool_calls>", ["time"]),
+        ("minimax", f"<tool_calls>{TIME}\n{TIME}", "", ["time", "time"]),
+        ("granite", f"<tool_call>{TIME}</tool_call>", "", ["time"]),
+        ("glm45", "A.\n<tool_call>f\n</tool_call>\nB.", "A.\n\nB.", ["f"]),
+        ("glm45", "<tool_call>\nf\n<arg_key>a</arg_key><arg_value>1</tool_call>", "", ["f"]),
+        ("minimax_m2", 'A.<invoke name="f"></invoke>\nB.', "A.\nB.", ["f"]),
+        ("kimi_k2", "A.<|tool_call_begin|>f<|tool_call_argument_begin|>{}", "A.", ["f"]),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>B.",
+            "B.",
+            ["f"],
+        ),
+        ("olmo3", "A.<function_calls>f(a=null)\ng(b=true), and", "A., and", ["f", "g"]),
+        ("gigachat3", f"A.<|message_sep|>\n\nfunction call<|role_sep|>\n{TIME}", "A.", ["time"]),
         ("pythonic", "[f(a=1), and so on", ", and so on", ["f"]),
         # A key that no one knows; the other order; no arguments; arguments within a string.
         (
@@ -71,6 +85,22 @@ def test_variations(name, text, content, calls):
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\nno"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1"),
+        ("qwen3_coder", "<tool_call><function=f g></function>"),
+        ("glm45", "<tool_call> is how calls begin</tool_call>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key>1</tool_call>"),
+        ("glm45", f"<tool_call>{TIME}</tool_call>"),
+        ("longcat", "<longcat_tool_call>{}</longcat_tool_call>"),
+        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+        ("minimax_m2", '<invoke name="">'),
+        ("step3", "<｜tool_calls_begin｜><｜tool_calls_end｜>"),
+        ("deepseek_v32", "<｜DSML｜function_calls></｜DSML｜function_calls>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>"),
+        ("functiongemma", "<start_function_call>f{}<end_function_call>"),
+        ("gigachat3", "<|message_sep|>\n\nfunction call"),
+        ("gigachat3", "function call<|role_sep|>\nno"),
+        ("olmo3", "<function_calls>\n</function_calls>"),
+        ("cohere_command3", f"<|START_ACTION|>[{TIME}]<|END_ACTION|>"),
         ("qwen3_coder", "<tool_call><function=f>text"),
         ("pythonic", "[1, 2, 3]"),
         ("pythonic", "[f(1)]"),
@@ -102,7 +132,7 @@ def test_parameters_get_the_types_of_the_request_s_tool():
     )
     for tool in (SimpleNamespace(function=function), {"function": vars(function)}):
         _, calls = extract("qwen3_coder", text + "</function>", SimpleNamespace(tools=[tool]))
-        assert decoded(calls) == [("f", {"zip": "01234", "days": 3, "on": True, "x": "NaN"})]
+        assert decoded(calls) == [("f", {"zip": "01234", "days": 3, "on": "True", "x": "NaN"})]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +166,32 @@ def test_python_literals_become_json(arguments, expected):
 def test_what_is_no_python_literal_makes_no_call(arguments):
     text = f"[f({arguments})]"
     assert extract("pythonic", text) == (text, [])
+
+
+def test_an_id_that_the_model_wrote_is_kept():
+    text = dict(OUTPUTS)["kimi_k2"]
+    calls = ToolParserManager.get("kimi_k2")().extract_tool_calls(text).tool_calls
+    assert [call.id for call in calls] == ["functions.weather:0", "functions.time:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (
+            "a:1,b:-2.5e3,c:true,d:null,e:word",
+            '{"a": 1, "b": -2.5e3, "c": true, "d": null, "e": "word"}',
+        ),
+        ("a:{b:[<escape>x<escape>,[]],c:{}}", '{"a": {"b": ["x", []], "c": {}}}'),
+        ('a:<escape>"\n{,}<escape>', '{"a": "\\"\\n{,}"}'),
+        ("a:<escape>cut", '{"a": "cut}'),
+        ("a:1 b:2", '{"a": 1'),
+        ("a", "{"),
+    ],
+)
+def test_functiongemma_values_become_json(text, arguments):
+    output = f"<start_function_call>call:f{{{text}}}<end_function_call>"
+    [[name, found]] = extract("functiongemma", output)[1]
+    assert (name, found) == ("f", arguments)
 
 
 def test_ids_differ_and_have_the_form_that_templates_ask_for():

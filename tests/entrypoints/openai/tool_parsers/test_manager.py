@@ -57,9 +57,9 @@ def test_a_plug_in_that_cannot_be_used_is_told_of(tmp_path, source, message):
 
 
 def test_an_unknown_name_is_told_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'hermse' is not one of .*granite-20b-fc, hermes,"):
+    with pytest.raises(ConfigError, match=r"'hermse' is not one of .*granite4, hermes,"):
         check_parser_flags(ServerArgs(tool_call_parser="hermse"))
-    with pytest.raises(ConfigError, match=r"'r1' is not one of deepseek_r1, granite, qwen3"):
+    with pytest.raises(ConfigError, match=r"'r1' is not one of .*deepseek_r1, .*granite, "):
         check_parser_flags(ServerArgs(reasoning_parser="r1"))
     with pytest.raises(TypeError, match="not a subclass of ToolParser"):
         ToolParserManager.register_module("x")(object)

@@ -1,10 +1,14 @@
 """Parsers that were written for vLLM: from their file to the answers of the server."""
 
+from functools import partial
+
 import pytest
 
 from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.test_chat import TOOLS, chat, engine_that_says, message_of, stream
+from tests.entrypoints.openai.tool_parsers.formats import SAMPLES, extract
 from vllm.entrypoints.openai.chat.serving import router
+from vllm.entrypoints.openai.protocol import DeltaMessage
 from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager, utils
 from vllm.entrypoints.openai.tool_parsers.manager import check_parser_flags
 from vllm.entrypoints.shared.server_args import ServerArgs
@@ -138,9 +142,9 @@ def plugins(monkeypatch, tmp_path):
     )
 
 
-def ask(text, how, **body):
+def ask(text, how, flags=FLAGS, **body):
     """(message, finish reason) of an answer, by either way."""
-    with client_of(engine_that_says(text), router, **FLAGS) as client:
+    with client_of(engine_that_says(text), router, **flags) as client:
         if how == "streamed":
             return message_of(stream(client, **body))
         choice = chat(client, **body)["choices"][0]
@@ -228,6 +232,129 @@ def test_a_parser_of_ours_can_be_called_as_vllms_are():
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>', request=None
     )
     assert found.tools_called and found.tool_calls[0].function.name == "f"
+
+
+def streamed(read, text, size):
+    """The deltas of a parser that is called as vLLM's are; one token per character."""
+    for end in range(0, len(text), size):
+        before, now = text[:end], text[: end + size]
+        ids = [list(range(len(part))) for part in (before, now, now[end:])]
+        yield read(before, now, now[end:], *ids)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_tool_parser_reads_streams_as_vllms_do(name):
+    parser = ToolParserManager.get(name)()
+    text = SAMPLES[name]
+    content, expected = extract(name, text)
+    for size in (1, 7, len(text)):  # with one parser: each text begins anew
+        found, calls = "", []
+        for delta in streamed(
+            partial(parser.extract_tool_calls_streaming, request=None), text, size
+        ):
+            assert delta is None or isinstance(delta, DeltaMessage)
+            found += (delta and delta.content) or ""
+            for call in delta.tool_calls if delta else ():
+                if call.id is not None:
+                    calls.append([call.function.name, ""])
+                assert call.index == len(calls) - 1
+                calls[-1][1] += call.function.arguments
+        held_back = [call for delta in parser.finish() for call in delta.tool_calls]
+        for call in held_back:
+            calls[-1][1] += call["function"]["arguments"]
+        assert (found, calls) == (content, expected)
+        if not held_back:
+            assert parser.streamed_args_for_tool == [arguments for _, arguments in calls]
+            assert [each["name"] for each in parser.prev_tool_call_arr] == ["weather", "time"]
+            assert parser.current_tool_id == 1
+
+
+@pytest.mark.parametrize("name", ["extract_reasoning_content", "extract_reasoning"])
+def test_every_reasoning_parser_is_called_as_vllms_are(name):
+    text = "<think>a < b</think>\n<c"
+    for each in {*ReasoningParserManager.names()} - {"pipe"}:
+        parser = ReasoningParserManager.get(each)()
+        for size in (1, 5, len(text)):
+            deltas = [*streamed(getattr(parser, f"{name}_streaming"), text, size)]
+            parts = [(d.reasoning_content, d.content) for d in deltas if d is not None]
+            parts.append(parser.finish())
+            joined = tuple("".join(filter(None, kind)) or None for kind in zip(*parts, strict=True))
+            assert joined == getattr(parser, name)(text, None) == parser.split(text), each
+            assert all(d.reasoning == d.reasoning_content for d in deltas if d is not None)
+
+
+DERIVED = """
+from vllm.entrypoints.openai.tool_parsers import Hermes2ProToolParser, ToolParserManager
+from vllm.reasoning import ReasoningParserManager
+
+Qwen3 = ReasoningParserManager.get_reasoning_parser("qwen3")
+
+
+@ToolParserManager.register_module("marked")
+class Marked(Hermes2ProToolParser):
+    markers, closing = ("<call>",), ("</call>",)
+
+
+@ToolParserManager.register_module("loud")
+class Loud(Hermes2ProToolParser):
+    def extract_tool_calls(self, model_output, request):
+        found = super().extract_tool_calls(model_output, request)
+        for call in found.tool_calls:
+            call.function.name = call.function.name.upper()
+        return found
+
+    def extract_tool_calls_streaming(self, *args, **kwargs):
+        delta = super().extract_tool_calls_streaming(*args, **kwargs)
+        for call in delta.tool_calls if delta else ():
+            if call.function.name:
+                call.function.name = call.function.name.upper()
+        return delta
+
+
+@ToolParserManager.register_module("whole")
+class Whole(Loud):
+    extract_tool_calls_streaming = Hermes2ProToolParser.extract_tool_calls_streaming
+
+
+@ReasoningParserManager.register_module("same")
+class Same(Qwen3):
+    pass
+
+
+@ReasoningParserManager.register_module("short")
+class Short(Qwen3):
+    def extract_reasoning_content(self, model_output, request):
+        reasoning, content = super().extract_reasoning_content(model_output, request)
+        return reasoning[:2], content
+"""
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "how", "name", "thoughts"),
+    [
+        ("marked", "same", "whole", "look", "hmm <"),
+        ("marked", "same", "streamed", "look", "hmm <"),
+        ("loud", "short", "whole", "LOOK", "hm"),
+        ("loud", "short", "streamed", "LOOK", "hmm <"),
+        ("whole", "short", "whole", "LOOK", "hm"),
+        ("whole", "short", "streamed", "look", "hmm <"),
+    ],
+)
+def test_a_plug_in_can_be_derived_from_a_parser_of_ours(
+    tmp_path, tools, reasoning, how, name, thoughts
+):
+    path = tmp_path / "derived.py"
+    path.write_text(DERIVED)
+    check_parser_flags(ServerArgs(tool_parser_plugin=str(path)))
+    tag = "call" if tools == "marked" else "tool_call"
+    call = f'<{tag}>{{"name": "look", "arguments": {ARGUMENTS}}}</{tag}>'
+    flags = {**FLAGS, "tool_call_parser": tools, "reasoning_parser": reasoning}
+    message, _ = ask(f"<think>hmm <</think>So.{call} <", how, flags, tools=TOOLS)
+    assert message["reasoning_content"] == thoughts
+    assert message["content"] == "So. <"
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": name, "arguments": ARGUMENTS}
+    ]
 
 
 def test_a_class_can_be_registered_in_every_way():

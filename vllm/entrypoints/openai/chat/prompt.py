@@ -15,6 +15,7 @@ import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat, rendering_arguments
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
+from vllm.entrypoints.openai.chat.thinking import merge_switches
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
@@ -113,8 +114,9 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
 
 
 def template_kwargs(args: "ServerArgs", body: ChatFields) -> dict[str, Any]:
-    """The arguments of the template: those of the request, and the server's for the others."""
-    return {**args.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
+    """Return the arguments of the template: of the request, and else the server's."""
+    given = {**body.thinking_kwargs, **(body.chat_template_kwargs or {})}
+    return merge_switches(args.default_chat_template_kwargs, given)
 
 
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:

@@ -24,6 +24,7 @@ from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
+from vllm.entrypoints.openai.chat.thinking import switch_of
 from vllm.entrypoints.openai.chat.tool_choice import (
     MakeId,
     NamedToolReader,
@@ -56,9 +57,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
-
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Arguments of chat templates with which a request says that the model must not think."""
 
 
 @dataclass(slots=True)
@@ -334,9 +332,9 @@ def make_reader(
     reasoning = tools = None
     forced: NamedToolReader | RequiredToolReader | None = None
     custom = CustomCalls(body.custom_tools) if body.custom_tools else None
-    if args.reasoning_parser is not None:
-        with parser_failures("reasoning", args.reasoning_parser):
-            reasoning = _make_reasoning_parser(args, tokenizer, body, prompt)
+    if context.reasoning_parser is not None:
+        with parser_failures("reasoning", context.reasoning_parser):
+            reasoning = _make_reasoning_parser(context, body, prompt)
     if (name := body.only_call) is not None:
         make_id = _id_maker(args, tokenizer)
         is_custom = name in body.custom_tools
@@ -353,7 +351,7 @@ def make_reader(
         forced,
         max_calls=1 if body.parallel_tool_calls is False and name is None else None,
         custom=custom,
-        names=(args.reasoning_parser, args.tool_call_parser),
+        names=(context.reasoning_parser, args.tool_call_parser),
     )
 
 
@@ -373,16 +371,17 @@ def _grammar_start(
 
 
 def _make_reasoning_parser(
-    args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest, prompt: TokensPrompt
+    context: ServerContext, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> "ReasoningParser | ForeignReasoningParser | None":
     """A parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 
-    assert args.reasoning_parser is not None
-    kind = ReasoningParserManager.get(args.reasoning_parser)
-    kwargs = template_kwargs(args, body)
-    is_thinking = all(kwargs.get(name, True) for name in _THINKING_SWITCHES)
+    assert context.reasoning_parser is not None
+    tokenizer = context.engine.tokenizer
+    kind = ReasoningParserManager.get(context.reasoning_parser)
+    switch = switch_of(template_kwargs(context.args, body))
+    is_thinking = kind.thinks_by_default if switch is None else switch
     parser: ReasoningParser | ForeignReasoningParser
     if not is_foreign(kind):
         parser = kind(tokenizer, is_thinking=is_thinking)

@@ -52,10 +52,19 @@ class TemplateFields(RequestModel):
         return self
 
 
+class ThinkingSwitch(RequestModel):
+    """Whether the model thinks, as some APIs write it."""
+
+    type: str = Field(max_length=32)
+
+
 class ChatFields(TemplateFields):
     """The fields that turn a conversation into a prompt."""
 
     messages: ListOf[JsonObject] = Field(min_length=1)
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
     tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None
     add_special_tokens: bool = False
@@ -77,6 +86,19 @@ class ChatFields(TemplateFields):
             self.tools = list(functions)
             self._custom_tools.update(custom)
         return self
+
+    @property
+    def thinking_kwargs(self) -> dict[str, Any]:
+        """The fields about thinking as arguments of the chat template."""
+        thinking = self.thinking
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type != "disabled"
+        given = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.enable_thinking,
+            "thinking": thinking,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def functions(self) -> list[ChatCompletionToolsParam]:

@@ -266,6 +266,4 @@ def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:
     kwargs: dict[str, Any] = {}
     if request.reasoning is not None and request.reasoning.effort is not None:
         kwargs["reasoning_effort"] = request.reasoning.effort
-        if request.reasoning.effort == "none":
-            kwargs["enable_thinking"] = False
     return {**kwargs, **(request.chat_template_kwargs or {})} or None

@@ -11,6 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.entrypoints.openai.protocol.chat import (
+    DeltaMessage,
+    DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
     ToolCall,
@@ -77,14 +79,18 @@ class ToolParser:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
-        # Attributes that parsers written for vLLM expect in their base class; not used here.
+        self._markers = Markers(self.markers)
+        self._tools: Sequence[Any] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the output that was read, for another one."""
+        # For programs written for vLLM: `extract_tool_calls_streaming` keeps them up to date.
         self.prev_tool_call_arr: list[dict[str, Any]] = []
         self.current_tool_id = -1
         self.current_tool_name_sent = False
         self.streamed_args_for_tool: list[str] = []
         self.stream = TextStream()
-        self._markers = Markers(self.markers)
-        self._tools: Sequence[Any] = ()
         self._index = -1
         self._parts: list[_Part] = []
         self._blank: list[str] = []
@@ -140,18 +146,20 @@ class ToolParser:
         """Read a complete text; the only call for a parser."""
         return [*self.feed(text, token_ids), *self.finish()]
 
-    def extract_tool_calls(self, text: str, request: object = None) -> ExtractedToolCallInformation:
+    def extract_tool_calls(
+        self, model_output: str, request: object = None
+    ) -> ExtractedToolCallInformation:
         """Split a complete text. Gives the same as feeding it in any pieces.
 
         Args:
-            text: one output, without reasoning.
-            request: what it answers; `tools` of it tell the types of arguments.
+            model_output: one output, without reasoning.
+            request: that it answers; its `tools` tell the types of arguments.
         """
         parser = type(self)(self.tokenizer)
         parser._tools = getattr(request, "tools", None) or self._tools
         content: list[str] = []
         calls: list[ToolCall] = []
-        for delta in [*parser.feed(text), *parser.finish()]:
+        for delta in [*parser.feed(model_output), *parser.finish()]:
             content.append(delta.content or "")
             for call in delta.tool_calls:
                 if "id" in call:
@@ -160,6 +168,53 @@ class ToolParser:
                     calls[-1].function.arguments += call["function"]["arguments"]
         return ExtractedToolCallInformation(
             tools_called=bool(calls), tool_calls=calls, content="".join(content) or None
+        )
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: object = None,
+    ) -> DeltaMessage | None:
+        """Read new text, for programs written for vLLM.
+
+        An empty `previous_text` begins another output. Text that may belong to a call is held back,
+        and what is held back at the end of an output comes from `finish` only.
+
+        Args:
+            previous_text: not used otherwise, and neither is `current_text`.
+            current_text: the text so far.
+            delta_text: its new end.
+            previous_token_ids: not used, nor are the other ones.
+            current_token_ids: of the text so far.
+            delta_token_ids: of its new end.
+            request: that the output answers; its `tools` tell the types of arguments.
+
+        Returns:
+            The new content and the new parts of calls; None if there is nothing.
+        """
+        if not previous_text:
+            self._begin()
+        self._tools = getattr(request, "tools", None) or self._tools
+        deltas = self.feed(delta_text)
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        for call in calls:
+            function = call["function"]
+            if "name" in function:
+                self.current_tool_id, self.current_tool_name_sent = call["index"], True
+                self.prev_tool_call_arr.append({"name": function["name"], "arguments": ""})
+                self.streamed_args_for_tool.append("")
+            self.streamed_args_for_tool[-1] += function["arguments"]
+            self.prev_tool_call_arr[-1]["arguments"] = self.streamed_args_for_tool[-1]
+        if not deltas:
+            return None
+        content = "".join(delta.content or "" for delta in deltas)
+        return DeltaMessage(
+            content=content or None, tool_calls=[DeltaToolCall(**call) for call in calls]
         )
 
     # --- For formats ---
@@ -175,13 +230,18 @@ class ToolParser:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_calls")
 
-    def start_call(self, name: str) -> None:
-        """Begin a call. All text read until now belongs to it."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. All text read until now belongs to it.
+
+        Args:
+            name: of the function.
+            call_id: that the model wrote; None: a new one is made.
+        """
         self.accept()
         self._blank.clear()
         self._is_blank = True
         self._index += 1
-        self._parts.append(_Part(self._index, {"id": self.make_id(), "name": name}))
+        self._parts.append(_Part(self._index, {"id": call_id or self.make_id(), "name": name}))
 
     def add_arguments(self, text: str) -> None:
         """Add JSON text to the last call's arguments. All text read until now belongs to it."""
@@ -200,14 +260,17 @@ class ToolParser:
         """A new id for a call."""
         return random_tool_call_id()
 
-    def properties_of(self, name: str) -> Mapping[str, Any]:
-        """The JSON schemas of a tool's parameters, as the request has them; empty if unknown."""
+    def parameters_of(self, name: str) -> Mapping[str, Any] | None:
+        """Return the JSON schema of a tool's arguments, as the request has it.
+
+        None: the request has no such tool.
+        """
         for tool in self._tools:
             function = _member(tool, "function")
             if _member(function, "name") == name:
-                properties = _member(_member(function, "parameters"), "properties")
-                return properties if isinstance(properties, Mapping) else {}
-        return {}
+                parameters = _member(function, "parameters")
+                return parameters if isinstance(parameters, Mapping) else {}
+        return None
 
     # --- Machinery ---
 

@@ -28,8 +28,11 @@ class JsonToolParser(ToolParser):
 
     closing: ClassVar[tuple[str, ...]] = ()
     """What may stand after the calls; left out of the content."""
-    separator: ClassVar[str] = ""
-    """What stands between objects that are in no array."""
+    separator: ClassVar[str | None] = None
+    """Text between objects that are in no array; empty: they need none. None: there is one object
+    only."""
+    name_key: ClassVar[str] = "name"
+    """The key of the name of a call."""
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the markers, and the beginnings of calls without one, up to their arguments."""
@@ -57,7 +60,7 @@ class JsonToolParser(ToolParser):
             return (yield from self._read_array(is_marked))
         if char != "{" or not (yield from self._read_object(is_marked)):
             return False
-        while self.separator:
+        while self.separator is not None:
             yield from self.stream.skip_space()
             if not (yield from self.stream.read_literal(self.separator)):
                 break
@@ -118,7 +121,7 @@ class JsonToolParser(ToolParser):
         if key is None or (yield from stream.skip_space()) != ":":
             return False
         stream.consume(1)
-        if key == "name" and not call.name:
+        if key == self.name_key and not call.name:
             name = yield from read_text(stream)
             if not name:
                 return False

@@ -1,23 +1,38 @@
 """The tool parsers by name, those that plug-ins add, and the check of the flags that name them."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
-from vllm.entrypoints.openai.tool_parsers.deepseek import DeepSeekToolParser
+from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser
+from vllm.entrypoints.openai.tool_parsers.harmony import HarmonyToolParser
+from vllm.entrypoints.openai.tool_parsers.listed import DeepSeekToolParser, KimiK2ToolParser
 from vllm.entrypoints.openai.tool_parsers.marked import (
+    CohereToolParser,
+    GigaChat3ToolParser,
     Granite20bToolParser,
     GraniteToolParser,
     HermesToolParser,
     InternLMToolParser,
     JambaToolParser,
     LlamaJsonToolParser,
+    MiniMaxToolParser,
     MistralToolParser,
     Phi4MiniToolParser,
     XlamToolParser,
 )
 from vllm.entrypoints.openai.tool_parsers.pythonic import (
+    Lfm2ToolParser,
     Llama4PythonicToolParser,
+    Olmo3ToolParser,
     PythonicToolParser,
 )
-from vllm.entrypoints.openai.tool_parsers.qwen3_coder import Qwen3CoderToolParser
+from vllm.entrypoints.openai.tool_parsers.tagged import (
+    DeepSeekV32ToolParser,
+    Glm45ToolParser,
+    LongCatToolParser,
+    MiniMaxM2ToolParser,
+    Qwen3CoderToolParser,
+    SeedOssToolParser,
+    Step3ToolParser,
+)
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.utils.parser_registry import ParserRegistry, load_plugin
@@ -37,25 +52,46 @@ ToolParserManager = ToolParserRegistry(
     "tool_call_parser",
     ToolParser,
     {
+        "cohere_command3": CohereToolParser,
         "deepseek_v3": DeepSeekToolParser,
         "deepseek_v31": DeepSeekToolParser,
+        "deepseek_v32": DeepSeekV32ToolParser,
+        "deepseek_v4": DeepSeekV32ToolParser,
+        "ernie45": HermesToolParser,
+        "functiongemma": FunctionGemmaToolParser,
+        "gigachat3": GigaChat3ToolParser,
+        "glm45": Glm45ToolParser,
+        "glm47": Glm45ToolParser,
         "granite": GraniteToolParser,
         "granite-20b-fc": Granite20bToolParser,
+        "granite4": HermesToolParser,
         "hermes": HermesToolParser,
+        "hunyuan_a13b": JambaToolParser,
         "internlm": InternLMToolParser,
         "jamba": JambaToolParser,
+        "kimi_k2": KimiK2ToolParser,
+        "lfm2": Lfm2ToolParser,
         "llama3_json": LlamaJsonToolParser,
         "llama4_json": LlamaJsonToolParser,
         "llama4_pythonic": Llama4PythonicToolParser,
+        "longcat": LongCatToolParser,
+        "minimax": MiniMaxToolParser,
+        "minimax_m2": MiniMaxM2ToolParser,
         "mistral": MistralToolParser,
+        "olmo3": Olmo3ToolParser,
+        "openai": HarmonyToolParser,
         "phi4_mini": Phi4MiniToolParser,
         "phi4_mini_json": Phi4MiniToolParser,
         "pythonic": PythonicToolParser,
         "qwen": HermesToolParser,
         "qwen3_coder": Qwen3CoderToolParser,
+        "qwen3_xml": Qwen3CoderToolParser,
+        "seed_oss": SeedOssToolParser,
+        "step3": Step3ToolParser,
+        "step3p5": Qwen3CoderToolParser,
         "xlam": XlamToolParser,
     },
-    ("read_calls", "extract_tool_calls"),
+    ("read_calls", "extract_tool_calls", "extract_tool_calls_streaming"),
 )
 """Finds tool parsers by the names of `--tool-call-parser`."""
 

@@ -31,6 +31,7 @@ class GraniteToolParser(JsonToolParser):
     """`<|tool_call|>[{...}]`, also with `<tool_call>` or without a marker: Granite 3."""
 
     markers = ("<|tool_call|>", "<tool_call>")
+    closing = ("</tool_call>",)
     bare = "["
 
 
@@ -54,11 +55,40 @@ class InternLMToolParser(JsonToolParser):
             yield from super().read_calls(marker)
 
 
+class CohereToolParser(JsonToolParser):
+    """`<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>`: Command A, R7B."""
+
+    markers = ("<|START_ACTION|>",)
+    closing = ("<|END_ACTION|>",)
+    further_tokens = closing
+    name_key = "tool_name"
+
+
+class GigaChat3ToolParser(JsonToolParser):
+    """`<|message_sep|>`, an empty line, `function call<|role_sep|>`, `{...}`: GigaChat 3."""
+
+    markers = ("<|message_sep|>", "function call<|role_sep|>")
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the call after a marker; see the base class."""
+        if marker == self.markers[0]:
+            yield from self.stream.skip_space()
+            if not (yield from self.stream.read_literal(self.markers[1])):
+                return
+        yield from super().read_calls(marker)
+
+
 class JambaToolParser(JsonToolParser):
-    """`<tool_calls>[{...}]</tool_calls>`: Jamba 1.5 and later."""
+    """`<tool_calls>[{...}]</tool_calls>`: Jamba 1.5 and later, Hunyuan A13B."""
 
     markers = ("<tool_calls>",)
     closing = ("</tool_calls>",)
+
+
+class MiniMaxToolParser(JambaToolParser):
+    """`<tool_calls>` with an object on each line: MiniMax M1."""
+
+    separator = ""
 
 
 class Phi4MiniToolParser(JsonToolParser):

@@ -12,13 +12,16 @@ from typing import Any
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
 from vllm.reasoning.plugin import OutputHistory
+from vllm.utils.parser_registry import overrides_first
 
 
 def is_foreign(parser: type[ToolParser]) -> bool:
     """Whether a class is written for the interface of vLLM."""
-    return (
-        parser.extract_tool_calls is not ToolParser.extract_tool_calls
-        and parser.read_calls is ToolParser.read_calls
+    return overrides_first(
+        parser,
+        ("extract_tool_calls", "extract_tool_calls_streaming"),
+        ("read_calls", "feed"),
+        base=ToolParser,
     )
 
 
@@ -79,6 +82,11 @@ class ForeignToolParser:
 
     def finish(self) -> list[ParsedDelta]:
         """See `ToolParser.finish`: what is known of the last call's arguments and was not sent."""
+        held_back: list[ParsedDelta] = self._parser.finish()
+        if held_back:  # by a parser of ours, from which this one is derived
+            for delta in held_back:
+                delta.tool_calls = [self._note(call) for call in delta.tool_calls]
+            return held_back
         if not self._sent:
             return []
         index = max(self._sent)

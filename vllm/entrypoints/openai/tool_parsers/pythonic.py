@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import PYTHON, read_group
@@ -33,7 +34,7 @@ class PythonicToolParser(ToolParser):
         yield from stream.skip_space()
         if not (yield from stream.read_literal("[")):
             return False
-        while (yield from self._read_call()):
+        while (yield from self.read_call()):
             char = yield from stream.skip_space()
             if not char or char not in ",]":
                 break
@@ -43,7 +44,8 @@ class PythonicToolParser(ToolParser):
                 return True
         return False
 
-    def _read_call(self) -> Wait[bool]:
+    def read_call(self) -> Wait[bool]:
+        """Read one call after white space. False: there is none, or it breaks off."""
         stream = self.stream
         yield from stream.skip_space()
         name = yield from stream.read_run(_NAME)
@@ -60,16 +62,52 @@ class PythonicToolParser(ToolParser):
         return True
 
 
-class Llama4PythonicToolParser(PythonicToolParser):
-    """The same, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+class MarkedPythonicToolParser(PythonicToolParser):
+    """A list of calls after a marker, with text that may come after the list."""
 
-    markers = ("<|python_start|>",)
-    further_tokens = ("<|python_end|>",)
+    closing: ClassVar[str]
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
-        if not (yield from self.read_list()) or not marker:
-            return
+        """Read the calls after a marker; see the base class."""
+        if (yield from self.read_list()) and marker:
+            yield from self.read_closing()
+
+    def read_closing(self) -> Wait[None]:
+        """Read the text after the calls, if it is there."""
         yield from self.stream.skip_space()
-        if (yield from self.stream.read_literal("<|python_end|>")):
+        if (yield from self.stream.read_literal(self.closing)):
             self.accept()
+
+
+class Llama4PythonicToolParser(MarkedPythonicToolParser):
+    """`[f(a=1)]`, often between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+
+    markers = ("<|python_start|>",)
+    closing = "<|python_end|>"
+    further_tokens = (closing,)
+
+
+class Lfm2ToolParser(MarkedPythonicToolParser):
+    """`<|tool_call_start|>[f(a=1)]<|tool_call_end|>`: LFM2."""
+
+    bare = ""
+    markers = ("<|tool_call_start|>",)
+    closing = "<|tool_call_end|>"
+    further_tokens = (closing,)
+
+
+class Olmo3ToolParser(MarkedPythonicToolParser):
+    """Calls on lines between `<function_calls>` and `</function_calls>`: Olmo 3."""
+
+    bare = ""
+    markers = ("<function_calls>",)
+    closing = "</function_calls>"
+    further_tokens = (closing,)
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the calls after a marker; see the base class."""
+        is_called = False
+        while (yield from self.read_call()):
+            is_called = True
+        if is_called:
+            yield from self.read_closing()

@@ -1,0 +1,134 @@
+"""Thoughts, text and calls of a model, through a live server, by each of its APIs.
+
+Each text is said in all tokenizations, whole and streamed, and each of them must give the same.
+"""
+
+import json
+
+import pytest
+
+from tests.e2e.forced_text import CUTS
+
+pytestmark = pytest.mark.e2e
+
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+ARGUMENTS = '{"at": "Łódź 日本", "deep": [1, {"a": "</tool_call>"}]}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+# (what the model says, (thoughts, text, arguments of its calls))
+SAID = {
+    "thoughts and text": ("<think>Hm <b>.</think>So < be it.", ("Hm <b>.", "So < be it.", [])),
+    "text and a call": (f"Wait.{CALL}", ("", "Wait.", [ARGUMENTS])),
+    "thoughts and calls": (
+        f"<think>\n{CALL}\n</think>{CALL}\n{CALL}",
+        (f"\n{CALL}\n", "", [ARGUMENTS, ARGUMENTS]),
+    ),
+    "a marker without a call": ("a <tool_call> b", ("", "a <tool_call> b", [])),
+    "thoughts without an end": ("<think>On and on </thi", ("On and on </thi", "", [])),
+    "a damaged call": (
+        '<tool_call>{"name": "look", "arguments": {"at": "cu',
+        ("", "", ['{"at": "cu']),
+    ),
+}
+
+
+def post(server, path, body):
+    """The answer, or the `data` of all events of a stream."""
+    status, _, answer = server.request("POST", path, body, **{"anthropic-version": "2023-06-01"})
+    assert status == 200, answer
+    if not body.get("stream"):
+        return json.loads(answer)
+    lines = [line.removeprefix("data: ") for line in answer.decode().split("\n")]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def by_chat(server, forced, *, is_streamed):
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "max_tokens": 600,
+        "stream": is_streamed,
+        "forced": forced,
+    }
+    answer = post(server, "/v1/chat/completions", body)
+    deltas = [
+        choice["delta" if is_streamed else "message"]
+        for part in (answer if is_streamed else [answer])
+        for choice in part["choices"]
+    ]
+    calls = {}
+    for delta in deltas:
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            index = call.get("index", number)
+            calls[index] = calls.get(index, "") + call["function"]["arguments"]
+    texts = ("".join(d.get(k) or "" for d in deltas) for k in ("reasoning_content", "content"))
+    return (*texts, list(calls.values()))
+
+
+def by_responses(server, forced, *, is_streamed):
+    body = {
+        "input": "x",
+        "tools": [{"type": "function", **FUNCTION}],
+        "max_output_tokens": 600,
+        "stream": is_streamed,
+        "forced": forced,
+    }
+    answer = post(server, "/v1/responses", body)
+    if is_streamed:
+        answer = answer[-1]["response"]
+    thoughts, text, calls = "", "", []
+    for item in answer["output"]:
+        if item["type"] == "function_call":
+            calls.append(item["arguments"])
+        elif item["type"] == "reasoning":
+            thoughts += "".join(part["text"] for part in item["content"])
+        else:
+            text += "".join(part["text"] for part in item["content"])
+    return thoughts, text, calls
+
+
+def by_messages(server, forced, *, is_streamed):
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "max_tokens": 600,
+        "stream": is_streamed,
+        "forced": forced,
+    }
+    answer = post(server, "/v1/messages", body)
+    if not is_streamed:
+        blocks = answer["content"]
+        calls = [json.dumps(b["input"], ensure_ascii=False) for b in blocks if "input" in b]
+        texts = ("".join(b.get(kind, "") for b in blocks) for kind in ("thinking", "text"))
+        return (*texts, calls)
+    parts = {"thinking": "", "text": ""}
+    calls = {}
+    for event in answer:
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                index = event["index"]
+                calls[index] = calls.get(index, "") + delta["partial_json"]
+            else:
+                for kind in parts:
+                    parts[kind] += delta.get(kind, "")
+    return (*parts.values(), list(calls.values()))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
+def test_every_tokenization_is_read_the_same(chat_server, ask, is_streamed):
+    for name, (text, expected) in SAID.items():
+        if name == "a damaged call" and ask is by_messages:
+            continue  # a message holds objects only
+        for cut in CUTS:
+            found = ask(chat_server, {"text": text, "cut": cut}, is_streamed=is_streamed)
+            assert found == expected, (name, cut)
+
+
+def test_a_request_without_the_field_is_not_forced(chat_server):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "temperature": 0}
+    answers = [
+        post(chat_server, "/v1/chat/completions", {**body, **more})["choices"][0]["message"]
+        for more in ({}, {"forced": {"text": "forced"}}, {})
+    ]
+    assert answers[1]["content"] == "forced" != answers[0]["content"] == answers[2]["content"]

@@ -1,0 +1,52 @@
+"""The switches of thinking: what requests say, and the arguments of chat templates.
+
+Requests of all APIs end up with arguments of the chat template. Each family of models has a name of
+its own for the switch, and a client cannot know which; so one that is given sets all of them. A
+template ignores the names that it does not know.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_SWITCHES: Mapping[str, Mapping[bool, object]] = {
+    "enable_thinking": {True: True, False: False},  # Qwen, GLM, Hunyuan, ERNIE
+    "thinking": {True: True, False: False},  # DeepSeek, Granite, Kimi, Holo
+    "thinking_budget": {False: 0},  # Seed-OSS: a number of tokens, or as many as it takes
+}
+"""Argument of a template -> its value for a model that thinks (True) and one that does not (False).
+A value that is missing leaves the argument out."""
+
+_EFFORT = "reasoning_effort"
+_NO_EFFORT = "none"
+
+
+def with_all_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a template with all switches, if one of them is given.
+
+    `reasoning_effort` "none" is a switch as well; other efforts leave it to the template whether
+    the model thinks.
+    """
+    is_on = switch_of(kwargs)
+    if is_on is None:
+        return dict(kwargs)
+    switches = {name: values[is_on] for name, values in _SWITCHES.items() if is_on in values}
+    return {**switches, **kwargs}
+
+
+def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a template for a request, which go before the server's defaults.
+
+    A switch of the request replaces the server's switches under all their names.
+    """
+    replaced = {*given, *(_SWITCHES if switch_of(given) is not None else ())}
+    kept = {name: value for name, value in defaults.items() if name not in replaced}
+    return {**with_all_switches(kept), **with_all_switches(given)}
+
+
+def switch_of(kwargs: Mapping[str, Any]) -> bool | None:
+    """Return whether the arguments of a template say that the model thinks; None: they do not."""
+    for name, values in _SWITCHES.items():
+        value = kwargs.get(name)
+        if value is not None and (True in values or value == values[False]):
+            return bool(value)
+    return False if kwargs.get(_EFFORT) == _NO_EFFORT else None

@@ -1,0 +1,89 @@
+"""Calls as FunctionGemma writes them: keys without quotes, and strings between escape markers."""
+
+import re
+
+from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
+from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
+from vllm.utils.text.text_stream import Markers, Wait
+
+_START, _END, _ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
+_TEXT_ENDS = Markers((_ESCAPE, _END))
+_NAME = re.compile(r"[\w.-]+")
+_KEY = re.compile(r"[^\s:,{}\[\]<]+")
+_SCALAR = re.compile(r"[^\s,{}\[\]<]+")
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+class FunctionGemmaToolParser(ToolParser):
+    """`<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:1}<end_function_call>`."""
+
+    markers = (_START,)
+    further_tokens = (_END, _ESCAPE)
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the call after a marker; see the base class."""
+        stream = self.stream
+        yield from stream.skip_space()
+        if not (yield from stream.read_literal("call:")):
+            return
+        name = yield from stream.read_run(_NAME)
+        if not name or (yield from stream.peek()) != "{":
+            return
+        self.start_call(name)
+        yield from self._read_group()
+        yield from stream.skip_space()
+        if (yield from stream.read_literal(_END)):
+            self.accept()
+
+    def _read_group(self) -> Wait[None]:
+        """Read the object that is next and pass it on as JSON; stop where it is damaged."""
+        stream = self.stream
+        expected: list[str] = []
+        is_after_value = False
+        while char := (yield from stream.skip_space()):
+            if expected and char == expected[-1]:
+                self.add_arguments(stream.consume(1))
+                expected.pop()
+                if not expected:
+                    return
+                is_after_value = True
+                continue
+            if is_after_value:
+                if char != ",":
+                    return
+                stream.consume(1)
+                self.add_arguments(", ")
+                is_after_value = False
+                continue
+            if expected and expected[-1] == "}":
+                key = yield from stream.read_run(_KEY)
+                if not key or not (yield from stream.read_literal(":")):
+                    return
+                self.add_arguments(f"{encode_string(key)}: ")
+                char = yield from stream.skip_space()
+            if char in _CLOSERS:
+                expected.append(_CLOSERS[char])
+                self.add_arguments(stream.consume(1))
+            elif not (yield from self._read_scalar()):
+                return
+            else:
+                is_after_value = True
+
+    def _read_scalar(self) -> Wait[bool]:
+        """Read a text between escape markers, or a number or a word. False: it is damaged."""
+        stream = self.stream
+        if (yield from stream.read_literal(_ESCAPE)):
+            self.add_arguments('"')
+            yield from stream.read_until(_TEXT_ENDS, self._add_text)
+            if not (yield from stream.read_literal(_ESCAPE)):
+                return False
+            self.add_arguments('"')
+            return True
+        scalar = yield from stream.read_run(_SCALAR)
+        if scalar:
+            self.add_arguments(argument_to_json(scalar, "", None))
+        return bool(scalar)
+
+    def _add_text(self, piece: str) -> None:
+        self.add_arguments(encode_string(piece)[1:-1])

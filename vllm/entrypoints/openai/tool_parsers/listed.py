@@ -1,0 +1,120 @@
+"""Calls in a list between begin and end markers, each with a header and JSON arguments."""
+
+import re
+from typing import ClassVar
+
+from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+from vllm.entrypoints.openai.tool_parsers.json_reader import JSON, read_group
+from vllm.utils.text.text_stream import Wait
+
+_HEADER = re.compile(r"[^<\n]+")
+_NAME = re.compile(r"[^<`{\n]+")
+_KIMI_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*")
+
+
+class ListedToolParser(ToolParser):
+    """A list of calls; each is a header, a separator, and JSON arguments. A subclass spells the
+    markers."""
+
+    calls_begin: ClassVar[str]
+    calls_end: ClassVar[str]
+    call_begin: ClassVar[str]
+    call_end: ClassVar[str]
+    separator: ClassVar[str]
+    """Comes after the header of a call."""
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the calls after a marker; see the base class."""
+        stream = self.stream
+        is_open = marker == self.call_begin
+        if not is_open:
+            yield from stream.skip_space()
+            is_open = yield from stream.read_literal(self.call_begin)
+        while is_open and (yield from self._read_call()):
+            yield from stream.skip_space()
+            if (yield from stream.read_literal(self.calls_end)):
+                self.accept()
+                return
+            is_open = yield from stream.read_literal(self.call_begin)
+
+    def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
+        """Return name and id of a call, of which the header was just read. No id: make one."""
+        yield from ()
+        return header.strip(), None
+
+    def read_fence(self) -> Wait[None]:
+        """Read what may stand around the arguments."""
+        yield from ()
+
+    def _read_call(self) -> Wait[bool]:
+        """Read one call after its begin marker. False: it is not complete, or none."""
+        stream = self.stream
+        header = yield from stream.read_run(_HEADER)
+        if not (yield from stream.read_literal(self.separator)):
+            return False
+        name, call_id = yield from self.read_name(header)
+        if not name or (yield from stream.skip_space()) != "{":
+            return False
+        self.start_call(name, call_id)
+        if not (yield from read_group(stream, self.add_arguments, JSON)):
+            # A marker in the middle of the arguments: the next call may be right.
+            return (yield from self._read_end())
+        yield from self.read_fence()
+        return (yield from self._read_end())
+
+    def _read_end(self) -> Wait[bool]:
+        yield from self.stream.skip_space()
+        is_closed = yield from self.stream.read_literal(self.call_end)
+        if is_closed:
+            self.accept()
+        return is_closed
+
+
+class DeepSeekToolParser(ListedToolParser):
+    """Calls of DeepSeek V3, V3.1 and R1.
+
+    V3 writes a type, a separator, the name, and the arguments in a fence; V3.1 writes the name, a
+    separator, and the arguments.
+    """
+
+    # The bars are U+FF5C and the lines U+2581, as in the models' vocabulary.
+    calls_begin = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+    calls_end = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+    call_begin = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+    call_end = "<\uff5ctool\u2581call\u2581end\uff5c>"
+    separator = "<\uff5ctool\u2581sep\uff5c>"
+    markers = (calls_begin, call_begin)
+    further_tokens = (calls_end, call_end, separator)
+
+    def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
+        """Return the name, which is in the header or, if that is the type, after it."""
+        if (yield from self.stream.skip_space()) == "{":
+            return header.strip(), None
+        name = yield from self.stream.read_run(_NAME)
+        yield from self.read_fence()
+        return name.strip(), None
+
+    def read_fence(self) -> Wait[None]:
+        """Read the fence of a block of code, if there is one."""
+        yield from self.stream.skip_space()
+        if (yield from self.stream.read_literal("```")):
+            yield from self.stream.read_literal("json")
+
+
+class KimiK2ToolParser(ListedToolParser):
+    """Calls of Kimi K2 and later: the header is the call's id, `functions.NAME:NUMBER`.
+
+    The model's chat template shows ids as they are, so they stay what the model wrote.
+    """
+
+    calls_begin, calls_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    call_begin, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    separator = "<|tool_call_argument_begin|>"
+    markers = (calls_begin, call_begin)
+    further_tokens = (calls_end, call_end, separator)
+
+    def read_name(self, header: str) -> Wait[tuple[str, str | None]]:
+        """Return the name and the id that the header holds."""
+        yield from ()
+        found = _KIMI_ID.fullmatch(header)
+        return (found[2], found[1]) if found else (header.strip().removeprefix("functions."), None)

@@ -1,0 +1,252 @@
+"""Calls of which name, keys and values stand between tags, and values are plain text.
+
+All such formats are one: a tag with the name, then keys and values, then an end. Only the spelling
+of the tags differs.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
+from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
+from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
+from vllm.utils.text.text_stream import Markers, Wait
+
+_HEAD = re.compile(r"[^<>\n]+")
+"""The text in a tag: a name or a key, with or without quotes, and attributes."""
+_NAME = re.compile(r"[^\s<>{}\[\]\"']+")
+_QUOTED = re.compile(r'\s*"([^"]*)"(.*)', re.DOTALL)
+
+
+Schema = Mapping[str, Any] | None
+"""The JSON schema of a tool's arguments; None: there is no such tool."""
+
+
+class TaggedToolParser(ToolParser):
+    """Calls between tags. Arguments are passed on one by one, with the types of the tool's schema.
+
+    A subclass spells the tags; `call_start` is among `markers`, because a wrapper may hold several
+    calls, and a model may leave the wrapper out.
+    """
+
+    call_start: ClassVar[str]
+    """Comes before a name."""
+    name_end: ClassVar[str] = ">"
+    """Comes after a name; empty: nothing does."""
+    key_start: ClassVar[str]
+    """Comes before a key."""
+    key_ends: ClassVar[tuple[str, ...]] = (">",)
+    """Come between a key and its value, with white space around all but the last."""
+    value_end: ClassVar[str]
+    """Comes after a value. A model may leave it out before another key and at the call's end."""
+    call_end: ClassVar[str]
+    """Comes after the last value."""
+    before_call: ClassVar[tuple[str, ...]] = ()
+    """Texts that may come between a marker and the start of a call."""
+    after_call: ClassVar[tuple[str, ...]] = ()
+    """Texts that may come after a call."""
+    value_margin: ClassVar[str] = "\n"
+    """Left out once at the beginning and at the end of a value."""
+
+    @cached_property
+    def _value_ends(self) -> Markers:
+        return Markers((self.value_end, self.key_start, self.call_end))
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the calls after a marker; see the base class."""
+        stream = self.stream
+        if marker != self.call_start:
+            while (yield from self._read_one(self.before_call)):
+                pass
+            if not (yield from stream.read_literal(self.call_start)):
+                return
+        if (yield from self.read_call()):
+            while (yield from self._read_one(self.after_call)):
+                self.accept()
+
+    def read_call(self) -> Wait[bool]:
+        """Read a call after its start. False: there is none, or the text has ended."""
+        stream = self.stream
+        yield from stream.skip_space()
+        name, _ = _unquoted((yield from stream.read_run(_HEAD)))
+        if not _NAME.fullmatch(name) or not (yield from stream.read_literal(self.name_end)):
+            return False
+        num_arguments = yield from self._read_tags(name)
+        if not (yield from stream.peek()):
+            return False  # unfinished arguments stay so, for all to see
+        if (yield from stream.read_literal(self.call_end)):
+            if not num_arguments:
+                self.start_call(name)
+                self.add_arguments("{")
+        elif not num_arguments:
+            return False
+        self.add_arguments("}")
+        return True
+
+    def _read_tags(self, name: str) -> Wait[int]:
+        """Read arguments and pass them on; returns how many. The first one begins the call."""
+        stream = self.stream
+        parameters = self.parameters_of(name)
+        num_arguments = 0
+        while True:
+            yield from stream.skip_space()
+            if not (yield from stream.read_literal(self.key_start)):
+                return num_arguments
+            key, attributes = _unquoted((yield from stream.read_run(_HEAD)))
+            if not key or not (yield from self._read_key_ends()):
+                return num_arguments
+            pieces: list[str] = []
+            if not (yield from stream.read_until(self._value_ends, pieces.append)):
+                return num_arguments
+            yield from stream.read_literal(self.value_end)
+            if not num_arguments:
+                self.start_call(name)
+            text = "".join(pieces).removeprefix(self.value_margin).removesuffix(self.value_margin)
+            opening = ", " if num_arguments else "{"
+            value = self.to_json(text, key, attributes, parameters)
+            self.add_arguments(f"{opening}{encode_string(key)}: {value}")
+            num_arguments += 1
+
+    def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
+        """Return the JSON text of a value.
+
+        Args:
+            text: of the value.
+            key: its name.
+            attributes: what stands after the name in the tag of the key.
+            parameters: the schema of the tool's arguments, None if there is none.
+        """
+        return argument_to_json(text, key, parameters)
+
+    def _read_key_ends(self) -> Wait[bool]:
+        *between, last = self.key_ends
+        for text in between:
+            if not (yield from self.stream.read_literal(text)):
+                return False
+            yield from self.stream.skip_space()
+        return (yield from self.stream.read_literal(last))
+
+    def _read_one(self, texts: tuple[str, ...]) -> Wait[bool]:
+        """Read white space, and one of these texts if it comes; return whether it does."""
+        yield from self.stream.skip_space()
+        for text in texts:
+            if (yield from self.stream.read_literal(text)):
+                return True
+        return False
+
+
+def _unquoted(head: str) -> tuple[str, str]:
+    """Return the name and the attributes in a tag."""
+    quoted = _QUOTED.fullmatch(head)
+    return (quoted[1], quoted[2]) if quoted else (head.strip(), "")
+
+
+class Qwen3CoderToolParser(TaggedToolParser):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+
+    call_start, call_end = "<function=", "</function>"
+    key_start, value_end = "<parameter=", "</parameter>"
+    markers = ("<tool_call>", call_start)
+    further_tokens = ("</tool_call>",)
+    after_call = ("</tool_call>",)
+
+
+class SeedOssToolParser(Qwen3CoderToolParser):
+    """`<seed:tool_call><function=NAME>...</function></seed:tool_call>`: Seed-OSS."""
+
+    markers = ("<seed:tool_call>", Qwen3CoderToolParser.call_start)
+    further_tokens = ("</seed:tool_call>",)
+    after_call = ("</seed:tool_call>",)
+
+
+class MiniMaxM2ToolParser(TaggedToolParser):
+    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`."""
+
+    call_start, call_end = "<invoke name=", "</invoke>"
+    key_start, value_end = "<parameter name=", "</parameter>"
+    markers = ("<minimax:tool_call>", call_start)
+    further_tokens = ("</minimax:tool_call>",)
+    after_call = ("</minimax:tool_call>",)
+    value_margin = ""
+
+
+_BEGIN, _END, _SEPARATOR = (
+    tuple(f"<{bar}{word}{bar}>" for bar in ("\uff5c", "|") for word in words)
+    for words in (
+        ("tool_calls_begin", "tool_call_begin"),
+        ("tool_calls_end", "tool_call_end"),
+        ("tool_sep",),
+    )
+)
+
+
+class Step3ToolParser(TaggedToolParser):
+    """`<steptml:invoke name="NAME"><steptml:parameter name="KEY">VALUE</steptml:parameter>`
+    and its end, in a list of calls that each begin with a type and a separator: Step-3."""
+
+    call_start, call_end = "<steptml:invoke name=", "</steptml:invoke>"
+    key_start, value_end = "<steptml:parameter name=", "</steptml:parameter>"
+    markers = (*_BEGIN, call_start)
+    further_tokens = (*_END, *_SEPARATOR)
+    before_call = (*_BEGIN, "function", *_SEPARATOR)
+    after_call = (*_END, *_SEPARATOR)
+
+
+_DSML = "\uff5cDSML\uff5c"
+
+
+class DeepSeekV32ToolParser(TaggedToolParser):
+    """`<DSML invoke name="NAME"><DSML parameter name="KEY" string="true">VALUE`: DeepSeek V3.2, V4.
+
+    The tag says whether a value is a string or JSON.
+    """
+
+    call_start, call_end = f"<{_DSML}invoke name=", f"</{_DSML}invoke>"
+    key_start, value_end = f"<{_DSML}parameter name=", f"</{_DSML}parameter>"
+    markers = (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>", call_start)
+    further_tokens = (f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>", _DSML)
+    after_call = further_tokens[:2]
+    value_margin = ""
+
+    def to_json(self, text: str, key: str, attributes: str, parameters: Schema) -> str:
+        """Return the JSON text of a value, of which the tag says whether it is a string."""
+        if 'string="true"' in attributes:
+            return encode_string(text)
+        if 'string="false"' in attributes:
+            parameters = None  # so that JSON stays JSON
+        return super().to_json(text, key, attributes, parameters)
+
+
+class Glm45ToolParser(TaggedToolParser):
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM 4.5
+    and later."""
+
+    call_start, call_end = "<tool_call>", "</tool_call>"
+    name_end = ""
+    key_start, value_end = "<arg_key>", "</arg_value>"
+    key_ends = ("</arg_key>", "<arg_value>")
+    markers = (call_start,)
+    further_tokens = (call_end, key_start, value_end, *key_ends)
+    value_margin = ""
+
+
+class LongCatToolParser(TaggedToolParser, JsonToolParser):
+    """JSON or keys and values between `longcat_tool_call` tags: LongCat-Flash."""
+
+    call_start, call_end = "<longcat_tool_call>", "</longcat_tool_call>"
+    name_end = ""
+    key_start, value_end = "<longcat_arg_key>", "</longcat_arg_value>"
+    key_ends = ("</longcat_arg_key>", "<longcat_arg_value>")
+    markers = (call_start,)
+    further_tokens = (call_end, key_start, value_end, *key_ends)
+    closing = (call_end,)
+    value_margin = ""
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """Read the calls after a marker; see the base class."""
+        is_json = (yield from self.stream.skip_space()) == "{"
+        kind: type[ToolParser] = JsonToolParser if is_json else TaggedToolParser
+        yield from kind.read_calls(self, marker)
