@@ -37,6 +37,7 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
         thought_starts: if the output begins with one of these, thoughts follow.
         thought_ends: after the first of these, thoughts are over and the answer begins.
         calls: an answer that begins with one of these is free text: calls of tools.
+        calls_in_thoughts: inside of thoughts, one of these ends them and begins such calls.
         special_tokens: id -> text, of the special tokens that are part of these texts.
         allows_space: white space may come before these texts and the answer. The reader of the
             answer leaves it out.
@@ -46,6 +47,7 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     thought_starts: tuple[str, ...] = ()
     thought_ends: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
+    calls_in_thoughts: tuple[str, ...] = ()
     special_tokens: dict[int, str] = {}
     allows_space: bool = False
 

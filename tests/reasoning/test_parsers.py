@@ -230,3 +230,22 @@ def test_a_model_that_was_told_not_to_think_answers_at_once_whatever_the_prompt(
     parser.follow("<think>\n")
     assert not parser.grammar_start().is_late
     assert parser.split("b") == (None, "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("kimi_k2", "<|tool_calls_section_begin|>"),
+        ("openai_gptoss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"),
+        ("openai_gptoss", "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}"),
+    ],
+)
+def test_calls_end_thoughts_where_the_model_writes_them_without_an_answer(name, call):
+    start = ReasoningParserManager.get(name)().grammar_start()
+    assert start.is_thinking and call.startswith(start.calls_in_thoughts)
+
+
+def test_gpt_oss_thinks_also_where_it_was_told_not_to():
+    kind = ReasoningParserManager.get("openai_gptoss")
+    start = kind(is_thinking=False).grammar_start()
+    assert start.is_thinking and start.thought_ends == kind.ends

@@ -28,6 +28,7 @@ TOOLS = GrammarStart(calls=("<tool_call>", "[CALL]"), special_tokens=SPECIAL, al
 ALL = GrammarStart(
     thought_starts=("<think>",), calls=("<tool_call>", "[CALL]", '{"name": "f"'), **MARKS
 )
+LATE_CALLS = GrammarStart(is_thinking=True, calls_in_thoughts=("[CALL]to=",), **MARKS)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -103,6 +104,9 @@ INNER = {*b"ab{", WORDS[b"ab"], END}
         (TOOLS, [b"ab"], INNER),
         (ALL, [THINK, THINK_END, CALL], ANYTHING | {END, WORDS[b"a</think>b"]}),
         (ALL, [THINK, THINK_END, b"a"], INNER),
+        (LATE_CALLS, [b"a [CALL]", CALL, b"to"], ANYTHING),
+        (LATE_CALLS, [b"a ", CALL, b"to=f"], ANYTHING | {END, WORDS[b"a</think>b"]}),
+        (LATE_CALLS, [b"a", THINK_END], BEGINNING | SPACES),
     ],
 )
 def test_what_may_come(backend, start, pieces, expected):

@@ -12,6 +12,7 @@ prompt ends with `<|start|>assistant`.
 import re
 from dataclasses import dataclass
 
+from vllm.guided_decoding_params import GrammarStart
 from vllm.reasoning.parsers import ReasoningParser
 from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
@@ -78,7 +79,13 @@ class HarmonyReasoningParser(ReasoningParser):
 
     starts = ("<|channel|>analysis<|message|>",)
     ends = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
+    answer_starts = (f"{CHANNEL}commentary {RECIPIENT}", f"{START}assistant {RECIPIENT}")
     is_start_optional = True
+
+    def grammar_start(self) -> GrammarStart:
+        """Return where a grammar for the answer begins. The model thinks in any case."""
+        self._is_thinking = True
+        return super().grammar_start()
 
     @property
     def markers(self) -> tuple[str, ...]:

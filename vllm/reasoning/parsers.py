@@ -5,7 +5,7 @@ Independent of the server and the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.guided_decoding_params import GrammarStart
@@ -98,9 +98,12 @@ class ReasoningParser:
         """Return where a grammar for the answer begins, after the prompt of `follow`."""
         if not self._is_thinking:
             return GrammarStart()
+        begin = partial(
+            GrammarStart, thought_ends=self.ends, calls_in_thoughts=self.answer_starts
+        )
         if self._is_start_needed:
-            return GrammarStart(thought_starts=self.starts, thought_ends=self.ends)
-        return GrammarStart(is_thinking=True, thought_ends=self.ends)
+            return begin(thought_starts=self.starts)
+        return begin(is_thinking=True)
 
     def feed(
         self, delta_text: str, delta_token_ids: Sequence[int] = ()

@@ -74,7 +74,8 @@ class LateMatcher:
         self._ends = [text.encode() for text in start.thought_ends]
         self._calls = [text.encode() for text in start.calls]
         self._max_spaces = MAX_WHITESPACE if start.allows_space else 0
-        self._keep = max(map(len, self._ends), default=1) - 1
+        self._late_calls = [text.encode() for text in start.calls_in_thoughts]
+        self._keep = max(map(len, self._ends + self._late_calls), default=1) - 1
         self._scratch = np.empty(vocabulary.num_words, np.int32)
         self._free: IntArray | None = None
         self._state = (
@@ -145,10 +146,13 @@ class LateMatcher:
 
     def _think(self, text: bytes) -> _State:
         """Return the state inside of thoughts that end with this text."""
-        found = [(place, end) for end in self._ends if (place := text.find(end)) >= 0]
+        markers = self._ends + self._late_calls
+        found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
         if not found:
             return _State(_Phase.THOUGHTS, text[-self._keep :] if self._keep else b"")
         place, end = min(found)
+        if end in self._late_calls:
+            return _State(_Phase.CALLS)
         rest = text[place + len(end) :]
         if self._is_answer(rest):
             raise BackendError(

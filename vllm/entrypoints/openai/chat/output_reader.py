@@ -194,6 +194,8 @@ class OutputReader:
             with parser_failures("tool", self._names[1]):
                 calls = self._tools.call_starts(names)
             start = msgspec.structs.replace(start, calls=calls)
+        else:
+            start = msgspec.structs.replace(start, calls_in_thoughts=())
         self._is_answer_stripped = start.is_late and allows_space
         return msgspec.structs.replace(start, allows_space=allows_space)
 

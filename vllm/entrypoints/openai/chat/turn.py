@@ -366,7 +366,7 @@ def _grammar_start(
     may_call = body.tool_choice == "auto" and body.has_response_format
     names = [tool.function.name for tool in body.functions] if may_call else []
     start = reader.grammar_start(names, allows_space=guided.ignores_space)
-    texts = (*start.thought_starts, *start.thought_ends, *start.calls)
+    texts = (*start.thought_starts, *start.thought_ends, *start.calls, *start.calls_in_thoughts)
     return msgspec.structs.replace(start, special_tokens=special.parts_of(texts))
 
 
