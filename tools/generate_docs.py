@@ -257,7 +257,7 @@ def supported_models() -> Iterator[str]:
     yield '    my_models = "my_package:register"'
     yield ""
     yield "Each decoder is compared with transformers on small random models, in float32: logits"
-    yield "of whole prompts, and 14 prompts with 10 tokens each, in chunks, with preemption and"
+    yield "of whole prompts, and 14 prompts with 16 tokens each, in chunks, with preemption and"
     yield "prefix hits. A log-probability may differ by 0.0001 (Gemma 3: 0.0002). The columns are"
     yield "read from the parameters of the tests: `yes` means that a small random model of the"
     yield "architecture is tested so, an empty cell that it is not."

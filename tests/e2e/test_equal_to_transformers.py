@@ -37,9 +37,12 @@ from vllm.outputs import RequestOutput
 from vllm.transformers_utils.transformers_version import is_version_4
 
 MAX_MODEL_LEN = 128
-MAX_TOKENS = 10
+MAX_TOKENS = 16
 LONGEST = 100
-PROMPTS = random_prompts(14, LONGEST, vocab_size=4096)
+MIXED = random_prompts(10, LONGEST, vocab_size=4096)
+PROMPTS = [*MIXED, *(max(MIXED, key=len)[start:][:60] for start in range(1, 5))]
+"""Lengths around the size of a block; the last four need another block soon after their prompt, so
+that a cache with few blocks has to preempt one."""
 EMBEDDED = (1, 17, 33, 65, 97)
 """Lengths of prompts that are embeddings. Of 33 and 65 a chunk of 32 leaves one token, which must
 not run as a decode: a decode reads token ids."""
@@ -134,7 +137,7 @@ SETTINGS = {
     ),
     "other softmax": Setting(CHUNKS, {"VLLM_PA_SOFTMAX_IMPL": "wsum_head_amax"}),
     "plain attention": Setting(CHUNKS, {"VLLM_PROMPT_USE_FUSEDSDPA": False}),
-    "slices": Setting(CHUNKS | {"max_num_batched_tokens": 48}, SLICES),
+    "slices": Setting(CHUNKS | {"max_num_batched_tokens": 48, "block_size": 64}, SLICES),
     "release 1.19": Setting(CHUNKS, {"VLLM_HPU_SIM_BRIDGE": "1.19"}),
     "no late kernels": Setting(
         CHUNKS, {"VLLM_HPU_SIM_ABSENT": "FusedSDPA,FusedRMSNorm,apply_rotary_pos_emb,metrics"}
@@ -192,7 +195,6 @@ GROUPS = {
     "olmo3": 4,
     "cohere2": 5,
     "gpt_oss": 2,
-    "llama4": 4,
 }
 """Families with windows in some layers. On the CPU each group of layers has blocks of its own."""
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
