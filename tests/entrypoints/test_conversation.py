@@ -1,4 +1,4 @@
-"""What templates read, and what a conversation becomes for them: one template per trait.
+"""The normal form of conversations for templates: one template per trait.
 
 Every case is rendered by both paths: as the template of the model, and by the handler of the
 process for templates of requests.
