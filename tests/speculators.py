@@ -6,6 +6,7 @@ tokens before it again.
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,16 @@ EAGLE3_LAYERS = (2, 3, 3)
 
 
 class Reference(nn.Module):
-    """Guesses of one request. Subclasses say what a step is."""
+    """Guesses of one request. Subclasses say what a step is.
+
+    Attributes:
+        positions: of its first n tokens.
+    """
 
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = (target,)
+        self.positions: Callable[[int], Tensor] = torch.arange
 
     @property
     def target(self) -> Any:
@@ -56,7 +62,10 @@ class Reference(nn.Module):
     @torch.no_grad()
     def logits(self, known: list[int], drafts: list[int]) -> Tensor:
         """Of the token behind the known ones and some drafts."""
-        hidden = self.target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+        before = torch.tensor([known[:-1]])
+        positions = self.positions(len(known) - 1)[None]
+        output = self.target(before, position_ids=positions, output_hidden_states=True)
+        hidden = output.hidden_states
         states, ids = self.keep(tuple(h[0] for h in hidden)), torch.tensor(known[1:])
         return self.guess(ids, states, drafts)
 
@@ -69,7 +78,7 @@ class Reference(nn.Module):
 
     def attend(self, layer: nn.Module, rotary: nn.Module, x: Tensor) -> Tensor:
         """A layer of transformers, or its attention."""
-        positions = torch.arange(len(x))[None]
+        positions = self.positions(len(x))[None]
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         angles = rotary(x[None], positions)
         found = layer(hidden_states=x[None], position_embeddings=angles, attention_mask=mask)

@@ -16,6 +16,7 @@ from tests.e2e.test_pipeline_parallel import in_stages
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import executor_of, runner_of, scheduler_of, stats_of
 from tests.reference_model import load_reference
+from tests.speculators import make_speculator, make_target
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.engine.input.token_positions import with_positions
@@ -23,6 +24,8 @@ from vllm.errors import RequestError
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.worker.cpu import speculator_runner
+from vllm.worker.cpu.speculator_runner import SpeculatorRunner
 from vllm.worker.cpu.worker import CPUWorker
 
 MAX_TOKENS = 20
@@ -107,16 +110,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Models by the positions of their tokens."""
     found = {}
     for num_positions, sections in SECTIONS.items():
-        folder = make_tiny_model(
-            "qwen2", tmp_path_factory.mktemp("positions"), use_sliding_window=False
-        )
-        config = json.loads((folder / "config.json").read_text())
-        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        rope = config.get(name) or {"rope_type": "default"}
-        config[name] = rope | {"mrope_section": sections}
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = tmp_path_factory.mktemp("positions")
+        make_tiny_model("qwen2", folder, use_sliding_window=False)
+        take_positions(folder, sections)
         found[num_positions] = folder
     return found
+
+
+def take_positions(folder: Path, sections: list[int]) -> None:
+    """Let a model take positions of requests."""
+    config = json.loads((folder / "config.json").read_text())
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(name) or {"rope_type": "default"}
+    config[name] = rope | {"mrope_section": sections}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -277,9 +284,69 @@ def test_drafts_at_the_same_positions_are_right(more, folders, wanted, packed):
     assert sum(stats.accepted) > 0.9 * stats.num_draft_tokens > 50
 
 
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    """A speculator, and its model; both take one position per token."""
+    folder = tmp_path_factory.mktemp("eagle")
+    made = make_speculator("eagle", make_target(folder / "target"), folder / "head-eagle")
+    for part in (folder / "target", folder / "head-eagle"):
+        take_positions(part, [8])
+    return made
+
+
+AFTER_IMAGE = Given(
+    [3 + 5 * place % 13 for place in range(30)],
+    np.array([[*range(9), *[9] * 15, *range(16, 22)]], np.int32),
+)
+"""Its last tokens are text, which is where drafts are made."""
+
+
+def run_eagle(eagle, max_tokens: int, **settings: Any) -> tuple[list[int], tuple[int, ...]]:
+    """Output of a request with positions, and its right drafts by their order in a step."""
+    arguments = ENGINE | {"speculative_config": eagle.config | {"adaptive": False}} | settings
+    llm = LLM(str(eagle.target), **arguments)
+    params = GREEDY.clone()
+    params.max_tokens = max_tokens
+    (output,) = run(llm, [AFTER_IMAGE], params)
+    return list(output.token_ids), stats_of(llm).drafts.accepted
+
+
+def test_a_speculator_guesses_at_the_same_positions(eagle, monkeypatch):
+    seen: list[tuple[list[int], int, torch.Tensor]] = []
+    append, propose, known = speculator_runner.append_drafts, SpeculatorRunner.propose, [0]
+
+    def start(runner, step):
+        known[0] = int(runner.batch.num_tokens[0])
+        propose(runner, step)
+
+    def note(runner, rows, logits):
+        (row,) = rows.tolist()
+        tokens = runner.batch.token_ids[row, : runner.batch.num_tokens[row]].tolist()
+        seen.append((tokens, known[0], logits[0].clone()))
+        append(runner, rows, logits)
+
+    monkeypatch.setattr(SpeculatorRunner, "propose", start)
+    monkeypatch.setattr(speculator_runner, "append_drafts", note)
+    run_eagle(eagle, 40)
+    reference = eagle.reference
+    known_positions = torch.cat((torch.from_numpy(AFTER_IMAGE.positions[0]), torch.arange(22, 99)))
+    reference.positions = lambda n: known_positions[:n]
+    for tokens, count, found in seen:
+        want = reference.logits(tokens[:count], tokens[count:])
+        torch.testing.assert_close(found, want, rtol=0, atol=2e-3)
+    assert len(seen) > 20
+
+    # One step with drafts: later ones read other states on a card.
+    on_cpu = run_eagle(eagle, 5)
+    assert sum(on_cpu[1]) == 3
+    with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}):
+        assert run_eagle(eagle, 5, enforce_eager=True, max_num_seqs=4) == on_cpu
+
+
 HPU_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunks, preemption": (TINY_CACHE, {}),
     "merged prompts": (CHUNKS, {"VLLM_MERGED_PREFILL": True}),
+    "several decodes": ({"num_scheduler_steps": 5}, {}),
 }
 
 
@@ -290,7 +357,7 @@ HPU_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ("chunks, preemption", "torch.compile", 3),
         ("merged prompts", "lazy", 3),
         ("merged prompts", "eager", 1),
-        ("chunks, preemption", "lazy", 1),
+        ("several decodes", "lazy", 3),
     ],
 )
 def test_a_card_gives_the_same(setting, mode, num_positions, folders, wanted):

@@ -1,9 +1,13 @@
 """Keys of the prefix cache for positions that a request brings."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 
 from vllm.core.kv.block_hash import block_hashes
-from vllm.engine.input.token_positions import position_keys
+from vllm.engine.input.token_positions import position_keys, with_positions
+from vllm.errors import RequestError
 
 BLOCK_SIZE = 4
 
@@ -52,3 +56,9 @@ def test_the_position_that_differs_counts():
     height, width = text((0, 10)), text((0, 10))
     height[1, 5] = width[2, 5] = 9
     assert num_shared(hashes(height, 0), hashes(width, 0)) == 1
+
+
+def test_a_request_that_is_pooled_brings_none():
+    request = SimpleNamespace(pooling_params=object(), prompt_token_ids=[1, 2])
+    with pytest.raises(RequestError, match="must be left out of a request to a pooling model"):
+        with_positions(request, text((0, 2)), SimpleNamespace(num_positions=3))

@@ -25,9 +25,14 @@ def with_positions(
             position of the prompt.
 
     Raises:
-        RequestError: the model takes no positions or another number of them, or a position of the
-            prompt or of the output is out of range.
+        RequestError: the model takes no positions or another number of them, or it pools; or a
+            position of the prompt or of the output is out of range.
     """
+    if request.pooling_params is not None:
+        raise RequestError(
+            "positions must be left out of a request to a pooling model, which counts tokens",
+            param="positions",
+        )
     num_prompt = len(request.prompt_token_ids)
     if positions.shape != (arch.num_positions, num_prompt):
         raise RequestError(
@@ -63,9 +68,9 @@ def position_keys(positions: IntArray, offset: int) -> tuple[CacheKey, ...]:
     difference.
     """
     num_places, num_prompt = positions.shape
-    behind = np.full((num_places, 1), num_prompt + offset)
+    after = np.full((num_places, 1), num_prompt + offset)
     before = np.full((num_places, 1), -1)
-    known = np.concatenate((before, positions, behind), axis=1)
+    known = np.concatenate((before, positions, after), axis=1)
     jumps = np.flatnonzero((np.diff(known, axis=1) != 1).any(0))
     runs = np.split(jumps, np.flatnonzero(np.diff(jumps) != 1) + 1)
     return tuple(
