@@ -15,7 +15,19 @@ from vllm.structured_output.row_matcher import RowMatcher
 
 END, THINK, THINK_END, CALL, OTHER = range(256, 261)
 """The end token, special tokens that are markers, and one that is none."""
-_WORDS = [b"\n\n", b">\n", b">{", b"</", b"think", b"a</think>b", b"<tool_", b"call>", b'{"', b"ab"]
+_WORDS = [
+    b"\n\n",
+    b">\n",
+    b">{",
+    b"</",
+    b"think",
+    b"a</think>b",
+    b"<tool_",
+    b"call>",
+    b'{"',
+    b"ab",
+    b" <",
+]
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b""] * 5 + _WORDS)
 WORDS = {word: 261 + i for i, word in enumerate(_WORDS)}
 SPECIAL = {THINK: "<think>", THINK_END: "</think>", CALL: "[CALL]"}
@@ -92,12 +104,13 @@ INNER = {*b"ab{", WORDS[b"ab"], END}
         (INSIDE, [THINK_END, b" " * MAX_WHITESPACE], BEGINNING),
         (INSIDE, [THINK_END, b"a"], INNER),
         (INSIDE, [THINK_END, b"ab{"], {END}),
-        (MAYBE, [], BEGINNING | SPACES | {THINK, ord("<")}),
+        (MAYBE, [], BEGINNING | SPACES | {THINK, ord("<"), WORDS[b" <"]}),
+        (MAYBE, [WORDS[b" <"], b"t"], {ord("h")}),
         (MAYBE, [b"\n<t"], {ord("h")}),
         (MAYBE, [b"a"], INNER),
         (MAYBE, [b"<think>"], ANYTHING),
         (MAYBE, [THINK, b"<think>", THINK_END], BEGINNING | SPACES),
-        (TOOLS, [], BEGINNING | SPACES | {CALL, *b"<[", WORDS[b"<tool_"]}),
+        (TOOLS, [], BEGINNING | SPACES | {CALL, *b"<[", WORDS[b"<tool_"], WORDS[b" <"]}),
         (TOOLS, [WORDS[b"<tool_"]], {ord("c"), WORDS[b"call>"]}),
         (TOOLS, [WORDS[b"<tool_"], WORDS[b"call>"]], ANYTHING | {END, WORDS[b"a</think>b"]}),
         (TOOLS, [CALL, b"anything"], ANYTHING | {END, WORDS[b"a</think>b"]}),

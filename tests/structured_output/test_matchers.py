@@ -19,6 +19,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
+from vllm.guided_decoding_params import GrammarStart
 from vllm.structured_output import matchers
 from vllm.structured_output.backends import BACKENDS, make_backend
 from vllm.structured_output.backends.vocabulary import Vocabulary
@@ -168,3 +169,16 @@ def test_grammars_are_kept_up_to_a_size_and_loaded_again_when_they_are_needed(mo
         grammars.prepare(request).result(120)
     assert len(grammars._loaded) == 1
     assert first_mask(grammars, requests[0]).any()
+
+
+def test_a_grammar_that_begins_late_is_ready_once_its_markers_are_indexed(monkeypatch):
+    Libraries(monkeypatch).may_load.set()
+    made = make_matchers()
+    grammar = compiled("regex", "a+")
+    at_once, late = make_request(grammar), make_request(grammar)
+    start = GrammarStart(is_thinking=True, thought_ends=("</only here>",))
+    late.sampling_params.guided_decoding.start = start
+    made.prepare(at_once).result(120)
+    assert made.prepare(at_once) is None
+    made.prepare(late).result(120)
+    assert made.prepare(late) is None and BYTES.is_indexed(start.thought_ends)

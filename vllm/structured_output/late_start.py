@@ -166,7 +166,7 @@ class LateMatcher:
             return state._replace(num_spaces=state.num_spaces + len(data))
         if not data:
             raise BackendError(f"token {token_id} has no text, so no answer can begin with it")
-        text = state.text + data
+        text = state.text + (data if state.text or not self._max_spaces else data.lstrip())
         if state.may_think:
             for start in self._thought_starts:
                 if text.startswith(start):
@@ -260,8 +260,11 @@ class LateMatcher:
         if not marker.startswith(text):
             return
         rest = marker[len(text) :]
-        for token_id, _ in self._vocabulary.tokens_along(rest):
-            yield token_id
+        # A token may begin with the space before a word.
+        for space in (b"", b" ", b"\n") if self._max_spaces and not text else (b"",):
+            for token_id, token in self._vocabulary.tokens_along(space + rest):
+                if token != space:
+                    yield token_id
         for token_id, token in self._special.items():
             if token and (token.startswith(rest) or rest.startswith(token)):
                 yield token_id

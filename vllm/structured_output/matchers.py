@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
+from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, Grammar
 from vllm.structured_output.backends import BACKENDS, check_vocabulary, import_backend, make_backend
@@ -84,14 +85,16 @@ class GrammarMatchers:
         grammar = request.grammar
         if grammar is None:
             return None
+        guided = request.sampling_params.guided_decoding
+        start = None if guided is None else guided.start
         with self._lock:
-            if self._find(grammar) is not None:
+            if self._find(grammar) is not None and self._is_indexed(start):
                 return None
             future = self._loading.get(grammar.key)
             if future is not None:
                 return future
             future = self._loading[grammar.key] = Future()
-        start_in_short_turns(partial(self._load_early, grammar, future), "grammar")
+        start_in_short_turns(partial(self._load_early, grammar, start, future), "grammar")
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
@@ -122,9 +125,18 @@ class GrammarMatchers:
         self._loaded.move_to_end(grammar.key)
         return self._loaded[grammar.key][0]
 
-    def _load_early(self, grammar: Grammar, future: Future[None]) -> None:
+    def _is_indexed(self, start: GrammarStart | None) -> bool:
+        return start is None or (
+            self._vocabulary is not None and self._vocabulary.is_indexed(start.thought_ends)
+        )
+
+    def _load_early(
+        self, grammar: Grammar, start: GrammarStart | None, future: Future[None]
+    ) -> None:
         try:
             self._load(grammar)
+            if start is not None and self._vocabulary is not None:
+                self._vocabulary.index(start.thought_ends)
         # an error of a library: only the request fails, with the error of its matcher
         except Exception as error:
             logger.debug("a grammar could not be loaded: %r", error)

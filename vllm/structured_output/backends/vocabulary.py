@@ -1,7 +1,7 @@
 """The bytes of every token, which is all that grammars need of a tokenizer."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,6 +83,16 @@ class Vocabulary:
         return pack_tokens(
             np.array([i for i, token in enumerate(self.tokens) if token], np.int64), self.num_words
         )
+
+    def is_indexed(self, texts: Iterable[str]) -> bool:
+        """Return whether the look-ups below are fast for these texts."""
+        return "_by_first_byte" in self.__dict__ and all(t.encode() in self._around for t in texts)
+
+    def index(self, texts: Iterable[str]) -> None:
+        """Make the look-ups below fast for these texts: 0.05 s of work for 150,000 tokens."""
+        for text in texts:
+            self.tokens_around(text.encode())
+        assert self.spaces is not None and self._by_first_byte is not None
 
     @cached_property
     def spaces(self) -> list[tuple[int, bytes]]:

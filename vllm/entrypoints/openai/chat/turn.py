@@ -211,7 +211,7 @@ class ChatTurn:
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
         self.usage.completion_tokens += len(sample.token_ids)
-        if read.reasoning and not read.content:
+        if read.reasoning and not (read.content or read.tool_calls):
             self.usage.reasoning_tokens += len(sample.token_ids)
         reason = sample.finish_reason
         if reason == "stop" and reader.has_called and self._body.named_tool is None:
