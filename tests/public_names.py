@@ -72,7 +72,8 @@ _USAGE = "id object created model usage"
 
 PROTOCOL_FIELDS: dict[str, str] = {
     "OpenAIBaseModel": "",
-    "ErrorResponse": "object message type param code",
+    "ErrorInfo": "message type param code",
+    "ErrorResponse": "error",
     "ModelPermission": "id object created allow_create_engine allow_sampling allow_logprobs "
     "allow_search_indices allow_view allow_fine_tuning organization group is_blocking",
     "ModelCard": "id object created owned_by root parent max_model_len permission",

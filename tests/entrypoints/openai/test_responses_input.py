@@ -181,7 +181,16 @@ STREAMS = [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code"
             "a",
         ),
         (
-            [{"type": "mcp_call", "id": "c1", "name": "f", "arguments": "", "error": {"m": 1}}],
+            [
+                {
+                    "type": "mcp_call",
+                    "id": "mcp_1",
+                    "call_id": "c1",
+                    "name": "f",
+                    "arguments": "",
+                    "error": {"m": 1},
+                }
+            ],
             "f",
             {},
             {"m": 1},
@@ -196,6 +205,12 @@ def test_calls_that_the_client_runs_are_calls_for_the_model(items, name, argumen
     assert result["name"] == name
     text = output if isinstance(output, str) else json.dumps(output, separators=(",", ":"))
     assert result["content"] == text
+
+
+def test_a_call_of_the_client_with_damaged_arguments_has_none():
+    items = [{"type": "shell_call", "call_id": "c1", "action": "ls"}]
+    (message,) = as_messages(None, read_input(items))
+    assert message["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 FOREIGN = [

@@ -82,6 +82,7 @@ def test_only_allowed_tools_reach_the_model():
         ({"moderation": {}}, "moderation"),
         ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": 7}]}, "tools[0].type"),
+        ({"tools": [{"type": ""}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),

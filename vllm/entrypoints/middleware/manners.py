@@ -11,7 +11,7 @@ from vllm.entrypoints.shared.asgi import get_header, route_path
 
 
 class HttpManners:
-    """The outermost middleware, so that the routes see one form of each path.
+    """Middleware around keys, limits and routes, all of which see one form of each path.
 
     A slash at the end of a path, and further ones at its beginning, are dropped. HEAD is answered
     like GET, without the body. OPTIONS is answered with the methods of the route, unless it is the

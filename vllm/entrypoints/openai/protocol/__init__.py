@@ -7,6 +7,7 @@ Programs can import the classes of the server's bodies from this package.
 """
 
 from vllm.entrypoints.openai.protocol.base import (
+    ErrorInfo,
     ErrorResponse,
     LoadLoRAAdapterRequest,
     ModelCard,
@@ -140,6 +141,7 @@ __all__ = [
     "EmbeddingRequest",
     "EmbeddingResponse",
     "EmbeddingResponseData",
+    "ErrorInfo",
     "ErrorResponse",
     "ExtractedToolCallInformation",
     "FunctionCall",

@@ -32,7 +32,7 @@ def is_foreign(kind: Any) -> bool:
 
     New types appear often, so this is every type other than the two that declare a tool.
     """
-    return isinstance(kind, str) and kind not in _OWN_TYPES
+    return isinstance(kind, str) and kind not in ("", *_OWN_TYPES)
 
 
 def leave_out_foreign(tools: Any) -> Any:

@@ -230,7 +230,10 @@ class _Conversation:
 
     def _add_client_call(self, item: Item) -> None:
         name, key = _CLIENT_CALLS[item["type"]]
-        self._add_foreign_call(item, name, _as_json(item.get(key) or {}))
+        arguments = item.get(key)
+        self._add_foreign_call(
+            item, name, _as_json(arguments if isinstance(arguments, Mapping) else {})
+        )
 
     def _add_client_output(self, item: Item) -> None:
         """Add the output of a call, which has the id of the call or of its item."""
@@ -251,7 +254,11 @@ class _Conversation:
         self._add_foreign_call(item, item["name"], _as_text(arguments) or "{}")
         output = item.get("output") if item.get("error") is None else item["error"]
         self._add_call_output(
-            {"type": "mcp_call", "call_id": item["id"], "output": _as_text(output)}
+            {
+                "type": "mcp_call",
+                "call_id": self._call_ids[item["id"]],
+                "output": _as_text(output),
+            }
         )
 
     def _add_foreign_call(self, item: Item, name: str, arguments: str) -> None:
