@@ -352,11 +352,10 @@ def _make_reasoning_parser(
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 
     kind = ReasoningParserManager.get(name)
-    switch = switch_of(template_kwargs(args, body))
-    is_thinking = kind.thinks_by_default if switch is None else switch
+    is_thinking = switch_of(template_kwargs(args, body))
     if not is_foreign(kind):
         return kind(tokenizer, is_thinking=is_thinking)
-    return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None
+    return None if is_thinking is False else ForeignReasoningParser(kind(tokenizer), body)
 
 
 def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":
