@@ -38,7 +38,7 @@ def read(name, pieces, **options):
         ("granite", "Here's my thought process: a. Here's my response: b", " a. ", " b"),
         ("granite", f"Here is an answer. {ANSWER}", None, f"Here is an answer. {ANSWER}"),
         ("granite", "Here", None, "Here"),
-        ("deepseek_v3", "a</think>b", "a", "b"),
+        ("deepseek_v3", "a</think>b", None, "a</think>b"),
         ("glm45", "\n<think>a</think>\nb", "a", "\nb"),
         ("kimi_k2", "a<|tool_calls_section_begin|>b", "a", "<|tool_calls_section_begin|>b"),
         ("kimi_k2", "a</think><|tool_calls_section", "a", "<|tool_calls_section"),
@@ -115,6 +115,12 @@ def test_a_model_that_was_told_not_to_think_has_no_thoughts():
             None,
             "<think>a</think>b",
         )
+
+
+def test_a_model_that_thinks_on_demand_has_thoughts_if_the_request_says_so():
+    expected = {True: ("a", "b"), False: (None, "a</think>b"), None: (None, "a</think>b")}
+    for is_thinking, found in expected.items():
+        assert read("deepseek_v3", "a</think>b", is_thinking=is_thinking) == found
 
 
 REWRITING = (

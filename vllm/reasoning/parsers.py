@@ -38,7 +38,8 @@ class ReasoningParser:
 
     Args:
         tokenizer: the model's; None where there is none.
-        is_thinking: False: the model was told not to think, so that all of its text is the answer.
+        is_thinking: what the request says. False: the model was told not to think, so that all of
+            its text is the answer. None: it says nothing.
     """
 
     starts: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -53,10 +54,10 @@ class ReasoningParser:
     """Whether the model thinks if the request does not say so."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool = True
+        self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool | None = None
     ) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
-        self._is_thinking = is_thinking
+        self._is_thinking = self.thinks_by_default if is_thinking is None else is_thinking
         self._is_start_needed = not self.is_start_optional
         self._begin()
 

@@ -380,15 +380,14 @@ def _make_reasoning_parser(
     assert context.reasoning_parser is not None
     tokenizer = context.engine.tokenizer
     kind = ReasoningParserManager.get(context.reasoning_parser)
-    switch = switch_of(template_kwargs(context.args, body))
-    is_thinking = kind.thinks_by_default if switch is None else switch
+    is_thinking = switch_of(template_kwargs(context.args, body))
     parser: ReasoningParser | ForeignReasoningParser
     if not is_foreign(kind):
         parser = kind(tokenizer, is_thinking=is_thinking)
-    elif is_thinking:
-        parser = ForeignReasoningParser(kind(tokenizer), body)
-    else:
+    elif is_thinking is False:
         return None
+    else:
+        parser = ForeignReasoningParser(kind(tokenizer), body)
     text = prompt.get("prompt")
     if text is None:
         text = "" if tokenizer is None else str(tokenizer.decode(prompt["prompt_token_ids"]))
