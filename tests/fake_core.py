@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.fakes import logprob_rows, make_config
 from tests.engine.tokenizers_for_tests import byte_level
+from vllm.config import VllmConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.process import core_supervisor
 from vllm.engine.process.core_process import CoreLoop
@@ -190,18 +191,18 @@ class FakeEngineCore:
 
 
 class FakeCoreClient:
-    """Takes the place of `CoreClient`.
+    """Stands in for `CoreClient`.
 
     Attributes:
-        core: what it runs; the script of its replies.
+        core: a `FakeEngineCore`, or a real core.
         received: the requests that it was sent.
         is_held: it computes nothing until released.
-        failure: told in place of readiness.
+        failure: told instead of readiness.
     """
 
     pid = 1
 
-    def __init__(self, core: FakeEngineCore, failure: CoreFailed | None = None) -> None:
+    def __init__(self, core: Any, failure: CoreFailed | None = None) -> None:
         self.core = core
         self.failure = failure
         self.is_held = False
@@ -276,38 +277,31 @@ def fake_clients(*clients: FakeCoreClient) -> Iterator[None]:
         yield
 
 
-_BUNDLED = object()
-
-
-class FakeCoreLLM(AsyncLLM):
-    """The real engine over a fake core.
-
-    It runs inside `running`.
+class CoreInProcess(AsyncLLM):
+    """The real engine over a core in this process. It runs inside `running`.
 
     Args:
-        reply: the tokens of a request, cycled when they run out.
-        max_model_len: prompt and output tokens.
-        generation_defaults: as from generation_config.json.
-        given_tokenizer: in place of that of the bundled model; None: there is none.
-        model: further arguments of `make_config`.
+        config: of the engine.
+        core: a `FakeEngineCore`, or the core of another engine.
+        given_tokenizer: None: there is none.
+        model_defaults: as from generation_config.json.
 
     Attributes:
-        core: what was added and aborted.
+        client: of the core.
     """
 
     def __init__(
         self,
-        reply: Reply = lambda request: [10],
-        max_model_len: int = 256,
-        generation_defaults: Mapping[str, Any] | None = None,
-        given_tokenizer: Any = _BUNDLED,
-        **model: Any,
+        config: VllmConfig,
+        core: Any,
+        given_tokenizer: Any,
+        model_defaults: Mapping[str, Any],
     ) -> None:
-        super().__init__(config=make_config(max_model_len, **model))
-        self.given_tokenizer = byte_level() if given_tokenizer is _BUNDLED else given_tokenizer
-        self.core = FakeEngineCore(reply)
-        self.client = FakeCoreClient(self.core)
-        self.model_defaults = {"eos_token_ids": [], **(generation_defaults or {})}
+        super().__init__(config=config)
+        self.core = core
+        self.client = FakeCoreClient(core)
+        self.given_tokenizer = given_tokenizer
+        self.model_defaults = model_defaults
 
     @property
     def seen(self) -> list[tuple[dict[str, Any], Any, str]]:
@@ -325,9 +319,36 @@ class FakeCoreLLM(AsyncLLM):
         ]
 
 
+class FakeCoreLLM(CoreInProcess):
+    """The real engine with the bundled model's tokenizer, over a fake core.
+
+    Args:
+        reply: the tokens of a request, cycled when they run out.
+        max_model_len: prompt and output tokens.
+        generation_defaults: as from generation_config.json.
+        given_tokenizer: another tokenizer.
+        model: further arguments of `make_config`.
+    """
+
+    def __init__(
+        self,
+        reply: Reply = lambda request: [10],
+        max_model_len: int = 256,
+        generation_defaults: Mapping[str, Any] | None = None,
+        given_tokenizer: Any = None,
+        **model: Any,
+    ) -> None:
+        super().__init__(
+            make_config(max_model_len, **model),
+            FakeEngineCore(reply),
+            given_tokenizer or byte_level(),
+            {"eos_token_ids": [], **(generation_defaults or {})},
+        )
+
+
 @contextmanager
-def faked(engine: FakeCoreLLM) -> Iterator[None]:
-    """Let an engine start without a process or files; grammars are not compiled."""
+def faked(engine: CoreInProcess) -> Iterator[None]:
+    """Let an engine start without a process or files. For a fake core grammars are not compiled."""
     grammar = Grammar(backend="xgrammar", content=b"", key=b"", vocabulary_key=b"")
     with fake_clients(engine.client), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "load_tokenizer", lambda model: engine.given_tokenizer)
@@ -335,12 +356,13 @@ def faked(engine: FakeCoreLLM) -> Iterator[None]:
             generation_config, "load_generation_defaults", lambda model: engine.model_defaults
         )
         patch.setattr(GrammarCompiler, "start", lambda self: None)
-        patch.setattr(GrammarCompiler, "cached", lambda self, params: grammar)
+        if isinstance(engine.core, FakeEngineCore):
+            patch.setattr(GrammarCompiler, "cached", lambda self, params: grammar)
         yield
 
 
 @asynccontextmanager
-async def running(engine: FakeCoreLLM) -> AsyncIterator[None]:
+async def running(engine: CoreInProcess) -> AsyncIterator[None]:
     """Let an engine run in this event loop."""
     with faked(engine):
         await engine.start()

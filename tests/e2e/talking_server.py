@@ -39,7 +39,7 @@ class TalkingEngine:
     test's. Pieces may be any text, which no tokenizer has as a token.
 
     Attributes:
-        error: raised in place of the piece with number `error_at`.
+        error: raised instead of the piece with number `error_at`.
         is_held: a request stops after its first piece until `release` is set.
         requests: (prompt text, params) by request id.
         aborted: ids of requests whose consumer left before their end.

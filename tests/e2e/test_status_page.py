@@ -8,7 +8,7 @@ from tests.e2e.browser import CHROMIUM
 from tests.e2e.page_checks import LOWEST_CONTRAST, NAMELESS
 from tests.entrypoints.openai.observed_server import (
     KEY,
-    FakeEngine,
+    ObservedEngine,
     make_app,
     ready_engine,
     served,
@@ -27,7 +27,7 @@ SCRIPT = "<img src=x onerror=\"document.title='broken'\">"
 
 
 def test_the_start_is_followed_until_requests_are_served(page):
-    engine = FakeEngine()
+    engine = ObservedEngine()
     engine.startup.report("warming up", 12, 40, 33.0)
     with served(make_app(engine)) as url:
         page.open(url + "/status")
@@ -89,8 +89,8 @@ def test_words_are_those_of_the_device_and_of_the_model(page):
         engine.work()
         page.wait_for_text(".of-buckets", "Padding")
         pooler = PoolerConfig(task="embed", pooling_type="MEAN")
-        config = engine.metrics.config
-        engine.metrics.config = replace(config, model=replace(config.model, pooler=pooler))
+        config = engine.core_metrics.config
+        engine.core_metrics.config = replace(config, model=replace(config.model, pooler=pooler))
         page.wait_for("!document.querySelector('.of-generation').checkVisibility()")
         assert page.text("#chat-link") == "Chat"
 
@@ -113,7 +113,7 @@ def test_cards_are_listed_where_they_can_be_read(page):
 
 
 def test_the_phases_of_a_start_are_listed(page):
-    engine = FakeEngine()
+    engine = ObservedEngine()
     engine.startup.finished_phases = [("loading weights", 3.21), ("nothing", 0.0)]
     with served(make_app(engine)) as url:
         page.open(url + "/status", scheme="dark")

@@ -11,8 +11,9 @@ from fastapi import APIRouter, FastAPI, HTTPException
 
 from tests.engine.fakes import make_config
 from vllm.config.device import Device, DeviceConfig
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
-from vllm.engine.process.startup_state import StartupState
+from vllm.engine.metrics.replica_metrics import ReplicaMetrics
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.operations import metrics_route
 from vllm.entrypoints.pages.routes import page_routers
@@ -24,20 +25,20 @@ MODEL = "stdlib"
 KEY = "secret"
 
 
-class FakeEngine:
-    """What routes of observation read of an engine.
+class ObservedEngine(AsyncLLM):
+    """The real engine, which is not started: the test says what its core would report.
 
     Args:
         device: in its config.
     """
 
+    metrics: ReplicaMetrics
+
     def __init__(self, device: Device = "cpu") -> None:
-        self.startup = StartupState()
-        self.refusal = None
-        self.vllm_config = replace(
-            make_config(max_model_len=2048), device=DeviceConfig(device=device)
-        )
-        self.metrics = EngineMetrics(MODEL, self.vllm_config)
+        config = replace(make_config(max_model_len=2048), device=DeviceConfig(device=device))
+        super().__init__(config=config)
+        self.core_metrics = EngineMetrics(MODEL, config)
+        self.metrics = ReplicaMetrics([self.core_metrics])
 
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
@@ -60,12 +61,12 @@ class FakeEngine:
                 num_late_compilations=5,
             ),
         )
-        self.metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))
+        self.core_metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))
 
     def finish(self, request_id: str, reason: str = "stop") -> None:
         """A request ends."""
         now = time.time()
-        self.metrics.record_finished(
+        self.core_metrics.record_finished(
             FinishedRequestStats(
                 finish_reason=reason,
                 num_prompt_tokens=120,
@@ -83,7 +84,7 @@ class FakeEngine:
         )
 
 
-def make_app(engine: FakeEngine, keys: tuple[str, ...] = ()) -> FastAPI:
+def make_app(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> FastAPI:
     """The server; POST /v1/things/{number} answers with that status."""
     app = FastAPI()
     app.state.context = ServerContext(ServerArgs(), engine, created=time.time() - 4000)
@@ -121,8 +122,8 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
         thread.join()
 
 
-def ready_engine(device: Device = "cpu") -> FakeEngine:
+def ready_engine(device: Device = "cpu") -> ObservedEngine:
     """One that takes requests."""
-    engine = FakeEngine(device)
+    engine = ObservedEngine(device)
     engine.startup.set_ready()
     return engine

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
 from tests.engine.tokenizers_for_tests import byte_level
-from tests.fake_core import FakeCoreLLM, running
+from tests.fake_core import CoreInProcess, FakeCoreLLM, running
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
@@ -50,7 +50,7 @@ class ScriptedEngine(FakeCoreLLM):
         model: further arguments of `make_config`.
 
     Attributes:
-        error: raised in place of the output with number `error_at`, or of the last one.
+        error: raised instead of the output with number `error_at`, or of the last one.
     """
 
     def __init__(self, *pieces: str, max_model_len: int = 256, **model: Any) -> None:
@@ -121,7 +121,7 @@ class ScriptedEngine(FakeCoreLLM):
         return [request_id.rpartition("-")[0] for request_id in self.core.aborted]
 
 
-def make_app(engine: FakeCoreLLM, **settings: Any) -> FastAPI:
+def make_app(engine: CoreInProcess, **settings: Any) -> FastAPI:
     """The whole server around an engine, which runs during the lifespan of the server."""
     args = ServerArgs(**{"chat_template": TEMPLATE, "disable_uvicorn_access_log": True, **settings})
     app = build_app(ServerContext(args, engine, created=0.0))
@@ -133,7 +133,7 @@ clients = contextlib.ExitStack()
 """Clients of the running test, which the fixture `close_clients` closes."""
 
 
-def make_client(engine: FakeCoreLLM, **settings: Any) -> TestClient:
+def make_client(engine: CoreInProcess, **settings: Any) -> TestClient:
     """A client of `make_app` that sees errors as responses, until the end of the test."""
     client = TestClient(make_app(engine, **settings), raise_server_exceptions=False)
     return clients.enter_context(client)

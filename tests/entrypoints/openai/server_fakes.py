@@ -1,21 +1,39 @@
-"""A server without an engine: the application around one whose start the test decides."""
+"""A server around an engine whose start the test decides."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from vllm.engine.process.startup_state import StartupState
+from tests.engine.fakes import make_config
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.replicas.core_replicas import ReplicaState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 
-class FakeEngine:
-    """What the server asks of an engine besides generating.
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method with the arguments of one of `AsyncLLM` that only records its calls."""
+
+    @wraps(method)
+    async def call(self: "ControlledEngine", /, *args: Any, **kwargs: Any) -> Any:
+        bound = signature(method).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self.controls.append((method.__name__, *bound.args[1:]))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    return call
+
+
+class ControlledEngine(AsyncLLM):
+    """The real engine, which is not started: the test says its state, and what calls return.
 
     Attributes:
         controls: calls that control the engine, with their arguments.
@@ -23,65 +41,35 @@ class FakeEngine:
         refusal: why it takes no new requests, although it runs.
     """
 
+    refusal: str | None = None  # type: ignore[assignment]
+
     def __init__(self, *, is_ready: bool = True) -> None:
-        self.startup = StartupState()
+        super().__init__(config=make_config())
         if is_ready:
             self.startup.set_ready()
-        self.is_cache_free = True
         self.controls: list[tuple[Any, ...]] = []
         self.answer: Any = None
-        self.refusal: str | None = None
-        self.vllm_config = SimpleNamespace(
-            model=SimpleNamespace(served_model_name=("fake",), model="fake")
-        )
 
-    @property
-    def errored(self) -> bool:
-        return self.startup.error is not None
-
-    async def reset_prefix_cache(self) -> bool:
-        return self.is_cache_free
-
-    async def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
-        return await self._control("collective_rpc", method, timeout, args, kwargs)
-
-    async def sleep(self, level: int) -> None:
-        await self._control("sleep", level)
-
-    async def wake_up(self, tags: list[str] | None) -> None:
-        await self._control("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        return bool(await self._control("is_sleeping"))
-
-    async def start_profile(self) -> None:
-        await self._control("start_profile")
-
-    async def stop_profile(self) -> Any:
-        return await self._control("stop_profile")
+    collective_rpc = _recorded(AsyncLLM.collective_rpc)
+    sleep = _recorded(AsyncLLM.sleep)
+    wake_up = _recorded(AsyncLLM.wake_up)
+    is_sleeping = _recorded(AsyncLLM.is_sleeping)
+    reset_prefix_cache = _recorded(AsyncLLM.reset_prefix_cache)
+    start_profile = _recorded(AsyncLLM.start_profile)
+    stop_profile = _recorded(AsyncLLM.stop_profile)
+    drain_replica = _recorded(AsyncLLM.drain_replica)
+    resume_replica = _recorded(AsyncLLM.resume_replica)
+    restart_replica = _recorded(AsyncLLM.restart_replica)
 
     def replica_states(self) -> list[ReplicaState]:
         return [ReplicaState(0, "ready", 7, 1, 20, 0), ReplicaState(1, "failed", None, 0, 0, 2)]
 
-    async def drain_replica(self, replica: int) -> None:
-        await self._control("drain", replica)
-
-    async def resume_replica(self, replica: int) -> None:
-        await self._control("resume", replica)
-
-    async def restart_replica(self, replica: int, timeout: float | None) -> None:
-        await self._control("restart", replica, timeout)
-
-    async def _control(self, name: str, *args: Any) -> Any:
-        self.controls.append((name, *args))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
 
 def make_app(*, is_ready: bool = True, **settings: Any) -> tuple[FastAPI, ServerContext]:
     """The application, with two routes to try it with: /echo and /fail."""
-    context = ServerContext(ServerArgs(**settings), FakeEngine(is_ready=is_ready), created=0.0)
+    context = ServerContext(
+        ServerArgs(**settings), ControlledEngine(is_ready=is_ready), created=0.0
+    )
     app = build_app(context)
 
     @app.api_route("/echo", methods=["GET", "POST"], include_in_schema=False)

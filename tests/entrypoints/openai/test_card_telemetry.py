@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.observed_server import FakeEngine, make_app, ready_engine
+from tests.entrypoints.openai.observed_server import ObservedEngine, make_app, ready_engine
 from tests.platforms.conftest import card, environment, hlml, lazy, vendor  # noqa: F401
 from vllm.entrypoints.cli import collect_env
 from vllm.entrypoints.shared import card_telemetry
@@ -28,7 +28,7 @@ def real_card(environment, card, hlml, monkeypatch):  # noqa: F811
     resolve_platform.cache_clear()
 
 
-def card_samples(engine: FakeEngine) -> dict[tuple[str, str, str], float]:
+def card_samples(engine: ObservedEngine) -> dict[tuple[str, str, str], float]:
     """Metric, card and module -> value."""
     text = TestClient(make_app(engine)).get("/metrics").text
     return {
@@ -55,7 +55,7 @@ def test_metrics_and_status_have_the_cards(real_card):
     assert (second["temperature_celsius"], second["power_watts"]) == (44, None)
 
 
-@pytest.mark.parametrize("engine", [FakeEngine("hpu"), ready_engine("cpu")])
+@pytest.mark.parametrize("engine", [ObservedEngine("hpu"), ready_engine("cpu")])
 def test_an_engine_that_starts_or_has_no_cards_reads_no_sensor(real_card, engine):
     assert card_samples(engine) == {}
     assert TestClient(make_app(engine)).get("/status.json").json()["cards"] == []

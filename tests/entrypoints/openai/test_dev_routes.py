@@ -105,10 +105,10 @@ def test_only_development_mode_has_routes_that_control_the_engine(path):
 @pytest.mark.parametrize(
     ("path", "control"),
     [
-        ("/replicas/1/drain", ("drain", 1)),
-        ("/replicas/0/resume", ("resume", 0)),
-        ("/replicas/1/restart", ("restart", 1, None)),
-        ("/replicas/1/restart?timeout=2.5", ("restart", 1, 2.5)),
+        ("/replicas/1/drain", ("drain_replica", 1)),
+        ("/replicas/0/resume", ("resume_replica", 0)),
+        ("/replicas/1/restart", ("restart_replica", 1, None)),
+        ("/replicas/1/restart?timeout=2.5", ("restart_replica", 1, 2.5)),
     ],
 )
 def test_replicas_are_drained_and_restarted_one_by_one(path, control):

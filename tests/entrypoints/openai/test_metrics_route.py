@@ -4,13 +4,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.observed_server import KEY, FakeEngine, make_app, ready_engine
+from tests.entrypoints.openai.observed_server import KEY, ObservedEngine, make_app, ready_engine
 from vllm.entrypoints.operations.metrics_route import HttpMetrics
 
 THING = "/v1/things/{number}"
 
 
-def client_of(engine: FakeEngine, keys: tuple[str, ...] = ()) -> TestClient:
+def client_of(engine: ObservedEngine, keys: tuple[str, ...] = ()) -> TestClient:
     return TestClient(make_app(engine, keys), raise_server_exceptions=False)
 
 
@@ -38,7 +38,7 @@ def test_a_scrape_has_the_engine_the_server_and_the_process():
 
 
 def test_before_the_engine_is_ready_only_the_server_is_told_of():
-    samples = scrape(client_of(FakeEngine()))
+    samples = scrape(client_of(ObservedEngine()))
     assert "http_requests_inprogress" in samples
     assert "vllm:generation_tokens_total" not in samples
 

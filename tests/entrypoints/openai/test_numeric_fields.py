@@ -9,6 +9,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +20,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, JsonValue
 from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.pooling_engine import make_pooling_client
-from tests.reach import core_of
+from tests.entrypoints.openai.pooling_engine import InlineEngine, pooling_client
 from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
 from vllm import LLM
-from vllm.engine.process.wire import AddRequests, decode_to_core, encode
 from vllm.entrypoints.server.app import _MODEL_ROUTES
-from vllm.messages import EngineRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature .* is raised")
 
@@ -164,23 +162,8 @@ ROUTES = {
 # ---- the server -------------------------------------------------------------------------------
 
 
-class RemoteCore:
-    """An engine core that gets its requests as bytes, as one in another process does."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-
-    def add_request(self, request: EngineRequest) -> None:
-        message = decode_to_core(encode(AddRequests(requests=[request])))
-        assert isinstance(message, AddRequests)
-        self._core.add_request(*message.requests)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TestClient]:
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TestClient]]:
     """A server per kind of model."""
     limits: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "num_gpu_blocks_override": 256}
 
@@ -195,9 +178,11 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TestClient]:
         "score": LLM(tiny("BertForSequenceClassification", num_labels=1), **limits),
         "reward": LLM(tiny("Qwen2ForRewardModel"), **limits),
     }
-    for llm in llms.values():
-        llm.llm_engine.engine_core = RemoteCore(core_of(llm))
-    return {kind: make_pooling_client(llm, max_batch_prompts=8)[0] for kind, llm in llms.items()}
+    with ExitStack() as stack:
+        yield {
+            kind: stack.enter_context(pooling_client(InlineEngine(llm), max_batch_prompts=8))
+            for kind, llm in llms.items()
+        }
 
 
 def check(clients: dict[str, TestClient], path: str, kind: str, body: dict[str, Any]) -> int:

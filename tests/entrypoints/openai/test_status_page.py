@@ -3,19 +3,19 @@
 import pytest
 from starlette.testclient import TestClient
 
-from tests.entrypoints.openai.observed_server import KEY, FakeEngine, make_app, ready_engine
+from tests.entrypoints.openai.observed_server import KEY, ObservedEngine, make_app, ready_engine
 from vllm.errors import EngineDeadError
 from vllm.messages import SchedulerStats
 
 
-def status_of(engine: FakeEngine) -> dict:
+def status_of(engine: ObservedEngine) -> dict:
     response = TestClient(make_app(engine)).get("/status.json")
     assert response.headers["cache-control"] == "no-store"
     return response.json()
 
 
 def test_a_start_tells_phase_and_progress_and_nothing_of_the_engine():
-    engine = FakeEngine()
+    engine = ObservedEngine()
     engine.startup.report("warming up", 12, 40, 33.0)
     status = status_of(engine)
     assert status["eta_s"] == 33.0

@@ -16,7 +16,7 @@ import time
 import pytest
 import uvicorn
 
-from tests.entrypoints.openai.server_fakes import FakeEngine, make_app
+from tests.entrypoints.openai.server_fakes import ControlledEngine, make_app
 from vllm.entrypoints.server import uvicorn_server
 from vllm.entrypoints.server.tls import check_certificates, refresh_certificate
 from vllm.entrypoints.server.uvicorn_server import bind, serve
@@ -26,7 +26,7 @@ from vllm.errors import ConfigError, EngineDeadError
 LOCAL = {"host": "127.0.0.1", "port": 0}
 
 
-class CommandedEngine(FakeEngine):
+class CommandedEngine(ControlledEngine):
     """Starts and dies as told."""
 
     def __init__(self, start_error=None):
