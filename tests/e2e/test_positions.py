@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from vllm.ops.cpu.decode_step import FusedDecodeStep
 
 from tests.e2e.reference import Reference, assert_same_tokens
 from tests.e2e.test_pipeline_parallel import in_stages
@@ -22,7 +23,6 @@ from vllm import LLM, SamplingParams
 from vllm.engine.input.token_positions import with_positions
 from vllm.errors import RequestError
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
-from vllm.ops.cpu.decode_step import FusedDecodeStep
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.worker.cpu import speculator_runner
 from vllm.worker.cpu.speculator_runner import SpeculatorRunner

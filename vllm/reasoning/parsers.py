@@ -99,9 +99,7 @@ class ReasoningParser:
         """Return where a grammar for the answer begins, after the prompt of `follow`."""
         if not self._is_thinking:
             return GrammarStart()
-        begin = partial(
-            GrammarStart, thought_ends=self.ends, calls_in_thoughts=self.answer_starts
-        )
+        begin = partial(GrammarStart, thought_ends=self.ends, calls_in_thoughts=self.answer_starts)
         if self._is_start_needed:
             return begin(thought_starts=self.starts)
         return begin(is_thinking=True)

@@ -1,13 +1,12 @@
 """Thoughts, calls and special tokens: the parameters of the engine, the answer of the client."""
 
-import copy
 import json
+import re
 
 import pytest
 from tokenizers import AddedToken
 
 from tests.entrypoints.openai.scripted_engine import TEMPLATE, ScriptedEngine, make_client
-from vllm.engine.input.input_processor import InputProcessor
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
@@ -25,9 +24,9 @@ def ask(engine, settings, **body):
     content = "What does <think> do?" if type(engine) is ScriptedEngine else "x"
     messages = [{"role": "user", "content": content}]
     body = {"model": "", "messages": messages, **body}
-    with make_client(engine, **settings) as client:
-        answer = client.post("/v1/chat/completions", json=body)
-        streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+    client = make_client(engine, **settings)
+    answer = client.post("/v1/chat/completions", json=body)
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
@@ -130,22 +129,30 @@ def test_an_answer_continues_thoughts_that_the_client_began():
     assert (message["reasoning_content"], message["content"]) == ("b", "c")
 
 
+MARKERS = ["<tool_call>", "<think>", "</think>", "<|other|>"]
+
+
 class SpecialEngine(ScriptedEngine):
     """Has markers as special tokens, which only their flags tell."""
 
-    def __init__(self, *pieces):
-        super().__init__(*pieces)
-        self.tokenizer = copy.deepcopy(self.tokenizer)
-        texts = ["<tool_call>", "<think>", "</think>", "<|other|>"]
-        self.tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in texts])
-        self.ids = dict(zip(texts, self.tokenizer.convert_tokens_to_ids(texts), strict=True))
-        self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, {})
+    def __init__(self, text):
+        pieces = [
+            piece
+            for piece in re.split("(" + "|".join(map(re.escape, MARKERS)) + "|.)", text)
+            if piece
+        ]
+        super().__init__(*(piece for piece in pieces if piece not in MARKERS), *[""] * len(MARKERS))
+        self.pieces = pieces
+        tokens = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
+        self.given_tokenizer.add_tokens(tokens)
+        ids = self.given_tokenizer.convert_tokens_to_ids(MARKERS)
+        self.ids = dict(zip(MARKERS, ids, strict=True))
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_markers_that_are_special_tokens_are_found_and_hidden(skips):
     text = "<think>hm</think>Hi<tool_call> there<think>"
-    engine = SpecialEngine(*text)
+    engine = SpecialEngine(text)
     settings = TOOLS | QWEN
     message, params = ask(engine, settings, tools=[TOOL], skip_special_tokens=skips)
     kept = sorted(engine.ids[t] for t in ("<tool_call>", "<think>", "</think>"))
@@ -153,7 +160,7 @@ def test_markers_that_are_special_tokens_are_found_and_hidden(skips):
     assert params.skip_special_tokens is skips
     assert message["reasoning_content"] == "hm"
     assert message["content"] == ("Hi there" if skips else "Hi<tool_call> there<think>")
-    called, params = ask(SpecialEngine(*CALL), settings, tools=[TOOL], response_format=FORMAT)
+    called, params = ask(SpecialEngine(CALL), settings, tools=[TOOL], response_format=FORMAT)
     assert called["tool_calls"][0]["function"]["name"] == "f" and called["content"] is None
     assert sorted(params.guided_decoding.start.special_tokens) == kept
 
