@@ -14,7 +14,8 @@ _HEADER = struct.Struct("<QB")
 HEADER_BYTES = _HEADER.size
 MAX_BYTES = 2**32
 """Limit of a content, where the reader gives no other."""
-_PART_BYTES = 2**16
+_PART_BYTES, _SOCKET_BYTES = 2**20, 2**16
+"""Of one read."""
 
 
 class FrameError(Exception):
@@ -63,7 +64,7 @@ def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
     """
     data = bytearray()
     while len(data) < size:
-        part = read(size - len(data))
+        part = read(min(size - len(data), _PART_BYTES))
         if not part:
             raise EOFError("the connection ended early")
         data += part
@@ -115,7 +116,7 @@ class FrameReader:
         self._connection = connection
         self._max_bytes = max_bytes
         self._data = bytearray()
-        self._part = memoryview(bytearray(_PART_BYTES))
+        self._part = memoryview(bytearray(_SOCKET_BYTES))
 
     def receive(self) -> bool:
         """Take what has arrived; waits for the first byte if the socket does. Returns False when

@@ -54,7 +54,6 @@ class ControlledEngine(AsyncLLM):
     sleep = _recorded(AsyncLLM.sleep)
     wake_up = _recorded(AsyncLLM.wake_up)
     is_sleeping = _recorded(AsyncLLM.is_sleeping)
-    reset_prefix_cache = _recorded(AsyncLLM.reset_prefix_cache)
     start_profile = _recorded(AsyncLLM.start_profile)
     stop_profile = _recorded(AsyncLLM.stop_profile)
     drain_replica = _recorded(AsyncLLM.drain_replica)

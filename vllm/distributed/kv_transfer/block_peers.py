@@ -41,7 +41,6 @@ _REQUEST = struct.Struct(f"<8s{_NAMESPACE_BYTES}s")
 _KEY_BYTES = 32
 _MAX_KEYS = 1 << 16
 _MAX_REQUEST_BYTES = _REQUEST.size + _MAX_KEYS * _KEY_BYTES
-_PART_BYTES = 1 << 20
 
 _SERVER_TIMEOUT_S = 30.0
 """For the request of a peer, which may be slow or gone, and for each part of the answer."""
@@ -275,6 +274,6 @@ def _receiver(connection: socket.socket, left_s: Callable[[], float]) -> Callabl
 
     def read(size: int) -> bytes:
         connection.settimeout(left_s())
-        return connection.recv(min(size, _PART_BYTES))
+        return connection.recv(size)
 
     return read

@@ -53,7 +53,6 @@ _END_TIMEOUT_S = 1.0
 """From the end of a connection to the end of the process that has closed it."""
 _TOO_LONG = "the call took too long"
 _ENDED = "the worker process has ended: out of memory, or a crash"
-_PART_BYTES = 2**20
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from vllm.utils.process.fork_server import _serve; _serve()"
@@ -283,7 +282,7 @@ def _receiver(connection: socket.socket, deadline: float) -> Callable[[int], byt
     def read(size: int) -> bytes:
         _set_timeout(connection, deadline)
         try:
-            return connection.recv(min(size, _PART_BYTES))
+            return connection.recv(size)
         except TimeoutError:
             raise DeadlineExceeded(_TOO_LONG) from None
 
