@@ -48,7 +48,7 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that must be in an output even where they are special tokens."""
+        """Return the texts that must be in an output even where they are special tokens."""
         return (*self.starts, *self.ends)
 
     @cached_property
@@ -199,7 +199,7 @@ class GraniteReasoningParser(ReasoningParser):
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Whether a prompt ends inside of thoughts (True), after them (False), or neither (None).
+    """Return whether a prompt ends inside of thoughts (True), after them (False), or neither (None).
 
     A template writes a marker at the very end of the prompt; a marker further up is part of what
     somebody wrote. Of a message that is continued the last marker counts.
