@@ -199,7 +199,7 @@ class GraniteReasoningParser(ReasoningParser):
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Return whether a prompt ends inside of thoughts (True), after them (False), or neither (None).
+    """Return whether a prompt ends inside of thoughts (True), after them (False), or neither.
 
     A template writes a marker at the very end of the prompt; a marker further up is part of what
     somebody wrote. Of a message that is continued the last marker counts.
