@@ -70,7 +70,7 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that must be in an output even where they are special tokens."""
+        """Return the texts that must be in an output even where they are special tokens."""
         return (*self.starts, *self.ends, *self.answer_starts)
 
     @cached_property
@@ -360,8 +360,7 @@ def _join(first: str | None, last: str | None) -> str | None:
 def ends_inside(
     prompt: str, starts: Sequence[str], ends: Sequence[str], *, is_continued: bool
 ) -> bool | None:
-    """Return whether a prompt ends inside of thoughts (True), after them (False), or with neither
-    marker (None).
+    """Return whether a prompt ends inside of thoughts (True), after them (False), or neither.
 
     A template writes a marker at the very end of the prompt; a marker further up is part of what
     somebody wrote. Of a message that is continued the last marker counts.

@@ -361,7 +361,7 @@ def test_a_failure_midway_is_an_event():
     with client_of(engine, router) as client:
         *chunks, error = stream(client)
         assert text_of(chunks)
-        assert error["error"]["code"] == "internal_error"
+        assert error["error"]["code"] == "engine_dead"
         assert client.post(PATH, json={"messages": MESSAGES, "stream": True}).status_code == 500
 
 

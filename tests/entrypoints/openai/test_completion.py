@@ -397,7 +397,7 @@ def test_a_failure_midway_is_an_event_and_before_the_first_token_a_status(client
     text = client.post(PATH, json={"prompt": "a", "stream": True}).text
     *chunks, error = chunks_of(text)
     assert text_of(chunks) == "def f"
-    assert (error["error"]["type"], error["error"]["code"]) == ("server_error", "internal_error")
+    assert (error["error"]["type"], error["error"]["code"]) == ("server_error", "engine_dead")
     assert "secret" not in text
     assert client.post(PATH, json={"prompt": "a", "stream": True}).status_code == 500
 

@@ -1,9 +1,10 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -64,7 +65,9 @@ class ChatFields(TemplateFields):
     messages: ListOf[JsonObject] = Field(min_length=1)
     reasoning_effort: str | None = Field(default=None, max_length=32)
     enable_thinking: bool | None = None
-    thinking: bool | ThinkingSwitch | None = None
+    thinking: Annotated[
+        bool | ThinkingSwitch | None, accepts("true, false or an object with a type")
+    ] = None
     tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None
     add_special_tokens: bool = False
