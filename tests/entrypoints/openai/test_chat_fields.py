@@ -53,7 +53,7 @@ def test_any_value_of_any_field_is_served_or_refused_by_name(client, engine, pat
             case = (name, value[:40], response.text[:300])
             assert response.status_code in (200, 400, 404), case
             if response.status_code != 200 and "parsing the body" not in response.text:
-                error = response.json()
+                error = response.json()["error"]
                 word = name.removeprefix("max_completion_").removeprefix("top_")
                 assert word in f"{error['param']} {error['message']}", case
     assert not engine.core.running
