@@ -96,9 +96,9 @@ def place_systems(messages: list[Message], template: Template) -> list[Message]:
     """Join a system message to its neighbour, where the template refuses or drops it.
 
     Qwen 3.5, Gemma and Mistral refuse system messages after the first message, and GLM 4 or
-    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The order of texts
-    does not change, so that a prefix cache is not lost: it comes before the user message that
-    follows, or else after what precedes it.
+    GPT-OSS drop them; Gemma 2 and the first Mistral know none at all. The text is put before the
+    user message that follows, or else after the message that precedes it. So the order of texts
+    does not change, and a prefix cache is not lost.
     """
     placed: list[Message] = []
     waiting: list[Content] = []
@@ -277,7 +277,7 @@ def split_thoughts(messages: list[Message], template: Template) -> list[Message]
         thoughts = message.get(REASONING_NAMES[0])
         if not (thoughts and message.get("tool_calls") and message["content"]):
             continue
-        if template.needs_calls_without_thoughts():
+        if template.refuses_thoughts_and_text():
             both = join_contents([thoughts, as_text(message["content"])])
             message.update(dict.fromkeys(REASONING_NAMES, both), content="")
     return messages

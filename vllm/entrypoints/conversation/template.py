@@ -91,7 +91,7 @@ class Template:
     # ---- content ------------------------------------------------------------------------------
 
     def content_form(self, kind: MessageKind) -> ContentForm | None:
-        """Return the form in which a string is shown; None if it is shown in neither."""
+        """Return the form in which text is shown, a string if possible; None if in neither."""
         if self._shows_content(kind, "string"):
             return "string"
         return "parts" if self._shows_content(kind, "parts") else None
@@ -136,14 +136,17 @@ class Template:
 
     def refuses_in_a_row(self, *roles: str) -> bool:
         """Whether it refuses a message of the second role just because of the first before it."""
-        first, second = roles
-        before = {
-            "user": [_MIDDLE_USER],
-            "assistant": [_MIDDLE_USER, _MIDDLE_ANSWER],
-            "tool": _call_of({}, result="r"),
-        }[first]
-        probe = [*before, {"role": second, "content": "next"}]
-        return self._ask(roles, lambda: self._renders(before) and not self._renders(probe))
+
+        def ask() -> bool:
+            before = {
+                "user": [_MIDDLE_USER],
+                "assistant": [_MIDDLE_USER, _MIDDLE_ANSWER],
+                "tool": _call_of({}, result="r"),
+            }[roles[0]]
+            after = {"role": roles[1], "content": "next"}
+            return self._renders(before) and not self._renders([*before, after])
+
+        return self._ask(roles, ask)
 
     def refuses_two_calls(self) -> bool:
         """Whether it refuses two calls in one message."""
@@ -194,7 +197,7 @@ class Template:
             ),
         )
 
-    def needs_calls_without_thoughts(self) -> bool:
+    def refuses_thoughts_and_text(self) -> bool:
         """Whether it refuses thoughts next to content in a message with calls."""
         thoughts = dict.fromkeys(REASONING_NAMES, "t")
         return self._ask(
@@ -277,16 +280,13 @@ def _around(kind: MessageKind, content: Any) -> tuple[list[Message], int]:
         return [*_call_of({}), probed | {"tool_call_id": _NINE_LETTERS, "name": _TOOL_NAME}], 2
     if kind.has_calls:
         return _call_of({}, result="r", content=content), 1
-    if kind.is_first:
-        before, after = [], [] if kind.role == "user" else [_MIDDLE_USER]
-        after = after if kind.is_last or kind.role != "user" else [_MIDDLE_ANSWER, _MIDDLE_USER]
-    elif kind.role == "assistant":
-        before, after = [_MIDDLE_USER], [] if kind.is_last else [_MIDDLE_USER]
+    before: list[Message] = []
+    if not kind.is_first:
+        before = [_MIDDLE_USER] if kind.role == "assistant" else [_MIDDLE_USER, _MIDDLE_ANSWER]
+    if kind.role == "user":
+        after = [] if kind.is_last else [_MIDDLE_ANSWER, _MIDDLE_USER]
     else:
-        before = [_MIDDLE_USER, _MIDDLE_ANSWER]
-        after = [] if kind.is_last else [_MIDDLE_USER]
-        if kind.role == "user" and not kind.is_last:
-            after = [_MIDDLE_ANSWER, _MIDDLE_USER]
+        after = [] if kind.is_last and not kind.is_first else [_MIDDLE_USER]
     return [*before, probed, *after], len(before)
 
 
