@@ -126,9 +126,10 @@ def test_logprobs_come_per_token():
     assert [entry for piece in streamed for entry in piece["content"]] == content
 
 
-def test_the_last_message_is_continued_and_echoed():
+@pytest.mark.parametrize("content", ["hello", [{"type": "text", "text": "hello"}]])
+def test_the_last_message_is_continued_and_echoed(content):
     engine = engine_that_says(" world")
-    messages = [*MESSAGES, {"role": "assistant", "content": "hello"}]
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
     body = {
         "messages": messages,
         "add_generation_prompt": False,

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from vllm.entrypoints.chat_utils import parse_messages
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
@@ -257,10 +258,10 @@ def _role(context: ServerContext, body: ChatCompletionRequest) -> str:
 def _echoed(body: ChatCompletionRequest, role: str) -> str:
     """The last message, with which the answers begin if `echo` is set and the role is the same."""
     last = body.messages[-1]
-    content = last.get("content")
-    if body.echo and last.get("role") == role and isinstance(content, str):
-        return content
-    return ""
+    if not body.echo or last.get("role") != role:
+        return ""
+    (parsed,) = parse_messages([last], as_parts=False)
+    return str(parsed.get("content") or "")
 
 
 def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:
