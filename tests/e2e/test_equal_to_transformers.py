@@ -52,7 +52,7 @@ KINDS = (
     SamplingParams(**GREEDY, logprobs=3),
     SamplingParams(**GREEDY, logprobs=0, prompt_logprobs=2),
 )
-"""Requests take turns. The last kind reads no cached prefix."""
+"""Requests are of these kinds alternately. The last kind reads no cached prefix."""
 FEW_TOKENS = SamplingParams(**GREEDY | {"max_tokens": 4})
 
 DEFAULTS: dict[str, Any] = {
@@ -185,7 +185,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families with other values in their config."""
 PUBLISHED_NAMES = {"kimi_k2": "deepseek_v3"}
-"""Model types of config.json that stand for the type of another family."""
+"""Model types of config.json that name the models of another family."""
 WITHOUT_CACHE = ("mamba", "mamba2")
 """Families without a KV cache: nothing is preempted."""
 GROUPS = {
@@ -198,7 +198,7 @@ GROUPS = {
 }
 """Families with windows in some layers. On the CPU each group of layers has blocks of its own."""
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
-"""Families whose embeddings transformers 4 scales also where they are given."""
+"""Families of which transformers 4 scales the embeddings of a prompt."""
 LIMITS = {"gemma3": 2e-4}
 """Of a log-probability. Seven layers: one value is 1.07e-4 off."""
 SAME_LAYERS = ("llama3", "llama_linear", "llama_yarn", "bundled")
@@ -234,9 +234,8 @@ ON_A_CARD = {
     *((family, GRAPHS, CARD) for family in (*FAMILIES, "bundled")),
     *((family, GRAPHS, LOGPROBS) for family in ("llama", "opt", "gemma3", "deepseek_v3")),
     *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
-    # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, also with
-    # a window; two rotations; learned positions and one key/value head; LongRoPE; experts; a
-    # latent cache.
+    # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, with a
+    # window in some layers; learned positions and one key/value head; LongRoPE; experts.
     *((family, GRAPHS, CARD) for family in ("falcon_rw", "cohere2", "gemma2")),
     *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe", "gpt_oss")),
     ("llama4", GRAPHS, CARD),
@@ -382,7 +381,7 @@ def run_and_compare(
     Args:
         llm: the engine.
         setting: of the engine.
-        kinds: of requests with token ids, which take turns.
+        kinds: of requests with token ids, used alternately.
         reference: of its model.
         limit: of the difference of two log-probabilities.
     """
@@ -420,7 +419,7 @@ def limit_in_bfloat16(folder: Path, reference: TransformersReference) -> float:
 def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, monkeypatch):
     how, folder, sliced, attend = SETTINGS[setting], folder_of(family), [], SlicedMask.attend
     arguments = DEFAULTS | how.arguments
-    if is_version_4() and family in SCALED_IN_VERSION_4:  # also where embeddings are given
+    if is_version_4() and family in SCALED_IN_VERSION_4:
         arguments["enable_prompt_embeds"] = False
     reference = TransformersReference(folder_of(PUBLISHED_NAMES.get(family, family)))
     limit = LIMITS.get(family, LIMIT)

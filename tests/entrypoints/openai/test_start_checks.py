@@ -73,6 +73,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         ),
         (["--tokenizer", "/no/such"], "folder '/no/such' does not exist"),
         (["/no/such"], "model folder '/no/such' does not exist"),
+        (["a", "--model", "b"], "the model is given twice"),
         (["/etc"], "model folder '/etc' has no config.json"),
         (["/etc/passwd"], "model '/etc/passwd' is a file; name the folder"),
         (["--ssl-certfile", "/no/cert"], "ssl_certfile='/no/cert' cannot be read: No such file"),
