@@ -53,8 +53,11 @@ def in_short_turns(work: Callable[[], T]) -> T:
 
 
 def start_in_short_turns(work: Callable[[], None], name: str) -> None:
-    """Run `work` in a thread of this name, in short turns. Where no thread can be started, as
-    after the end of the main thread since Python 3.12, run it before this returns."""
+    """Run `work` in a thread of this name, in short turns.
+
+    If no thread can be started, `work` runs before this returns. Since Python 3.12 that is so after
+    the end of the main thread.
+    """
     thread = threading.Thread(target=in_short_turns, args=(work,), name=name, daemon=True)
     try:
         thread.start()
