@@ -18,6 +18,7 @@ MODELS = "vllm.model_executor.models"
 # Where names of families are keys of something else, and of what.
 ALLOWED = {
     "entrypoints/openai/tool_parsers/manager.py": "values of --tool-call-parser",
+    "reasoning/manager.py": "values of --reasoning-parser",
 }
 
 

@@ -136,6 +136,9 @@ class Family:
     tokenizer: str | None = None
     """Class that transformers 5 registers; "": none, that of the checkpoint is used. None: it is
     not known here, and `AutoTokenizer` is asked."""
+    reasoning_parser: str | None = None
+    """The reasoning parser that is used without `--reasoning-parser`, as answers cannot be read
+    without it. None: there is none."""
     replaces_tokenizer: bool = False
     """The registered class replaces the one that the checkpoint names."""
     has_mistral_tokenizer: bool = False

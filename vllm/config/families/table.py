@@ -381,6 +381,7 @@ _OTHERS = (
         module="gpt_oss",
         architectures=("GptOssForCausalLM",),
         tokenizer="",
+        reasoning_parser="openai_gptoss",
     ),
     Family(
         model_type="mamba",

@@ -3,6 +3,7 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm.config.families import family_of
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import NotFoundError
 
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
-
-
-_NEEDED_REASONING_PARSERS = {"gpt_oss": "openai_gptoss"}
-"""Type of a model -> the parser without which its answers are full of headers of messages."""
 
 
 class ServerContext:
@@ -63,7 +60,7 @@ class ServerContext:
         arch = self.config.model.arch
         if self.args.reasoning_parser is not None or arch is None:
             return self.args.reasoning_parser
-        return _NEEDED_REASONING_PARSERS.get(arch.model_type)
+        return family_of(arch.model_type).reasoning_parser
 
     @property
     def state(self) -> str:
