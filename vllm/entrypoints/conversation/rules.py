@@ -127,26 +127,26 @@ def _append_waiting(placed: list[Message], waiting: list[Content], template: Tem
         placed.append({"role": "user", "content": join_contents(waiting)})
 
 
-def join_rows(messages: list[Message], template: Template) -> list[Message]:
+def join_neighbours(messages: list[Message], template: Template) -> list[Message]:
     """Join messages that follow each other, where the template requires that roles alternate.
 
-    Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in a row; Mistral
+    Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in succession; Mistral
     also one of the user after the result of a tool, to which the text is added.
     """
-    rows: list[list[Message]] = []
+    groups: list[list[Message]] = []
     for message in messages:
-        last = rows[-1][0]["role"] if rows else ""
+        last = groups[-1][0]["role"] if groups else ""
         roles = last, message["role"]
         if roles in _JOINABLE and template.refuses_in_a_row(*roles):
-            rows[-1].append(message)
+            groups[-1].append(message)
         else:
-            rows.append([message])
-    return [row[0] if len(row) == 1 else _join_row(row) for row in rows]
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _join_group(group) for group in groups]
 
 
-def _join_row(row: Sequence[Message]) -> Message:
-    joined = {**row[0], "content": join_contents([message["content"] for message in row])}
-    if calls := [call for message in row for call in message.get("tool_calls", ())]:
+def _join_group(group: Sequence[Message]) -> Message:
+    joined = {**group[0], "content": join_contents([message["content"] for message in group])}
+    if calls := [call for message in group for call in message.get("tool_calls", ())]:
         joined["tool_calls"] = calls
     return joined
 
@@ -380,7 +380,7 @@ _RULES: tuple[Callable[[list[Message], Template], list[Message]], ...] = (
     rename_results,
     join_systems,
     place_systems,
-    join_rows,
+    join_neighbours,
     translate_ids,
     fit_arguments,
     split_thoughts,

@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.chat_utils import parse_messages
+from vllm.entrypoints.conversation.messages import read_messages
+from vllm.entrypoints.conversation.rules import as_text
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
@@ -260,8 +261,8 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""
-    (parsed,) = parse_messages([last], as_parts=False)
-    return str(parsed.get("content") or "")
+    (parsed,) = read_messages([last])
+    return as_text(parsed["content"])
 
 
 def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:
