@@ -201,6 +201,8 @@ PROMPT = "<user>What does <think> do?<assistant>"
         ("deepseek_r1", PROMPT, "a</think>b", ("a", "b"), "thinks"),
         ("deepseek_r1", PROMPT + "</think>", "b", (None, "b"), "answers"),
         ("granite", PROMPT, f"{THOUGHTS}a{ANSWER}b", ("a", "b"), "may think"),
+        ("deepseek_v3", PROMPT, "b", (None, "b"), "answers"),
+        ("deepseek_v3", PROMPT + "<think>", "a</think>b", ("a", "b"), "thinks"),
     ],
 )
 def test_the_prompt_says_whether_the_output_begins_inside_of_thoughts(

@@ -57,6 +57,7 @@ class ReasoningParser:
         self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool | None = None
     ) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
+        self._is_told_not_to = is_thinking is False
         self._is_thinking = self.thinks_by_default if is_thinking is None else is_thinking
         self._is_start_needed = not self.is_start_optional
         self._begin()
@@ -91,7 +92,7 @@ class ReasoningParser:
                 chat template writes before it.
         """
         is_inside = ends_inside(prompt, self.starts, self.ends, is_continued=is_continued)
-        if is_inside is None or not self._is_thinking:
+        if is_inside is None or self._is_told_not_to:
             return
         self._is_thinking, self._is_start_needed = is_inside, False
 

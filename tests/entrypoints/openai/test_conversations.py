@@ -96,7 +96,7 @@ def test_what_the_template_refuses_names_the_field_of_the_api(path, body, param)
     response = client.post(path, json=body)
     assert response.status_code == 400
     assert "not so" in response.text
-    assert response.json()["param"] == param
+    assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
