@@ -22,7 +22,7 @@ from vllm.attention.backends.merged_prefill import (
 )
 from vllm.attention.backends.sdpa import SDPAKernel, bridge_sdpa, naive_sdpa, torch_sdpa
 from vllm.messages import NULL_BLOCK_ID
-from vllm.ops.attention_options import AttentionOptions
+from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
 from vllm.ops.native.operators import NativeOps
 
 HEAD_SIZE = 16
@@ -196,7 +196,10 @@ def test_context_that_another_prompt_of_the_launch_writes():
     metadata = build_merged_prefill_metadata(tables, [0, 16], [20, 4], 2, 30, 1, 16).to("cpu")
     query, new = torch.randn(30, 4, HEAD_SIZE), torch.randn(2, 30, 2, HEAD_SIZE)
     caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
-    mask, blocks = derive_merged_sight(metadata, 16).mask(), derive_merged_blocks(metadata, 16)
+    mask, blocks = (
+        derive_merged_sight(metadata, 16).mask(PLAIN_ATTENTION),
+        derive_merged_blocks(metadata, 16),
+    )
     one_row = (x[None] for x in (query, *new))
     out = prefill_attention(*one_row, *map(flat, caches), blocks, mask, SCALE)[0]
     want = NativeOps().paged_attention_prefill(

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.sdpa import SDPAKernel
-from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
-
-_ALL = slice(None)
+from vllm.ops.attention_options import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,11 @@ class Sight:
 
     def mask(
         self,
-        options: AttentionOptions = PLAIN_ATTENTION,
+        options: AttentionOptions,
         alibi_slopes: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-        queries: slice = _ALL,
-        keys: slice = _ALL,
+        queries: slice | None = None,
+        keys: slice | None = None,
     ) -> Tensor:
         """Return what queries see of keys. A query has the age 0 to itself, so that every query
         sees something.
@@ -42,12 +40,15 @@ class Sight:
             options: of layers; which keys a query sees is used.
             alibi_slopes: [H] float32; None without ALiBi.
             dtype: of an ALiBi mask: the dtype of the queries, as torch wants it.
-            queries: which of the Q.
-            keys: which of the K.
+            queries: which of the Q; None: all. Defaults are no objects here: torch 2.6 cannot trace
+                such a default of a method, if its instance is made in what it traces.
+            keys: which of the K; None: all.
 
         Returns:
             [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added.
         """
+        queries = slice(None) if queries is None else queries
+        keys = slice(None) if keys is None else keys
         positions = self.query_positions[:, queries, None]
         age = (positions - self.key_positions[:, None, keys])[:, None]  # [B, 1, Q, K]
         mask = age >= 0
