@@ -130,8 +130,8 @@ def _append_waiting(placed: list[Message], waiting: list[Content], template: Tem
 def join_neighbours(messages: list[Message], template: Template) -> list[Message]:
     """Join messages that follow each other, where the template requires that roles alternate.
 
-    Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in succession; Mistral
-    also one of the user after the result of a tool, to which the text is added.
+    Gemma, Mistral and Llama 2 refuse two messages of the user or of the assistant in succession.
+    Mistral also refuses one of the user after the result of a tool, to which the text is added.
     """
     groups: list[list[Message]] = []
     for message in messages:
