@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2_vl import modeling_qwen2_vl
-from vllm.ops.cpu.decode_step import FusedDecodeStep
 
-from tests.e2e.reference import Reference, assert_same_tokens
 from tests.e2e.test_pipeline_parallel import in_stages
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import executor_of, runner_of, scheduler_of, stats_of
@@ -24,6 +22,7 @@ from vllm.engine.input.token_positions import with_positions
 from vllm.errors import RequestError
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.worker.cpu import speculator_runner
 from vllm.worker.cpu.speculator_runner import SpeculatorRunner
 from vllm.worker.cpu.worker import CPUWorker
@@ -126,8 +125,23 @@ def take_positions(folder: Path, sections: list[int]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@dataclass(frozen=True)
+class Greedy:
+    """The greedy output of `transformers` for one request.
+
+    Attributes:
+        token_ids: of the output.
+        logprobs: [output, vocab] float32.
+        margins: per output token, how far the likeliest logit is above the second.
+    """
+
+    token_ids: list[int]
+    logprobs: torch.Tensor
+    margins: list[float]
+
+
 @pytest.fixture(scope="module")
-def wanted(folders) -> dict[int, list[Reference]]:
+def wanted(folders) -> dict[int, list[Greedy]]:
     """What transformers makes of the requests, by the positions of a token."""
     return {count: list(reference(folder, count)) for count, folder in folders.items()}
 
@@ -152,7 +166,7 @@ def reference(folder: Path, num_positions: int):
         yield one(model, given, num_positions)
 
 
-def one(model: Any, given: Given, num_positions: int) -> Reference:
+def one(model: Any, given: Given, num_positions: int) -> Greedy:
     n, positions = len(given.prompt), given.positions
     offset = given.offset
     if positions is None:
@@ -171,7 +185,7 @@ def one(model: Any, given: Given, num_positions: int) -> Reference:
         best = logits[-1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
         token_ids.append(int(best.indices[0]))
-    return Reference(given.prompt, token_ids[n:], torch.cat(rows), margins)
+    return Greedy(token_ids[n:], torch.cat(rows), margins)
 
 
 def give_positions(llm: LLM, given: Sequence[Given]) -> None:
@@ -197,10 +211,13 @@ def run(llm: LLM, given: Sequence[Given], params: SamplingParams = GREEDY) -> li
     return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def check(llm: LLM, num_positions: int, wanted: dict[int, list[Reference]]) -> None:
+def check(llm: LLM, num_positions: int, wanted: dict[int, list[Greedy]]) -> None:
     outputs = run(llm, requests_of(num_positions))
     for got, want in zip(outputs, wanted[num_positions], strict=True):
-        assert_same_tokens(list(got.token_ids), want)
+        pairs = zip(got.token_ids, want.token_ids, strict=True)
+        first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        # After a token about which transformers was undecided, outputs may differ.
+        assert first is None or want.margins[first] < 1e-4, (first, got.token_ids, want)
 
 
 def test_positions_matter(wanted):
