@@ -47,6 +47,7 @@ def by_chat(server, forced, *, is_streamed):
         "tools": [{"type": "function", "function": FUNCTION}],
         "max_tokens": 600,
         "stream": is_streamed,
+        "enable_thinking": True,
         "forced": forced,
     }
     answer = post(server, "/v1/chat/completions", body)
@@ -69,6 +70,7 @@ def by_responses(server, forced, *, is_streamed):
         "input": "x",
         "tools": [{"type": "function", **FUNCTION}],
         "max_output_tokens": 600,
+        "chat_template_kwargs": {"enable_thinking": True},
         "stream": is_streamed,
         "forced": forced,
     }
@@ -90,6 +92,7 @@ def by_messages(server, forced, *, is_streamed):
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "enabled", "budget_tokens": 500},
         "max_tokens": 600,
         "stream": is_streamed,
         "forced": forced,
