@@ -454,7 +454,8 @@ def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, mon
         assert after.cpu_fallbacks == unused.cpu_fallbacks
         assert after.cache_copies == unused.cache_copies
         assert (mode == GRAPHS) == (after.graph_replays > before.graph_replays)
-        assert bool(sliced) == (setting == "slices")
+        # A compiled forward pass does not call the Python function that it was traced from.
+        assert mode == COMPILED or bool(sliced) == (setting == "slices")
     scheduler = scheduler_of(llm)
     windows = core_of(llm).executor.cache_windows
     if windows == (None,) and family not in WITHOUT_CACHE:  # windows: test_windows.py
