@@ -181,6 +181,16 @@ MESSAGES: list[tuple[str, Any, str]] = [
         "guided_json is nested too deeply",
     ),
     (
+        COMPLETION,
+        {
+            "prompt": "a",
+            "guided_json": {},
+            "guided_choice": ["a"],
+            "response_format": {"type": "json_object"},
+        },
+        "guided_json, guided_choice, response_format: only one of these fields may be set",
+    ),
+    (
         RESPONSES,
         {"input": "a", "metadata": {"k" * 65: "b"}},
         f'a key of metadata must have at most 64 characters, got "{"k" * 65}"',

@@ -110,10 +110,11 @@ def _describe(error: Mapping[str, Any]) -> str:
     is_key = bool(fields) and fields[-1] == _KEY
     if is_key:
         fields = fields[:-2]
-    field_name = error.get("ctx", {}).get("field")  # of `field_error`
-    if field_name is not None:
-        fields = [*fields, field_name]
-    name = ".".join(part[:_MAX_PART_CHARS] for part in fields[:_MAX_PARTS_NAMED])
+    parts = [part[:_MAX_PART_CHARS] for part in fields[:_MAX_PARTS_NAMED]]
+    own_name = error.get("ctx", {}).get("field")  # of `field_error`, not of the client
+    if own_name is not None:
+        parts.append(own_name)
+    name = ".".join(parts)
     if not name:
         return text
     name = f"a key of {name}" if is_key else name
