@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 CHAT_FLAGS = (
     *("--max-model-len", "2048", "--chat-template", TEMPLATE),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    # A request that does not ask for thoughts is answered at once, as the bundled model never thinks.
+    # The bundled model never thinks, so only requests that ask for thoughts expect them.
     *("--reasoning-parser", "qwen3"),
     *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
     *forced_text.FLAGS,
