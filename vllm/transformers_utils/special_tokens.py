@@ -39,6 +39,8 @@ class SpecialTokens:
     def parts_of(self, texts: Iterable[str]) -> dict[int, str]:
         """Return id -> text, of the special tokens that one of these texts contains."""
         wanted = tuple(texts)
+        if not wanted:
+            return {}
         return {i: t for i, t in self.texts.items() if t and any(t in text for text in wanted)}
 
 

@@ -38,6 +38,8 @@ def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
     A switch of the request replaces the server's switches under all their names.
     """
+    if not defaults and not given:
+        return {}
     replaced = {*given, *(_SWITCHES if switch_of(given) is not None else ())}
     kept = {name: value for name, value in defaults.items() if name not in replaced}
     return {**with_all_switches(kept), **with_all_switches(given)}
