@@ -106,6 +106,7 @@ LAYERS_APART = "chunks, layers compiled apart"
 TWO_BUCKETS = "two buckets, preemption"
 LARGE_BLOCKS = "chunks, preemption, blocks of 64"
 PAIRS = "chunks, preemption, prompts in pairs"
+TWO_PROMPTS = {"VLLM_PROMPT_BS_BUCKET_MIN": 2, "VLLM_PROMPT_BS_BUCKET_MAX": 2}
 LOGPROBS = "chunks, preemption, prefix cache, logprobs"
 
 SETTINGS = {
@@ -160,7 +161,7 @@ SETTINGS = {
     "merged prompts, blocks of 64": Setting(
         CHUNKS | {"block_size": 64}, {"VLLM_MERGED_PREFILL": True}
     ),
-    PAIRS: Setting(CHUNKS | TINY_CACHE, {"VLLM_PROMPT_BS_BUCKET_MIN": 2}, has_logprobs=True),
+    PAIRS: Setting(CHUNKS | TINY_CACHE, TWO_PROMPTS, has_logprobs=True),
 }
 
 BUCKETS = FEW_BUCKETS | {
