@@ -208,6 +208,7 @@ def test_tools_become_functions():
     tool = {"name": "add", "description": "adds", "input_schema": SCHEMA, "type": "custom"}
     function = {"name": "add", "parameters": SCHEMA, "description": "adds"}
     assert as_tools([tool]) == [{"type": "function", "function": function}]
+    assert as_tools([{"name": "add"}]) == [{"type": "function", "function": {"name": "add"}}]
     assert as_tools([]) is None
 
 
@@ -240,7 +241,7 @@ def test_a_choice_of_a_tool_that_is_left_out_is_refused(tool):
     [
         ({"type": 7, "name": "web_search"}, "tools.0.type"),
         ({"type": "", "name": "web_search"}, "tools.0.type"),
-        ({"name": "add"}, "tools.0.input_schema"),
+        ({"name": "add", "input_schema": []}, "tools.0.input_schema"),
         ({"input_schema": SCHEMA}, "tools.0.name"),
         ({"name": "add", "input_schema": SCHEMA, "description": 3}, "tools.0.description"),
     ],

@@ -186,16 +186,15 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
         kind = read_string(where, tool, "type")
         note_ignored("tools of the type", kind, "not run by this server; the model does not see it")
         return None
+    function: dict[str, Any] = {"name": read_string(where, tool, "name")}
     schema = tool.get("input_schema")
-    if not isinstance(schema, Mapping):
+    if isinstance(schema, Mapping):
+        function["parameters"] = dict(schema)
+    elif schema is not None:  # a tool without one has no arguments
         raise RequestError(
-            f"{where}.input_schema must be a JSON schema, got {schema!r:.80}",
+            f"{where}.input_schema must be a JSON schema (an object), got {schema!r:.80}",
             param=f"{where}.input_schema",
         )
-    function: dict[str, Any] = {
-        "name": read_string(where, tool, "name"),
-        "parameters": dict(schema),
-    }
     if tool.get("description") is not None:
         function["description"] = read_string(where, tool, "description", may_be_empty=True)
     return {"type": "function", "function": function}

@@ -56,7 +56,8 @@ class TemplateFields(RequestModel):
 class ThinkingSwitch(RequestModel):
     """Whether the model thinks, as some APIs write it."""
 
-    type: str = Field(max_length=32)
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    """All but disabled let the model think."""
 
 
 class ChatFields(TemplateFields):
@@ -66,7 +67,8 @@ class ChatFields(TemplateFields):
     reasoning_effort: str | None = Field(default=None, max_length=32)
     enable_thinking: bool | None = None
     thinking: Annotated[
-        bool | ThinkingSwitch | None, accepts("true, false or an object with a type")
+        bool | ThinkingSwitch | None,
+        accepts("true, false or an object whose type is enabled, disabled, adaptive or auto"),
     ] = None
     tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None

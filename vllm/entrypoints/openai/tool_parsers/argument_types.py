@@ -189,7 +189,7 @@ class _Literal(NamedTuple):
 
     types: frozenset[str]
     text: str
-    """As JSON."""
+    """The JSON text of the value."""
     value: Any
 
 
