@@ -232,7 +232,7 @@ ON_CPU = {
 prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
-    *((family, GRAPHS, CARD) for family in (*FAMILIES, "bundled")),
+    *((family, GRAPHS, CARD) for family in FAMILIES if family not in SAME_LAYERS),
     *((family, GRAPHS, LOGPROBS) for family in ("llama", "opt", "gemma3", "deepseek_v3")),
     *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
     # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, with a
@@ -241,7 +241,6 @@ ON_A_CARD = {
     *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe", "gpt_oss")),
     ("llama4", GRAPHS, CARD),
     *((family, GRAPHS, PAIRS) for family in ("bamba", "mamba")),
-    *(("opt", mode, CARD) for mode in ("lazy", "eager")),
     # What has not run with all families, and can make a difference.
     *(
         ("llama", GRAPHS, setting)
@@ -273,15 +272,13 @@ ON_A_CARD = {
             "chunks, embeddings",
         )
     ),
-    *((family, COMPILED, TWO_BUCKETS) for family in ("llama", "opt")),
+    ("llama", COMPILED, TWO_BUCKETS),
     # Each number of blocks that a prompt may have as its context is a graph to compile: of 16
     # tokens 1, 2, 4 and 8 blocks, of 64 tokens 1 and 2.
     ("mistral", COMPILED, LAYERS_APART),
-    ("mistral", COMPILED, "merged prompts, blocks of 64"),
     ("mistral", COMPILED, "contiguous, chunks, preemption, blocks of 64"),
     ("llama", COMPILED, "chunks, embeddings"),
-    *((family, GRAPHS, "slices") for family in ("falcon_rw", "gemma2", "gpt_oss", "llama4")),
-    ("falcon_rw", COMPILED, "slices"),
+    *((family, GRAPHS, "slices") for family in ("falcon_rw", "gemma2")),
     # Simulated builds of the bridge: without what came late, without what no build should lack,
     # and with kernels for the softmax of blocks.
     ("gpt_oss", GRAPHS, "release 1.19"),
@@ -298,10 +295,16 @@ EXHAUSTIVE = {
         for family in ("granite_hybrid", "mamba")
         for mode in ("lazy", "eager")
     ),
+    *((family, GRAPHS, CARD) for family in ("bundled", *SAME_LAYERS)),
+    *(("opt", mode, CARD) for mode in ("lazy", "eager")),
+    *((family, GRAPHS, "slices") for family in ("gpt_oss", "llama4")),
     *((family, COMPILED, LARGE_BLOCKS) for family in (*FAMILIES, *MORE_FAMILIES)),
+    ("opt", COMPILED, TWO_BUCKETS),
+    ("mistral", COMPILED, "merged prompts, blocks of 64"),
+    ("falcon_rw", COMPILED, "slices"),
     *((family, COMPILED, PAIRS) for family in STATE_FAMILIES),
 }
-"""The other families on a card."""
+"""The other families on a card, and settings that compile for seconds."""
 
 TABLE = [
     *sorted(ON_CPU),

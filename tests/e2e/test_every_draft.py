@@ -224,7 +224,7 @@ def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chan
 
 AHEAD = "the next step is scheduled before the result of the one before"
 WAITS = "each step waits for the result of the one before"
-SHORT = {("draft_model", AHEAD), ("ngram", WAITS)}
+SHORT = {("draft_model", AHEAD)}
 ON_CARD = [
     pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
     for case in itertools.product(METHODS, (AHEAD, WAITS))

@@ -47,7 +47,7 @@ def main() -> None:
 @pytest.mark.parametrize(
     ("tensor", "stages", "method"),
     [
-        (2, 1, ""),
+        pytest.param(2, 1, "", marks=pytest.mark.exhaustive),
         (1, 2, "draft_model"),
         pytest.param(1, 2, "", marks=pytest.mark.exhaustive),
         pytest.param(2, 2, "", marks=pytest.mark.exhaustive),

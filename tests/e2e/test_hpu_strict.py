@@ -119,7 +119,15 @@ def expected_syncs(launches: list[LaunchResult]) -> int:
     return syncs
 
 
-@pytest.mark.parametrize("mode", NUM_REQUESTS)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(
+            mode, marks=() if mode in ("HPU graphs", "torch.compile") else pytest.mark.exhaustive
+        )
+        for mode in NUM_REQUESTS
+    ],
+)
 def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, load, monkeypatch):
     count = NUM_REQUESTS[mode]
     is_lazy, enforce_eager = MODES[mode]

@@ -199,8 +199,8 @@ def assert_as_on_the_cpu(
 
 def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
     model, ((adapter, *_), *_) = with_experts("mixtral", tmp_path)
-    with simulated_hpu(**FEW_BUCKETS, has_profiling_run=False):
-        llm = LLM(model, device="hpu", **ENGINE)
+    with simulated_hpu(**FEW_BUCKETS, PT_HPU_LAZY_MODE=1, has_profiling_run=False):
+        llm = LLM(model, device="hpu", enforce_eager=True, **ENGINE)
         (found,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
         assert (
             "These as well if lora_target_modules names them: experts. Merge"

@@ -167,12 +167,10 @@ def test_a_card_that_is_full_in_a_step_ends_the_others_at_once(folder):
                 llm.llm_engine.step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("worker", "rank"),
-    [
-        ("RunsOutOfMemoryInWarmUp", "rank 1: "),
-        pytest.param("FirstRunsOutOfMemoryInWarmUp", "", marks=pytest.mark.exhaustive),
-    ],
+    [("RunsOutOfMemoryInWarmUp", "rank 1: "), ("FirstRunsOutOfMemoryInWarmUp", "")],
 )
 def test_a_card_that_is_full_in_a_launch_of_the_warm_up_ends_the_others_at_once(
     folder, worker, rank

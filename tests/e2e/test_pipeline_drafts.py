@@ -57,7 +57,10 @@ def sizes(tensor: int, stages: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("tensor", "stages"),
+    [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((2, 2), (1, 3)))],
+)
 def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_threads):
     llm = with_draft(BUNDLED_MODEL, **CROWDED, **sizes(tensor, stages))
     executor = executor_of(llm)
@@ -73,7 +76,15 @@ def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_
     executor.shutdown()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(
+            m, marks=() if m in ("eagle", "mlp_speculator_tied") else pytest.mark.exhaustive
+        )
+        for m in METHODS
+    ],
+)
 def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     tensor = 2 if method == "mlp_speculator_tied" else 1
     llm = with_speculator(made[method], **FEW_BLOCKS, **sizes(tensor, 2))

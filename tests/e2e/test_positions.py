@@ -371,7 +371,7 @@ HPU_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ("setting", "mode", "num_positions"),
     [
         ("chunks, preemption", "HPU graphs", 3),
-        ("chunks, preemption", "torch.compile", 3),
+        pytest.param("chunks, preemption", "torch.compile", 3, marks=pytest.mark.exhaustive),
         ("merged prompts", "lazy", 3),
         ("merged prompts", "eager", 1),
         ("several decodes", "lazy", 3),

@@ -133,6 +133,7 @@ def test_resources_that_others_keep_are_refused(cluster):
         ray.util.remove_placement_group(taken)
 
 
+@pytest.mark.exhaustive
 def test_another_version_on_a_machine_is_refused(cluster, folder, monkeypatch):
     monkeypatch.setattr(ray_executor, "__version__", "0.0.9")
     with pytest.raises(
@@ -158,6 +159,7 @@ def test_two_cards_of_the_cluster_give_the_tokens_of_the_cpu(cluster, folder):
         core_of(llm).shutdown()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_named(
     cluster, folder, monkeypatch
 ):
@@ -204,6 +206,7 @@ def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(clu
     ray.util.remove_placement_group(taken)
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, want):
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=60.0, **RAY)
     assert_same(generate(llm), want)

@@ -32,11 +32,8 @@ def is_lost(answer: tuple[int, str]) -> bool:
     return "has ended: killed by signal 9" in text
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("-pp", "2"), pytest.param(("-tp", "2"), marks=pytest.mark.exhaustive)],
-    ids=" ".join,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [("-pp", "2"), ("-tp", "2")], ids=" ".join)
 def test_a_group_of_ranks_is_started_again_when_one_is_killed(flags):
     with start_server(*flags, "--restart-engine", "1") as server:
         expected = server.request("POST", "/v1/completions", SHORT)[2]

@@ -205,7 +205,15 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name == "the main thread ends first" else pytest.mark.exhaustive
+        )
+        for name in EXITS
+    ],
+)
 def test_a_program_ends_with_a_step_in_flight(name):
     program = """
         import threading, time

@@ -51,7 +51,7 @@ def check_ledger(llm: LLM) -> None:
     assert kept.nbytes == num_blocks * worker.runner.drafter.states.block_bytes
 
 
-SHORT = {("HPU graphs", "eagle3"), ("HPU graphs", "mlp_speculator")}
+SHORT = {("HPU graphs", "eagle3")}
 CASES = [
     pytest.param(mode, method, marks=[] if (mode, method) in SHORT else pytest.mark.exhaustive)
     for mode in MODES

@@ -157,7 +157,9 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(llm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [12, pytest.param(24, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("mode", ["HPU graphs", "eager"])
+@pytest.mark.parametrize(
+    "mode", ["HPU graphs", pytest.param("eager", marks=pytest.mark.exhaustive)]
+)
 def test_the_simulated_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(mode, count, llm):
     prompts, params = random_requests(count, seed=7)
     want = seen_by_user(llm.generate(prompts, params, use_tqdm=False))

@@ -180,7 +180,11 @@ def test_prompts_with_a_common_beginning_share_its_blocks(tmp_path):
 @needs_backend
 @pytest.mark.parametrize(
     ("mode", "model_type"),
-    [("HPU graphs", "smollm3"), ("HPU graphs", "exaone4"), ("torch.compile", "smollm3")],
+    [
+        ("HPU graphs", "smollm3"),
+        ("HPU graphs", "exaone4"),
+        pytest.param("torch.compile", "smollm3", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_they_run_on_the_simulated_card(mode, model_type, tmp_path):
     lazy, eager = MODES[mode]

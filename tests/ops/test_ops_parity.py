@@ -358,17 +358,15 @@ def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (32, 8)]
 )
-@pytest.mark.parametrize("window", [None, 1, 50, 300])
-def test_decode_attention_agrees_with_reference(
-    ops, num_heads, num_kv_heads, window, block_size, dtype
-):
+def test_decode_attention_agrees_with_reference(ops, num_heads, num_kv_heads, block_size, dtype):
     head_sizes = [16, 64, 80, 100, 128, 256]
     for head_size in head_sizes if num_heads == 6 else [64, 100]:
         cache = PagedCache([1, 0, 257, 600, 33, 128], num_kv_heads, head_size, block_size, dtype)
         query, _, _ = packed_qkv(6, num_heads, num_kv_heads, head_size, dtype)
-        got = cache.decode(ops, query, window)
-        assert_close(got, cache.decode(NATIVE, query, window))
-        assert not got[1].any(), "a padding row is zero"
+        for window in (None, 1, 50, 300):
+            got = cache.decode(ops, query, window)
+            assert_close(got, cache.decode(NATIVE, query, window))
+            assert not got[1].any(), "a padding row is zero"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -171,7 +171,10 @@ class BucketChecker:
         return Bucket(Phase.DECODE, len(launch.rows), query_len, blocks)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n > 1 else ()) for n in range(NUM_SEEDS)],
+)
 def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
     rng, seen = random.Random(seed), Counter[str]()
     for _ in range(NUM_ENGINES):
