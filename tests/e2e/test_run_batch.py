@@ -68,13 +68,6 @@ def test_a_batch_gets_the_answers_of_the_server(tmp_path, chat_server):
     assert [record["response"]["status_code"] for record in records] == [200, 200, 404, 400, 200]
 
 
-def test_a_batch_may_fail_with_one_of_its_requests(tmp_path):
-    write_requests(tmp_path / "in.jsonl", REQUESTS[2:3])
-    process = start_batch(tmp_path, *CHAT_FLAGS, "--fail-on-error")
-    assert process.wait(600) == 1, (tmp_path / "log").read_text()
-    assert read_records(tmp_path)[0]["error"]["type"] == "not_found_error"
-
-
 def num_partial_records(folder):
     return sum(len(path.read_text().splitlines()) for path in folder.glob(".out.jsonl.*.partial"))
 

@@ -12,6 +12,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import StructuredOutputConfig
 from vllm.errors import CapacityError, RequestError
 from vllm.sampling_params import GuidedDecodingParams
+from vllm.structured_output import compiler as compiler_module
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.utils.process.deadline_worker import (
@@ -366,3 +367,17 @@ def test_errors_name_what_the_user_of_a_server_sent(compiler, asked, param):
     with pytest.raises(RequestError, match=f"^{param}") as failure:
         compiler.compile(GuidedDecodingParams(**asked))
     assert failure.value.param == param
+
+
+def test_processes_are_ended_while_they_start(monkeypatch, tmp_path):
+    server = make_server("tests.utils.workers:endless", bytes(tmp_path / "tried"))
+    monkeypatch.setattr(compiler_module, "make_server", lambda target, setup: server)
+    hanging = GrammarCompiler(StructuredOutputConfig(), get_tokenizer(BUNDLED_MODEL), 4096)
+    hanging.start()
+    while not (tmp_path / "tried").exists():
+        time.sleep(0.01)
+    closing = threading.Thread(target=hanging.close, daemon=True)
+    closing.start()
+    closing.join(60)  # far more than it needs, and less than the time limit of a start
+    assert not closing.is_alive()
+    assert not server.is_running

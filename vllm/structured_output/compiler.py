@@ -113,12 +113,14 @@ class GrammarCompiler:
         start_in_short_turns(self._start_first, "grammar-start")
 
     def close(self) -> None:
-        """End the processes. Running compilations fail."""
+        """End the processes, also while they start. Running compilations fail."""
         self._is_closed = True
+        if self._server is None:
+            return
+        self._server.close()  # ends its imports, for which a worker that starts waits
         for worker in self._workers:
             worker.close()
-        if self._server is not None:
-            self._server.close()
+        self._server.close()  # a worker may have started it again
 
     def _compile_once(self, spec: GrammarSpec) -> _Result:
         """Compile, or wait for another request that is compiling the same grammar."""
@@ -186,6 +188,8 @@ class GrammarCompiler:
         try:
             self._make_workers()
             for worker in self._workers:
+                if self._is_closed:
+                    return
                 worker.start()
         except (RequestError, WorkerError) as error:
             if not self._is_closed:

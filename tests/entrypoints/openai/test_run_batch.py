@@ -12,6 +12,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
+from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
+from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.batch import files
 from vllm.entrypoints.batch.lines import URLS, run_lines
 from vllm.entrypoints.openai import run_batch
@@ -278,3 +280,22 @@ def test_what_cannot_be_used_is_told_before_anything_is_changed(tmp_path, flags,
     with pytest.raises(ConfigError, match=message):
         run_batch.run(args)
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 0), (("--fail-on-error",), 1)])
+def test_a_failed_request_is_an_error_of_the_program_only_if_that_is_asked_for(
+    flags, code, tmp_path
+):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = {"right": {"prompt": "a"}, "wrong": {"prompt": "a", "model": "nobody"}}
+    source.write_text("\n".join(line(name, bodies[name], "/v1/completions") for name in bodies))
+    parser = run_batch.add_arguments(FlexibleArgumentParser())
+    files = ("-i", str(source), "-o", str(target))
+    with fake_clients(FakeCoreClient(FakeEngineCore())):
+        assert (
+            run_batch.run(parser.parse_args([*files, "--model", str(BUNDLED_MODEL), *flags]))
+            == code
+        )
+    right, wrong = (json.loads(text) for text in target.read_text().splitlines())
+    assert right["error"] is None
+    assert wrong["error"]["type"] == "not_found_error"
