@@ -301,6 +301,12 @@ _GRANITE_HYBRID = _HYBRID | {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+_LFM2 = _DECODER | {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-5,
+    "conv_bias": True,
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -313,6 +319,14 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         _GRANITE_HYBRID
         | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
+    **_if_known("lfm2", "Lfm2Config", _LFM2 | {"block_multiple_of": 32}),
+    **_if_known(
+        "lfm2_moe",
+        "Lfm2MoeConfig",
+        _LFM2
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
@@ -384,7 +398,8 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     # The biases of a router are no parameters.
-    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    ends = ("correction_bias", "expert_bias")
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(ends)]
     for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)
         if name.endswith("bias"):

@@ -34,7 +34,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 
 
-_STATES = frozenset({"linear_attention", "mamba"})
+_STATES = frozenset({"linear_attention", "mamba", "conv"})
 """Kinds of layers that keep a state, by the names that configs use."""
 
 

@@ -384,6 +384,18 @@ _OTHERS = (
         reasoning_parser="openai_gptoss",
     ),
     Family(
+        model_type="lfm2",
+        module="lfm",
+        architectures=("Lfm2ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="lfm2_moe",
+        module="lfm",
+        architectures=("Lfm2MoeForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),

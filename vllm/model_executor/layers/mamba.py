@@ -48,6 +48,7 @@ class Convolution(SlicedModule):
         has_bias: whether there is a bias.
         tp: the ranks that share the channels.
         num_replicas: name -> ranks that have the same channels, when not 1.
+        has_silu: whether silu follows.
     """
 
     weight: nn.Parameter
@@ -61,8 +62,10 @@ class Convolution(SlicedModule):
         has_bias: bool,
         tp: TPGroup,
         num_replicas: Mapping[str, int] | None = None,
+        has_silu: bool = True,
     ) -> None:
         super().__init__()
+        self.has_silu = has_silu
         slices: dict[str, Slice] = {}
         offset = 0
         for name, total in parts.items():
@@ -80,7 +83,7 @@ class Convolution(SlicedModule):
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `vllm.ops.native.state_space.convolve`."""
-        return convolve(x, window, self.weight[:, 0], self.bias, lengths)
+        return convolve(x, window, self.weight[:, 0], self.bias, lengths, self.has_silu)
 
 
 class GatedRMSNorm(SlicedModule):
