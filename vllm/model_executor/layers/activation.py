@@ -18,11 +18,17 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return get_ops().gelu(x, True)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": squared_relu,
     "silu": F.silu,
     "swish": F.silu,
 }
