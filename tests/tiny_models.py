@@ -211,6 +211,7 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+_MORE |= _if_known("nemotron", "NemotronConfig", _DECODER | {"head_dim": 32, "norm_eps": 1e-5})
 _MOE = _DECODER | {"num_experts_per_tok": 2}
 _MORE |= {
     "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),
@@ -338,6 +339,14 @@ _NEMOTRON_H = _DECODER | {
     "n_groups": 2,
     "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
 }
+_NEMOTRON_3 = _NEMOTRON_H | {
+    "hybrid_override_pattern": "ME*E",
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 2.5,
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -359,6 +368,8 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "jamba": (transformers.JambaConfig, _JAMBA),
     **_if_known("nemotron_h", "NemotronHConfig", _NEMOTRON_H),
+    **_if_known("nemotron_3", "NemotronHConfig", _NEMOTRON_3),
+    **_if_known("nemotron_3_latent", "NemotronHConfig", _NEMOTRON_3 | {"moe_latent_size": 32}),
     **_if_known("lfm2", "Lfm2Config", _LFM2 | {"block_multiple_of": 32}),
     **_if_known(
         "lfm2_moe",

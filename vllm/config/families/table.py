@@ -435,6 +435,13 @@ _OTHERS = (
         tokenizer="GPTNeoXTokenizer",
     ),
     Family(
+        model_type="nemotron",
+        module="nemotron",
+        architectures=("NemotronForCausalLM",),
+        tokenizer=_GENERIC,
+        norms_add_one=True,
+    ),
+    Family(
         model_type="nemotron_h",
         module="nemotron_h",
         architectures=("NemotronHForCausalLM",),

@@ -18,9 +18,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return get_ops().gelu(x, True)
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
-    return F.relu(x).square()
+def _squared_relu(x: Tensor) -> Tensor:
+    return get_ops().squared_relu(x)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,7 +27,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
-    "relu2": squared_relu,
+    "relu2": _squared_relu,
     "silu": F.silu,
     "swish": F.silu,
 }

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.grouped_router import GroupedRouter
+from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import (
@@ -21,8 +24,10 @@ from vllm.model_executor.models.decoder import (
     PlainMLP,
     add_norm,
 )
+from vllm.model_executor.models.deepseek import deepseek_routing
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mamba import mamba2_sizes, split_mixer
+from vllm.ops.expert_options import SQUARED_RELU_EXPERTS
 
 _ATTENDS = ("attention", "full_attention")
 
@@ -39,9 +44,11 @@ class NemotronHLayer(Layer):
             return super().make_attention(spec)
         if kind == "mlp":
             return PlainMLP(_with_act(arch), spec.options.mlp_bias, spec.tp)
+        if kind == "moe":
+            return NemotronHMixture(_with_act(arch), spec.options.mlp_bias, spec.tp)
         raise ConfigError(
             f"layers_block_type in config.json says {kind!r} of layer {spec.index}; supported: "
-            f"mamba, attention, mlp"
+            f"mamba, attention, mlp, moe"
         )
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
@@ -54,6 +61,46 @@ class NemotronHLayer(Layer):
         if isinstance(self.self_attn, (Mamba2Mixer, DecoderAttention)):
             return self.self_attn(positions, normed), residual
         return self.self_attn(normed), residual
+
+
+class NemotronHMixture(nn.Module):
+    """Experts without gates, of which each token uses a few, and one that all tokens use. The few
+    may get and return a projection of the token with fewer features (LatentMoE, NVIDIA 2025).
+
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, has_bias: bool, tp: TPGroup) -> None:
+        super().__init__()
+        if arch.hidden_act != "relu2":
+            raise ConfigError(
+                f"mlp_hidden_act {arch.hidden_act!r} in config.json is not supported for experts; "
+                f"supported: relu2"
+            )
+        config, hidden = arch.hf_config, arch.hidden_size
+        routing = deepseek_routing(arch, default_method="noaux_tc")
+        self.gate = GroupedRouter(hidden, routing)
+        latent: int | None = None
+        if config.get("moe_latent_size") is not None:
+            latent = arch.config_size("moe_latent_size")
+            self.fc1_latent_proj = whole_linear(hidden, latent, tp, has_bias)
+            self.fc2_latent_proj = whole_linear(latent, hidden, tp, has_bias)
+        self.has_latent = latent is not None
+        size = arch.config_size("moe_intermediate_size")
+        self.experts = Experts(routing.num_experts, latent or hidden, size, tp, SQUARED_RELU_EXPERTS)
+        shared_size = int(config.get("moe_shared_expert_intermediate_size") or 0)
+        self.shared_experts: PlainMLP | None = None
+        if shared_size:
+            shared = replace(arch, intermediate_size=shared_size)
+            self.shared_experts = PlainMLP(shared, has_bias, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.gate.choose(x)
+        if self.has_latent:
+            out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), ids, weights))
+        else:
+            out = self.experts(x, ids, weights)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):
