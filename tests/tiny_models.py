@@ -331,21 +331,18 @@ _JAMBA = _DECODER | {
     "use_associative_scan": False,
 }
 _NEMOTRON_H = _DECODER | {
-    "hybrid_override_pattern": "M-M*",
+    "hybrid_override_pattern": "M-*E",
     "head_dim": 32,
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
     "ssm_state_size": 12,
     "n_groups": 2,
-    "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
-}
-_NEMOTRON_3 = _NEMOTRON_H | {
-    "hybrid_override_pattern": "ME*E",
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 80,
     "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
 }
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
@@ -368,8 +365,11 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "jamba": (transformers.JambaConfig, _JAMBA),
     **_if_known("nemotron_h", "NemotronHConfig", _NEMOTRON_H),
-    **_if_known("nemotron_3", "NemotronHConfig", _NEMOTRON_3),
-    **_if_known("nemotron_3_latent", "NemotronHConfig", _NEMOTRON_3 | {"moe_latent_size": 32}),
+    **_if_known(
+        "nemotron_h_latent",
+        "NemotronHConfig",
+        _NEMOTRON_H | {"hybrid_override_pattern": "ME*", "moe_latent_size": 32, "n_groups": 1},
+    ),
     **_if_known("lfm2", "Lfm2Config", _LFM2 | {"block_multiple_of": 32}),
     **_if_known(
         "lfm2_moe",
