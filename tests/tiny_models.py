@@ -211,6 +211,7 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+_MORE |= _if_known("nemotron", "NemotronConfig", _DECODER | {"head_dim": 32, "norm_eps": 1e-5})
 _MOE = _DECODER | {"num_experts_per_tok": 2}
 _MORE |= {
     "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),
@@ -301,6 +302,48 @@ _GRANITE_HYBRID = _HYBRID | {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+_LFM2 = _DECODER | {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-5,
+    "conv_bias": True,
+}
+_FALCON_H1 = _DECODER | _MIXERS | {
+    "mamba_d_ssm": 128,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 1.2, 1.5, 0.8, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.8,
+}
+_JAMBA = _DECODER | {
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 12,
+    "mamba_dt_rank": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "use_associative_scan": False,
+}
+_NEMOTRON_H = _DECODER | {
+    "hybrid_override_pattern": "M-*E",
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -313,6 +356,27 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         _GRANITE_HYBRID
         | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
+    **_if_known("falcon_h1", "FalconH1Config", _FALCON_H1),
+    **_if_known(
+        "falcon_h1_norms",
+        "FalconH1Config",
+        _FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "jamba": (transformers.JambaConfig, _JAMBA),
+    **_if_known("nemotron_h", "NemotronHConfig", _NEMOTRON_H),
+    **_if_known(
+        "nemotron_h_latent",
+        "NemotronHConfig",
+        _NEMOTRON_H | {"hybrid_override_pattern": "ME*", "moe_latent_size": 32, "n_groups": 1},
+    ),
+    **_if_known("lfm2", "Lfm2Config", _LFM2 | {"block_multiple_of": 32}),
+    **_if_known(
+        "lfm2_moe",
+        "Lfm2MoeConfig",
+        _LFM2
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
@@ -384,7 +448,8 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     # The biases of a router are no parameters.
-    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    ends = ("correction_bias", "expert_bias")
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(ends)]
     for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)
         if name.endswith("bias"):

@@ -27,6 +27,15 @@ inline void clamped_swiglu_row(const T* x, T* out, int64_t size, float alpha, fl
   });
 }
 
+// out = max(x, 0)^2 (So et al. 2021, arXiv 2109.08668). NaN stays NaN.
+template <typename T>
+inline void squared_relu_row(const T* x, T* out, int64_t size) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Vec v = max(Vec{}, load(x + i, count));
+    store(out + i, v * v, count);
+  });
+}
+
 // x * P(X <= x) of a normal X, with erf by formula 7.1.26 of Abramowitz and Stegun (1964), whose
 // error is at most 1.5e-7.
 VLLM_INLINE Vec gelu(Vec x) {

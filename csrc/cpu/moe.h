@@ -160,7 +160,7 @@ void gather_rows(const MoeSlab<T>& slab) {
   });
 }
 
-// The middle of an expert on `size` gates and as many ups behind them.
+// The middle of an expert on `size` gates, if it has some, and as many ups behind them.
 template <typename T>
 void activate(const Experts& experts, const T* both, T* out, int64_t size) {
   switch (experts.activation) {
@@ -168,6 +168,8 @@ void activate(const Experts& experts, const T* both, T* out, int64_t size) {
       return silu_and_mul_row(both, out, size);
     case ExpertActivation::kClampedSwiglu:
       return clamped_swiglu_row(both, out, size, experts.alpha, experts.limit);
+    case ExpertActivation::kSquaredRelu:
+      return squared_relu_row(both, out, size);
   }
 }
 
@@ -183,19 +185,20 @@ VLLM_INLINE Vec with_bias(Vec value, const T* bias, int64_t i, int64_t count) {
   return bias == nullptr ? value : value + load(bias + i, count);
 }
 
-// hidden = act(gate x) * up x, rounded where the separate operators would round.
+// hidden = act(gate x) * up x, or act(up x), rounded where the separate operators would round.
 template <class Kind, typename T>
 void expand(const MoeSlab<T>& slab) {
   using Tile = typename Kind::Tile;
   typedef typename Tile::Acc Totals[kPanel / kLanes];
   const int64_t size = Kind::row_size(slab.gate(0)), width = slab.gate(0).out_features;
   const typename Kind::Input* const rows = reinterpret_cast<typename Kind::Input*>(slab.rows);
-  slab.for_each_unit(slab.gate(0), 2, [&](ExpertRows of, int64_t panel, char* sums) {
+  const bool has_gate = slab.experts.activation != ExpertActivation::kSquaredRelu;
+  slab.for_each_unit(slab.up(0), 1 + has_gate, [&](ExpertRows of, int64_t panel, char* sums) {
     const LinearWeight &gate = slab.gate(of.expert), &up = slab.up(of.expert);
     Totals* const gates = reinterpret_cast<Totals*>(sums);
     Totals* const ups = gates + of.count;
     const auto* const x = rows + of.first * size;
-    panel_sums<Tile>(gate, panel, x, size, of.count, gates);
+    if (has_gate) panel_sums<Tile>(gate, panel, x, size, of.count, gates);
     panel_sums<Tile>(up, panel, x, size, of.count, ups);
     const int64_t begin = panel * kPanel;
     const int64_t columns = width - begin < kPanel ? width - begin : int64_t{kPanel};
@@ -203,13 +206,16 @@ void expand(const MoeSlab<T>& slab) {
     const T* const gate_bias = bias_at<T>(biases, of.expert, 2 * width, begin);
     const T* const up_bias = bias_at<T>(biases, of.expert, 2 * width, width + begin);
     for (int64_t r = 0; r < of.count; ++r) {
-      T both[2 * kPanel];  // a gate and an up, `columns` each
+      T both[2 * kPanel];  // a gate, if there are some, and an up, `columns` each
+      T* const behind = both + has_gate * columns;
       for_each_vector(columns, [&](int64_t i, int64_t count) {
         const auto* const row = x + r * size;
-        const Vec g = Kind::value(gate, row, gates[r][i / kLanes], begin + i);
+        if (has_gate) {
+          const Vec g = Kind::value(gate, row, gates[r][i / kLanes], begin + i);
+          store(both + i, with_bias(g, gate_bias, i, count), count);
+        }
         const Vec u = Kind::value(up, row, ups[r][i / kLanes], begin + i);
-        store(both + i, with_bias(g, gate_bias, i, count), count);
-        store(both + columns + i, with_bias(u, up_bias, i, count), count);
+        store(behind + i, with_bias(u, up_bias, i, count), count);
       });
       activate(slab.experts, both, slab.hidden + (of.first + r) * width + begin, columns);
     }

@@ -8,8 +8,9 @@
 namespace vllm_cpu {
 
 // The middle of an expert. kSilu: silu(gate) * up. kClampedSwiglu: gate * sigmoid(alpha * gate) *
-// (up + 1), of gates up to `limit` and ups between -limit and limit (GPT-OSS).
-VLLM_ENUM(ExpertActivation, kSilu, kClampedSwiglu);
+// (up + 1), of gates up to `limit` and ups between -limit and limit (GPT-OSS). kSquaredRelu:
+// max(up, 0)^2; nothing is multiplied with a gate, which is the same weight as the up.
+VLLM_ENUM(ExpertActivation, kSilu, kClampedSwiglu, kSquaredRelu);
 
 // The weights of a chosen expert: its part of a softmax over all, or over the chosen ones; its
 // sigmoid, or that divided by the sum of the chosen ones.
@@ -24,7 +25,7 @@ VLLM_STRUCT(Experts,
   const LinearWeight* const* gate;  // [num_experts]
   const LinearWeight* const* up;
   const LinearWeight* const* down;
-  const void* gate_up_bias;  // [num_experts, 2 I], gate then up; or null
+  const void* gate_up_bias;  // [num_experts, 2 I], gate then up; or null, as of kSquaredRelu
   const void* down_bias;     // [num_experts, H]; or null
   int64_t num_experts;
   int64_t first_id;       // of these experts

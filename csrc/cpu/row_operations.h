@@ -278,7 +278,9 @@ void copy(const RowCall<T>& rows) {
 // NaN stays NaN.
 template <typename T>
 void relu(const RowCall<T>& rows) {
+  const bool is_squared = rows.op.option != 0;
   rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    if (is_squared) return squared_relu_row(x, out, rows.op.head_size);
     for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
       store(out + i, max(Vec{}, load(x + i, count)), count);
     });

@@ -21,6 +21,7 @@ from tests.conformance.hpu_program import (
     padding_input,
 )
 from tests.tiny_pooling_models import MODELS, REWARD_MODELS
+from vllm.attention.cached_layer import layers_with_cache
 from vllm.config.families import FAMILIES
 from vllm.model_executor.models.registry import ModelRegistry, is_encoder
 
@@ -35,14 +36,18 @@ _SAME_LAYERS = {
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the
 language models of others."""
-_NEWER = ("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3")
+_NEWER = (
+    *("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3"),
+    *("FalconH1", "Lfm2", "Lfm2Moe", "Nemotron", "NemotronH"),
+)
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
-    *("BambaForCausalLM", "MambaForCausalLM"),
+    *("BambaForCausalLM", "MambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM"),
+    "NemotronHForCausalLM",
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
 _PREFILLS = (
@@ -78,8 +83,8 @@ def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
     with operators_of_a_card():
         model = launch_model(config_of(architecture, "bfloat16"))
         graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])
-    of_layer = 1 if architecture.startswith("Deepseek") else 2
-    return graph, 0 if is_encoder(architecture) else of_layer * len(list(model.model.layers))
+    layers = [] if is_encoder(architecture) else layers_with_cache(model)
+    return graph, sum(len(layer.kv_caches) for layer in layers)
 
 
 @pytest.mark.parametrize(("architecture", "shape"), CASES)

@@ -36,9 +36,14 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # peft refuses the others.
     "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
     "mamba2": {"target_modules": ["in_proj"]},
+    **{
+        family: {"target_modules": ["in_proj", *_ATTENTION, "gate_proj", "up_proj", "down_proj"]}
+        for family in ("falcon_h1", "falcon_h1_norms", "nemotron_h")
+    },
+    "nemotron_h_latent": {"target_modules": ["in_proj", "fc1_latent_proj", "fc2_latent_proj"]},
 }
 """Where not every linear layer of a family can have one."""
-ONLY_MERGED = ("mamba",)
+ONLY_MERGED = ("mamba", "jamba")
 """transformers takes the weight out of dt_proj, past the adapter that peft has put beside it."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
 OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")

@@ -145,14 +145,16 @@ class AdapterLayers:
     def _add_expert(self, path: str, layer: Experts) -> AdaptedExpert:
         places, hidden, size = self.places, layer.hidden_size, layer.intermediate_size
         total, first = size * layer.tp.size, places.num_parts
-        for number, (name, dim, offset) in enumerate(
-            (("gate_proj", 0, 0), ("up_proj", 0, size), ("down_proj", 1, 0)), first
-        ):
-            place = Slice(dim, offset, size, total)
-            self.targets[f"{path}.{name}"] = Target(number, layer, place, hidden)
-        halves = ((0, size), (size, size))
-        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))
-        down = AdaptedLayer(len(places.layers), first + 2, size, ((0, hidden),))
+        *first_parts, second = layer.options.parts
+        parts = tuple((size * index, size) for index in range(len(first_parts)))
+        for number, (name, (offset, _)) in enumerate(zip(first_parts, parts, strict=True), first):
+            self.targets[f"{path}.{name}"] = Target(
+                number, layer, Slice(0, offset, size, total), hidden
+            )
+        last = first + len(parts)
+        self.targets[f"{path}.{second}"] = Target(last, layer, Slice(1, 0, size, total), hidden)
+        gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, parts))
+        down = AdaptedLayer(len(places.layers), last, size, ((0, hidden),))
         return AdaptedExpert(gate_up, places.add(down))
 
     def _add_heads(self, path: str, layer: LatentUpProjection) -> None:

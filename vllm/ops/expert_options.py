@@ -14,6 +14,8 @@ its sigmoid, or that divided by the sum of the chosen ones."""
 class ExpertOptions:
     """Activation of the experts of a layer, use of their routing weights, and their ids."""
 
+    has_gate: bool = True
+    """False: there are no gates, and the middle is max(up, 0)^2 (Nemotron 3)."""
     alpha: float = 1.702
     """Of the clamped activation; no effect without `limit`."""
     limit: float | None = None
@@ -28,7 +30,17 @@ class ExpertOptions:
     @property
     def is_silu(self) -> bool:
         """Whether the middle is silu(gate) * up, and routing weights multiply results."""
-        return self.limit is None and not self.scales_inputs
+        return self.has_gate and self.limit is None and not self.scales_inputs
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The weights of an expert, by their names in checkpoints: those of the first product in
+        their order, then that of the second."""
+        return ("gate_proj", "up_proj", "down_proj") if self.has_gate else ("up_proj", "down_proj")
+
+    def first_width(self, size: int) -> int:
+        """Outputs of the first product of an expert of this intermediate size."""
+        return 2 * size if self.has_gate else size
 
 
 @dataclass(frozen=True)
@@ -60,12 +72,15 @@ class RoutingOptions:
 SILU_EXPERTS = ExpertOptions()
 """The options of most families."""
 
+SQUARED_RELU_EXPERTS = ExpertOptions(has_gate=False)
+"""Those of Nemotron 3."""
+
 
 class ExpertBiases(NamedTuple):
     """Biases of the two linear layers of E experts of intermediate size I."""
 
     gate_up: Tensor | None = None
-    """[E, 2 * I], gate then up; None: no bias."""
+    """[E, 2 * I], gate then up; None: no bias. Experts without gates have none."""
     down: Tensor | None = None
     """[E, hidden]; None: no bias."""
 

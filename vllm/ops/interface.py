@@ -128,6 +128,17 @@ class Ops(AttentionOps):
         """
 
     @abstractmethod
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2 of each element (arXiv 2109.08668).
+
+        Args:
+            x: [..., N]. Not changed.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+        """
+
+    @abstractmethod
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         """`gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 
@@ -310,10 +321,10 @@ class Ops(AttentionOps):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
-        """Bring the quantized weights of gated experts into the layout that runs.
+        """Bring the quantized weights of experts into the layout that runs.
 
         Args:
-            gate, up: [I, hidden] for each expert, on the host.
+            gate, up: [I, hidden] for each expert, on the host; without gates none in `gate`.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
             biases, options: as in `moe`.
@@ -386,7 +397,7 @@ class Ops(AttentionOps):
             x: [T, hidden]. Not changed.
             topk_ids: [T, k], int64, each below E. An id may occur twice in a row.
             topk_weights: [T, k], float32.
-            gate_up: [E, 2 * I, hidden], gate then up.
+            gate_up: [E, 2 * I, hidden], gate then up; without gates [E, I, hidden].
             down: [E, hidden, I].
             biases: of the experts.
             options: act, what the weights multiply, and which experts these are.

@@ -34,23 +34,48 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 
 
-_STATES = frozenset({"linear_attention", "mamba"})
+_STATES = frozenset({"linear_attention", "mamba", "conv"})
 """Kinds of layers that keep a state, by the names that configs use."""
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letter of `hybrid_override_pattern` -> kind of a layer."""
+
+
+def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of all layers, by the names that configs use; none if it does not say them.
+
+    Raises:
+        ConfigError: a pattern has an unknown letter.
+    """
+    given = config.get("layer_types") or config.get("layers_block_type")
+    pattern = config.get("hybrid_override_pattern")
+    if given or not pattern:
+        return tuple(given or ())
+    unknown = sorted(set(map(str, pattern)) - _PATTERN.keys())
+    if unknown:
+        raise ConfigError(
+            f"hybrid_override_pattern in config.json has {', '.join(map(repr, unknown))}; "
+            f"supported: {', '.join(map(repr, _PATTERN))}"
+        )
+    return tuple(_PATTERN[letter] for letter in pattern)
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size in place of keys and values.
+    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
+    them.
 
     Raises:
         ConfigError: the kinds of too few layers are given.
     """
     family = family_of(config.get("model_type"))
-    if not family.has_attention:
+    if not family.has_attention or family.has_states_beside_attention:
         return (True,) * num_layers
+    if family.attention_period_keys is not None:
+        period, first = (config.get(key) for key in family.attention_period_keys)
+        return tuple(index % period != first for index in range(num_layers))
     if family.attention_layers_key is not None:
         attends = config.get(family.attention_layers_key) or ()
         return tuple(index not in attends for index in range(num_layers))
-    layer_types = config.get("layer_types") or config.get("layers_block_type")
+    layer_types = read_layer_kinds(config)
     if not layer_types:
         return (False,) * num_layers
     if len(layer_types) < num_layers:
@@ -67,4 +92,4 @@ def has_no_positions(config: Mapping[str, Any]) -> bool:
     if family.rope_switch is not None:
         key, value = family.rope_switch
         return config.get(key) != value
-    return not family.has_attention
+    return not (family.has_attention and family.has_positions)

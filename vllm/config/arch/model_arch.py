@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm.config.arch.layer_kinds import has_no_positions, read_state_layers, read_windows
+from vllm.config.arch.layer_kinds import (
+    has_no_positions,
+    read_layer_kinds,
+    read_state_layers,
+    read_windows,
+)
 from vllm.config.arch.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
 from vllm.config.families import family_of
 from vllm.errors import ConfigError
@@ -65,7 +70,8 @@ class ModelArch:
     """Window of each layer: how many of the most recent keys a query sees, itself included; None:
     all."""
     state_layers: tuple[bool, ...]
-    """Per layer: whether it keeps a state of fixed size in place of keys and values."""
+    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
+    them."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
@@ -92,7 +98,7 @@ class ModelArch:
                 f"num_attention_heads ({num_heads}) is not a multiple of "
                 f"num_key_value_heads ({num_kv_heads})"
             )
-        num_layers = _number(config, *_NUM_LAYERS)
+        num_layers = _read_num_layers(config)
         windows = read_windows(config, num_layers)
         arch = cls(
             architecture=architectures[0],
@@ -144,6 +150,12 @@ class ModelArch:
         """Positions that a request may give for each token of its prompt; 0: none, the position of
         a token is its index."""
         return max((len(rope.sections) for rope in self.layer_ropes if rope), default=0)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, by the names that configs use; none if the config does not say
+        it."""
+        return read_layer_kinds(self.hf_config)
 
     @property
     def has_states(self) -> bool:
@@ -225,6 +237,13 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     if value is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}")
     return int(value)
+
+
+def _read_num_layers(config: Mapping[str, Any]) -> int:
+    """Nemotron-H has as many layers as it says the kinds of, and may say no number."""
+    if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
+        return len(kinds)
+    return _number(config, *_NUM_LAYERS)
 
 
 def _read_num_heads(config: Mapping[str, Any], hidden_size: int) -> int:

@@ -24,23 +24,28 @@ _MAX_EXPERT_LAYERS = 2**15
 _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     ("num_hidden_layers", "n_layer", "n_layers"): (1, _MAX_LAYERS),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, _MAX_HEADS),
-    ("num_key_value_heads", "num_kv_heads", "mamba_n_heads"): (1, _MAX_HEADS),
+    ("num_key_value_heads", "num_kv_heads", "mamba_n_heads", "mamba_num_heads"): (1, _MAX_HEADS),
     ("n_groups", "mamba_n_groups", "n_group", "topk_group"): (0, _MAX_HEADS),
     (
         *("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "state_size"),
-        *("mamba_d_head", "mamba_d_state"),
+        *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"),
     ): (1, _MAX_HEAD_SIZE),
     ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, _MAX_WIDTH),
     (
         *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
         *("intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size"),
         *("q_lora_rank", "kv_lora_rank", "rotary_dim", "expansion_ratio", "expand"),
-        *("mamba_expand", "conv_kernel", "mamba_d_conv"),
+        *("mamba_expand", "conv_kernel", "mamba_d_conv", "mamba_d_ssm", "conv_L_cache"),
+        *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     ): (0, _MAX_WIDTH),
     ("vocab_size",): (1, 2**26),
     ("type_vocab_size",): (0, 2**26),
     ("attention_chunk_size",): (1, MAX_POSITIONS),
-    ("first_k_dense_replace",): (0, _MAX_LAYERS),
+    (
+        *("first_k_dense_replace", "num_dense_layers"),
+        *("attn_layer_offset", "expert_layer_offset"),
+    ): (0, _MAX_LAYERS),
+    ("attn_layer_period", "expert_layer_period"): (1, _MAX_LAYERS),
     (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
         *("model_max_length", "original_max_position_embeddings"),

@@ -105,11 +105,18 @@ class Family:
     """False: every layer keeps a state in place of keys and values."""
     attention_layers_key: str | None = None
     """Key of the config that lists the layers with attention; the others keep a state."""
+    attention_period_keys: tuple[str, str] | None = None
+    """Keys of the config with n and i: layer i, and every n-th one from there, has attention; the
+    others keep a state."""
+    has_states_beside_attention: bool = False
+    """Every layer keeps a state, and keys and values."""
     heads_are_channels: bool = False
     """The channels of a layer are independent of each other, as heads are; the config has no number
     of heads."""
 
     # ---- positions
+    has_positions: bool = True
+    """False: attention has no rotations, whatever the config says of them."""
     rope_switch: tuple[str, str] | None = None
     """Key of the config, and its value with which there are rotations. None: there is no switch."""
     rope_implied_by: str | None = None

@@ -341,6 +341,13 @@ _OTHERS = (
         tokenizer="",
     ),
     Family(
+        model_type="falcon_h1",
+        module="falcon_h1",
+        architectures=("FalconH1ForCausalLM",),
+        has_states_beside_attention=True,
+        tokenizer="",
+    ),
+    Family(
         model_type="glm",
         module="glm",
         architectures=("GlmForCausalLM",),
@@ -384,6 +391,26 @@ _OTHERS = (
         reasoning_parser="openai_gptoss",
     ),
     Family(
+        model_type="jamba",
+        module="jamba",
+        architectures=("JambaForCausalLM",),
+        attention_period_keys=("attn_layer_period", "attn_layer_offset"),
+        has_positions=False,
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="lfm2",
+        module="lfm",
+        architectures=("Lfm2ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="lfm2_moe",
+        module="lfm",
+        architectures=("Lfm2MoeForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
@@ -406,6 +433,20 @@ _OTHERS = (
         architectures=("MptForCausalLM",),
         also_published_as=("MPTForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
+    ),
+    Family(
+        model_type="nemotron",
+        module="nemotron",
+        architectures=("NemotronForCausalLM",),
+        tokenizer=_GENERIC,
+        norms_add_one=True,
+    ),
+    Family(
+        model_type="nemotron_h",
+        module="nemotron_h",
+        architectures=("NemotronHForCausalLM",),
+        has_positions=False,
+        tokenizer="",
     ),
     Family(
         model_type="olmo",

@@ -18,11 +18,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return get_ops().gelu(x, True)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return get_ops().squared_relu(x)
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _squared_relu,
     "silu": F.silu,
     "swish": F.silu,
 }

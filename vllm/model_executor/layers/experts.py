@@ -55,11 +55,13 @@ class _DenseProducts:
 
 
 class DenseExperts(ExpertsMethod):
-    """Two dense parameters of the model's dtype, [E, 2 * I, hidden] and [E, hidden, I]."""
+    """Two dense parameters of the model's dtype, [E, 2 * I, hidden] and [E, hidden, I]; without
+    gates [E, I, hidden] and [E, hidden, I]."""
 
     def create_weights(self, layer: "Experts") -> None:
         ids, size, hidden = layer.expert_ids, layer.intermediate_size, layer.hidden_size
-        gate_up = torch.empty(len(ids), 2 * size, hidden)
+        width = layer.options.first_width(size)
+        gate_up = torch.empty(len(ids), width, hidden)
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(torch.empty(len(ids), hidden, size), requires_grad=False)
         layer.slices["gate_up"], layer.slices["down"] = {}, {}
@@ -67,9 +69,9 @@ class DenseExperts(ExpertsMethod):
         for place_of_expert, expert in enumerate(ids):
             for name, place, dim, offset in (
                 ("gate_proj", "gate_up", 0, 0),
-                ("up_proj", "gate_up", 0, size),
+                ("up_proj", "gate_up", 0, width - size),
                 ("down_proj", "down", 1, 0),
-            ):
+            )[-len(layer.options.parts) :]:
                 layer.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
                     dim, offset, size, total, tensor="weight", expert=place_of_expert
                 )
@@ -87,7 +89,8 @@ class DenseExperts(ExpertsMethod):
 
 
 class Experts(MethodLayer):
-    """E gated MLPs; a module of this name, `experts`, is in the checkpoint.
+    """E MLPs, gated unless the options say otherwise; a module of this name, `experts`, is in the
+    checkpoint.
 
     Each is split over the ranks, or every rank has some of them (`TPGroup.has_whole_experts`).
 
@@ -97,7 +100,7 @@ class Experts(MethodLayer):
         intermediate_size: of one expert, over all ranks.
         tp: the ranks that share the layer.
         options: what an expert computes between its products.
-        has_bias: both products of an expert have one.
+        has_bias: both products of an expert have one; not without gates.
 
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
@@ -109,6 +112,7 @@ class Experts(MethodLayer):
     own_parameters = ("gate_up_bias", "down_bias")
 
     gate_up: nn.Parameter
+    """Of the first product; experts without gates have that of the ups alone."""
     down: nn.Parameter
     gate_up_bias: nn.Parameter | None
     """[E, 2 * I]"""
@@ -149,6 +153,7 @@ class Experts(MethodLayer):
         self.register_parameter("gate_up_bias", None)
         self.register_parameter("down_bias", None)
         if has_bias:
+            assert options.has_gate
             self._create_biases(intermediate_size)
         self.use_method(DenseExperts())
 

@@ -5,7 +5,7 @@ Independent of launches: `StateLayer` knows whose tokens they are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
 from vllm.ops.native.state_space import (
@@ -48,6 +49,7 @@ class Convolution(SlicedModule):
         has_bias: whether there is a bias.
         tp: the ranks that share the channels.
         num_replicas: name -> ranks that have the same channels, when not 1.
+        has_silu: whether silu follows.
     """
 
     weight: nn.Parameter
@@ -61,8 +63,10 @@ class Convolution(SlicedModule):
         has_bias: bool,
         tp: TPGroup,
         num_replicas: Mapping[str, int] | None = None,
+        has_silu: bool = True,
     ) -> None:
         super().__init__()
+        self.has_silu = has_silu
         slices: dict[str, Slice] = {}
         offset = 0
         for name, total in parts.items():
@@ -80,7 +84,7 @@ class Convolution(SlicedModule):
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `vllm.ops.native.state_space.convolve`."""
-        return convolve(x, window, self.weight[:, 0], self.bias, lengths)
+        return convolve(x, window, self.weight[:, 0], self.bias, lengths, self.has_silu)
 
 
 class GatedRMSNorm(SlicedModule):
@@ -91,15 +95,18 @@ class GatedRMSNorm(SlicedModule):
         num_groups: of the features, over all ranks.
         eps: added to the mean of squares.
         tp: the ranks that share the features.
+        is_gated_last: it is norm(x) * weight * silu(gate) instead.
 
     Shape: x, gate [T, size / ranks] -> [T, size / ranks]
     """
 
     weight: nn.Parameter
 
-    def __init__(self, size: int, num_groups: int, eps: float, tp: TPGroup) -> None:
+    def __init__(
+        self, size: int, num_groups: int, eps: float, tp: TPGroup, is_gated_last: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self.tp = eps, tp
+        self.eps, self.tp, self.is_gated_last = eps, tp, is_gated_last
         self.group_size = divide(size, num_groups)
         self.total_groups = num_groups
         self.num_groups = max(1, num_groups // tp.size)
@@ -108,15 +115,24 @@ class GatedRMSNorm(SlicedModule):
         self.slices["weight"] = {"": Slice(0, 0, local, size)}
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        gated = x.float() * nn.functional.silu(gate.float())
-        groups = gated.unflatten(-1, (self.num_groups, -1))
+        if self.is_gated_last:
+            normed = self._normed(x.float()) * self.weight.float()
+            return (normed * nn.functional.silu(gate.float())).to(gate.dtype)
+        return self._normed(gated(x, gate)).to(gate.dtype) * self.weight
+
+    def _normed(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (self.num_groups, -1))
         squares = groups.square().sum(-1, keepdim=True)
         if groups.shape[-1] < self.group_size:  # this rank has a part of one group
             before = self.tp.rank * self.total_groups // self.tp.size
             of_all = nn.functional.pad(squares[..., 0], (before, self.total_groups - 1 - before))
             squares = self.tp.all_reduce(of_all)[..., before : before + 1, None]
-        normed = groups * torch.rsqrt(squares / self.group_size + self.eps)
-        return normed.flatten(-2).to(gate.dtype) * self.weight
+        return (groups * torch.rsqrt(squares / self.group_size + self.eps)).flatten(-2)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * silu(gate), in float32."""
+    return x.float() * nn.functional.silu(gate.float())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +149,18 @@ class Mamba2Sizes:
     kernel: int
     """Tokens that the convolution sees."""
     has_bias: bool
-    """Of the projections in and out."""
+    """Of the projection in, and unless `has_out_bias` says otherwise of that out."""
     has_conv_bias: bool
     norm_eps: float
     time_step_limits: tuple[float, float]
     activation: str
+    has_out_bias: bool | None = None
+    has_norm: bool = True
+    """False: what the heads put out is gated and not normed."""
+    is_gated_last: bool = False
+    """See `GatedRMSNorm`."""
+    in_scales: Mapping[str, float] = field(default_factory=dict)
+    """Part of what the projection in puts out -> what multiplies it, when not 1."""
 
     def __post_init__(self) -> None:
         _check_activation(self.activation)
@@ -201,6 +224,8 @@ class Mamba2Mixer(SlicedModule, StateLayer):
     A_log: nn.Parameter
     D: nn.Parameter
     dt_bias: nn.Parameter
+    in_scales: Tensor | None
+    """[features of the projection in]"""
 
     def __init__(self, sizes: Mamba2Sizes, tp: TPGroup) -> None:
         super().__init__()
@@ -235,9 +260,22 @@ class Mamba2Mixer(SlicedModule, StateLayer):
             values = torch.empty(self.num_heads, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(values, requires_grad=False))
             self.slices[name] = {"": Slice(0, 0, self.num_heads, sizes.num_heads)}
-        self.norm = GatedRMSNorm(sizes.inner_size, num_groups, sizes.norm_eps, tp)
+        scales = None
+        if any(scale != 1.0 for scale in sizes.in_scales.values()):
+            values = [sizes.in_scales.get(name, 1.0) for name in sizes.in_parts]
+            # Real memory even while a model is built on the meta device: no checkpoint fills it.
+            counts = torch.tensor(self.in_proj.split_sizes, device="cpu")
+            scales = torch.tensor(values, dtype=torch.float32, device="cpu")
+            scales = scales.repeat_interleave(counts)
+        self.register_buffer("in_scales", scales, persistent=False)
+        self.norm: GatedRMSNorm | None = None
+        if sizes.has_norm:
+            self.norm = GatedRMSNorm(
+                sizes.inner_size, num_groups, sizes.norm_eps, tp, sizes.is_gated_last
+            )
+        has_out_bias = sizes.has_bias if sizes.has_out_bias is None else sizes.has_out_bias
         self.out_proj = RowParallelLinear(
-            sizes.inner_size, sizes.hidden_size, tp, bias=sizes.has_bias
+            sizes.inner_size, sizes.hidden_size, tp, bias=has_out_bias
         )
 
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -249,8 +287,12 @@ class Mamba2Mixer(SlicedModule, StateLayer):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         inner, channels = self.num_heads * self.head_size, self.conv1d.num_channels
         projected = self.in_proj(hidden_states)
+        if self.in_scales is not None:
+            projected = (projected * self.in_scales).to(projected.dtype)
         gate, mixed, dt = projected.split((inner, channels, self.num_heads), dim=-1)
         y = self.run_sequences(mixed, dt)
+        if self.norm is None:
+            return self.out_proj(gated(y, gate).to(gate.dtype))
         return self.out_proj(self.norm(y, gate))
 
     def advance(
@@ -301,6 +343,9 @@ class MambaSizes:
     """Of the projections in and out."""
     has_conv_bias: bool
     activation: str
+    norm_eps: float | None = None
+    """Time steps before their projection, B and C are normed, with this added to the mean of
+    squares; None: they are not."""
 
     def __post_init__(self) -> None:
         _check_activation(self.activation)
@@ -336,6 +381,11 @@ class MambaMixer(SlicedModule, StateLayer):
         self.split_sizes = (sizes.rank, state_size, state_size)
         self.x_proj = RowParallelLinear(inner, sum(self.split_sizes), tp)
         self.dt_proj = ColumnParallelLinear(sizes.rank, {"": inner}, tp, bias=True)
+        self.has_norms = sizes.norm_eps is not None
+        if sizes.norm_eps is not None:
+            self.dt_layernorm = RMSNorm(sizes.rank, sizes.norm_eps)
+            self.b_layernorm = RMSNorm(state_size, sizes.norm_eps)
+            self.c_layernorm = RMSNorm(state_size, sizes.norm_eps)
         for name, shape in (
             ("A_log", (self.num_channels, state_size)),
             ("D", (self.num_channels,)),
@@ -355,7 +405,7 @@ class MambaMixer(SlicedModule, StateLayer):
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        y = self.run_sequences(mixed) * nn.functional.silu(gate.float())
+        y = gated(self.run_sequences(mixed), gate)
         return self.out_proj(y.to(hidden_states.dtype))
 
     def advance(
@@ -364,6 +414,9 @@ class MambaMixer(SlicedModule, StateLayer):
         (mixed,), (window, state) = inputs, states
         x, window = self.conv1d(mixed, window, lengths)
         low_rank, b, c = self.x_proj(x.to(mixed.dtype)).split(self.split_sizes, dim=-1)
+        if self.has_norms:
+            low_rank = self.dt_layernorm(low_rank.contiguous())
+            b, c = self.b_layernorm(b.contiguous()), self.c_layernorm(c.contiguous())
         dt = self.dt_proj.method.apply(self.dt_proj, low_rank.contiguous(), None)
         assert self.dt_proj.bias is not None
         steps = time_steps(dt, self.dt_proj.bias, lengths)

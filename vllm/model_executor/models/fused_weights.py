@@ -7,6 +7,8 @@ weight or what a format stores in place of it, is known to the format (`Source.p
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from torch import Tensor
+
 from vllm.config import ModelArch
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Features, Source
@@ -67,6 +69,17 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
         return ((name, source),)
     heads = qkv_heads(arch)
     return split_groups(name, source, "qkv_proj", heads, arch.head_size, arch.num_kv_heads)
+
+
+def add_one_to_norms(name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    """The weight of a norm whose checkpoint has it less 1; other tensors as they are."""
+    if name.endswith("norm.weight"):
+        source = source.mapped(_plus_one)
+    return ((name, source),)
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1
 
 
 def experts_in(name: str, source: Source, num_experts: int) -> range:

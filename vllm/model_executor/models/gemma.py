@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torch import Tensor
-
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Source
@@ -16,6 +14,7 @@ from vllm.model_executor.models.decoder import (
     SandwichLayer,
     rms_norm,
 )
+from vllm.model_executor.models.fused_weights import add_one_to_norms
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops.attention_options import AttentionOptions
 
@@ -28,9 +27,7 @@ class _Gemma(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weight of a norm is 1 + what is stored."""
-        if name.endswith("norm.weight"):
-            source = source.mapped(_plus_one)
-        return ((name, source),)
+        return add_one_to_norms(name, source)
 
 
 class GemmaForCausalLM(_Gemma):
@@ -70,7 +67,3 @@ def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:
         table_scale=arch.hidden_size**0.5,
         logit_soft_cap=config.get("final_logit_softcapping"),
     )
-
-
-def _plus_one(weight: Tensor) -> Tensor:
-    return weight.float() + 1

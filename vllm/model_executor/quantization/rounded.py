@@ -31,14 +31,12 @@ class Rounded(Quantization):
         return None if layer.keeps_precision else RoundedLinear(name, self.round_weight)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        return RoundedExperts(name, self._round_expert)
+        num_first = len(layer.options.parts) - 1
 
-    def _round_expert(
-        self, number: int, gate_up: Tensor, down: Tensor
-    ) -> tuple[StoredWeight, StoredWeight, StoredWeight]:
-        del number
-        gate, up = gate_up.chunk(2)
-        return self.round_weight(gate), self.round_weight(up), self.round_weight(down)
+        def round_expert(number: int, gate_up: Tensor, down: Tensor) -> tuple[StoredWeight, ...]:
+            return tuple(self.round_weight(part) for part in (*gate_up.chunk(num_first), down))
+
+        return RoundedExperts(name, round_expert)
 
 
 def create_fp8(settings: Any) -> Rounded:

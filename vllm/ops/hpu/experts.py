@@ -1,4 +1,4 @@
-"""Gated experts of a Gaudi card whose weights are dense: one operator where there is one."""
+"""Experts of a Gaudi card whose weights are dense: one operator where there is one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,9 +79,9 @@ class CardExperts:
 
         Args:
             x, ids, weights, biases: as there.
-            gate_up: [E, 2 * I, hidden].
+            gate_up: [E, 2 * I, hidden], or [E, I, hidden] without gates.
             down: [E, hidden, I].
-            has_inputs_first: gate_up is [E, hidden, 2 * I] and down [E, I, hidden].
+            has_inputs_first: the last two dimensions of both are the other way round.
         """
         is_plain = self.is_plain(biases)
         if self.can_fuse and not self.options.scales_inputs:

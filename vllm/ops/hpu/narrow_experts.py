@@ -18,10 +18,10 @@ from vllm.ops.stored_weight import StoredWeight
 
 
 class HPUNarrowExperts(CardLayer):
-    """Gated experts of numbers of 4 or 8 bits.
+    """Experts of numbers of 4 or 8 bits.
 
     Args:
-        gate_up: of all experts, gate then up.
+        gate_up: of all experts, gate then up, or up alone.
         down: of all experts.
         biases, card: see `CardLayer`.
     """
@@ -67,7 +67,9 @@ def prepare_narrow_experts(
         dtype: of the inputs.
         biases, card: see `CardLayer`.
     """
-    both = [_side_by_side(*pair) for pair in zip(gate, up, strict=True)]
+    both: Sequence[StoredWeight | None] = up
+    if card.options.has_gate:
+        both = [_side_by_side(*pair) for pair in zip(gate, up, strict=True)]
     stacks = [_stack(weights, card, dtype) for weights in (both, down)]
     if stacks[0] is None or stacks[1] is None:
         return None

@@ -92,7 +92,7 @@ class HPUFp8Weight(nn.Module):
 
 
 class HPUFp8Experts(CardLayer):
-    """Gated experts of fp8 numbers with a scale per output feature, as `_fp8_rows` makes them.
+    """Experts of fp8 numbers with a scale per output feature, as `_fp8_rows` makes them.
 
     Inputs of both products are rounded to fp8 with a scale for each row; scales of a checkpoint
     for its inputs are not used.
@@ -118,8 +118,9 @@ class HPUFp8Experts(CardLayer):
         gates, ups, downs = (
             [_fp8_rows(weight, fp8_max) for weight in weights] for weights in (gate, up, down)
         )
-        both = [row for pair in zip(gates, ups, strict=True) for row in pair]
-        self.gate_up, self.gate_up_scale = self._stack(both, len(gates))
+        firsts = (gates, ups) if card.options.has_gate else (ups,)
+        both = [row for parts in zip(*firsts, strict=True) for row in parts]
+        self.gate_up, self.gate_up_scale = self._stack(both, len(ups))
         self.down, self.down_scale = self._stack(downs, len(downs))
 
     def _stack(self, rows: Sequence[_Fp8Rows], num_experts: int) -> list[nn.Parameter]:

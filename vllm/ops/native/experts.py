@@ -70,7 +70,8 @@ class NativeExperts(Ops):
         options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
         num_experts, hidden, size = down.shape
-        if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
+        width = options.first_width(size)
+        if gate_up.shape != (num_experts, width, hidden) or x.shape[1:] != (hidden,):
             raise ValueError(
                 f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
             )
@@ -103,7 +104,8 @@ def sum_of_experts(
         ops: of the device.
         x, topk_ids, topk_weights, options: as there.
         num_experts: E.
-        gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I].
+        gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I], or [T, I]
+            without gates.
         down: the second one, [T, I] -> [T, hidden].
     """
     out = torch.zeros_like(x, dtype=torch.float32)
@@ -118,7 +120,9 @@ def sum_of_experts(
 
 
 def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
-    """The middle of an expert: [..., 2 * I] -> [..., I]."""
+    """The middle of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
+    if not options.has_gate:
+        return ops.squared_relu(gate_up)
     if options.limit is None:
         return ops.silu_and_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)

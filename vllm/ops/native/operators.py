@@ -93,6 +93,9 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
     def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
         return F.gelu(x, approximate="tanh" if is_tanh else "none")
 
+    def squared_relu(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         if x.shape[-1] % 2:
             raise ValueError(

@@ -16,7 +16,12 @@ _CHUNK = 32
 
 
 def convolve(
-    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None
+    x: Tensor,
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    has_silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal convolution of each channel with K weights of its own, and silu.
 
@@ -26,6 +31,7 @@ def convolve(
         weight: [D, K].
         bias: [D], or None.
         lengths: [B] int32 or int64, tokens of each sequence, those behind are padding; None: all L.
+        has_silu: False leaves silu out.
 
     Returns:
         [B, L, D] float32, and the new window.
@@ -42,7 +48,7 @@ def convolve(
     else:
         places = lengths[:, None] + torch.arange(size, dtype=lengths.dtype, device=x.device)
         window = padded.gather(1, places.long()[:, :, None].expand(-1, -1, padded.shape[2]))
-    return F.silu(out), window
+    return F.silu(out) if has_silu else out, window
 
 
 def time_steps(

@@ -18,10 +18,11 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored.stored_linear import StoredLinear
 from vllm.ops import get_ops
+from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.prepared import ExpertProducts, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
-EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PARTS = SILU_EXPERTS.parts
 """Of a gated expert."""
 
 
@@ -51,7 +52,8 @@ class HandedOverExperts(DenseExperts):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Set `packed` where the device takes the weights, one of each for every expert.
+        """Set `packed` where the device takes the weights, one of each for every expert; without
+        gates there are none in `gate`.
 
         Raises:
             WeightLoadError: they cannot be used.
@@ -87,16 +89,14 @@ class RoundedExperts(HandedOverExperts):
 
     Args:
         name: of the module, for errors.
-        round_weights: makes (gate, up, down) of the number of an expert on this rank, its gate and
-            up [2 * I, hidden], and its down [hidden, I].
+        round_weights: makes the parts of an expert (`ExpertOptions.parts`) of its number on this
+            rank, its gate and up [2 * I, hidden], or up [I, hidden], and its down [hidden, I].
     """
 
     def __init__(
         self,
         name: str,
-        round_weights: Callable[
-            [int, Tensor, Tensor], tuple[StoredWeight, StoredWeight, StoredWeight]
-        ],
+        round_weights: Callable[[int, Tensor, Tensor], tuple[StoredWeight, ...]],
     ) -> None:
         super().__init__(name)
         self.round_weights = round_weights
@@ -108,8 +108,9 @@ class RoundedExperts(HandedOverExperts):
             self.round_weights(number, *(both.cpu() for both in weights))
             for number, weights in enumerate(zip(gate_up, down, strict=True))
         ]
-        gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
-        self.hand_over(layer, gate, up, downs, down.dtype, down.device)
+        *gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
+        gates = gate[0] if gate else []
+        self.hand_over(layer, gates, up, downs, down.dtype, down.device)
         if self.packed is not None:
             layer.remove_weights()
 
@@ -122,9 +123,10 @@ class StoredExperts(HandedOverExperts):
         total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
         for number in layer.expert_ids:
             expert = nn.Module()
-            for part in EXPERT_PARTS[:2]:
+            *first, second = layer.options.parts
+            for part in first:
                 expert.add_module(part, ColumnParallelLinear(hidden, {"": total}, tp))
-            expert.add_module(EXPERT_PARTS[2], RowParallelLinear(total, hidden, tp))
+            expert.add_module(second, RowParallelLinear(total, hidden, tp))
             for linear in expert.children():
                 assert isinstance(linear, ParallelLinear)
                 linear.is_held = True
@@ -142,21 +144,26 @@ class StoredExperts(HandedOverExperts):
         self.hand_over(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
             return
-        dense = torch.empty(len(gate), 2 * layer.intermediate_size, layer.hidden_size)
+        width = layer.options.first_width(layer.intermediate_size)
+        dense = torch.empty(len(up), width, layer.hidden_size)
         gate_up = dense.to(device, self.dtype)
         downs = torch.empty(
             len(down), layer.hidden_size, layer.intermediate_size, dtype=self.dtype, device=device
         )
-        for number in range(len(gate)):
-            both = torch.cat([gate[number].dequantize(), up[number].dequantize()])
-            gate_up[number].copy_(both)
+        for number in range(len(up)):
+            both = [part[number].dequantize() for part in (gate, up) if part]
+            gate_up[number].copy_(torch.cat(both))
             downs[number].copy_(down[number].dequantize())
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(downs, requires_grad=False)
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
-        """The weights of gate, up and down, one of each for every expert of this rank."""
-        return tuple(list(self._weights(layer, part)) for part in EXPERT_PARTS)
+        """The weights of gate, up and down, one of each for every expert of this rank; of gates
+        none where there are no gates."""
+        parts = layer.options.parts
+        return tuple(
+            list(self._weights(layer, part)) if part in parts else [] for part in EXPERT_PARTS
+        )
 
     def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
         for number in layer.expert_ids:

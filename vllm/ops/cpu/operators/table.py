@@ -163,6 +163,12 @@ class CPUOps(NativeOps):
             return super().gelu(x, is_tanh)
         return run("gelu", x, option=is_tanh)
 
+    def squared_relu(self, x: Tensor) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().squared_relu(x)
+        return run("relu", x, option=True)
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         run = self._rows_of(x)
         if run is None:

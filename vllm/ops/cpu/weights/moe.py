@@ -24,7 +24,7 @@ _num_threads = torch.get_num_threads
 
 
 class PackedExperts:
-    """The weights of E gated experts as the kernels read them.
+    """The weights of E experts as the kernels read them.
 
     A token's result does not depend on the tokens beside it, nor on the number of threads.
     """
@@ -40,7 +40,8 @@ class PackedExperts:
         """Take over E packed weights each.
 
         Args:
-            gate: [I, H] each, in any format, all in the same one.
+            gate: [I, H] each, in any format, all in the same one; of experts without gates the
+                same objects as `up`.
             up: the same, in the format of the gates.
             down: [H, I] each, in any format, all in the same one.
             biases: of the dtype of activations.
@@ -56,7 +57,7 @@ class PackedExperts:
                 f"{len(up)} and {len(down)} weights"
             )
         self.intermediate_size, self.hidden_size = gate[0].out_features, gate[0].in_features
-        self.num_experts = len(gate)
+        self.num_experts, self._has_gate = len(gate), options.has_gate
         _check_alike([*gate, *up], self.intermediate_size, self.hidden_size)
         _check_alike(down, self.hidden_size, self.intermediate_size)
         for number, (a, b) in enumerate(zip(gate, up, strict=True)):
@@ -77,7 +78,11 @@ class PackedExperts:
             if bias is not None:
                 self._check_bias(bias, width)
         activations = kernels.plain.ExpertActivation
-        is_clamped = options.limit is not None
+        activation = activations.kSilu
+        if options.limit is not None:
+            activation = activations.kClampedSwiglu
+        if not options.has_gate:
+            activation = activations.kSquaredRelu
         places = (ctypes.addressof(addresses) for addresses in self._addresses)
         self._struct = kernels.plain.Experts(
             **dict(zip(("gate", "up", "down"), places, strict=True)),
@@ -88,7 +93,7 @@ class PackedExperts:
             has_others=options.first_expert is not None,
             has_orders=any(weight.order is not None for weight in gate),
             scales_inputs=options.scales_inputs,
-            activation=activations.kClampedSwiglu if is_clamped else activations.kSilu,
+            activation=activation,
             alpha=options.alpha,
             limit=options.limit or 0.0,
         )
@@ -121,7 +126,8 @@ class PackedExperts:
         """Pack or quantize dense experts.
 
         Args:
-            gate_up: [E, 2 * I, H], gate then up. Must not be used afterwards.
+            gate_up: [E, 2 * I, H], gate then up; [E, I, H] without gates. Must not be used
+                afterwards.
             down: [E, H, I]. Must not be used afterwards.
             weight_format: int8 or int4, in new memory; None packs the weights as they are, in
                 their own memory where H and I are multiples of 64.
@@ -132,24 +138,27 @@ class PackedExperts:
             ValueError: dtypes, shapes or strides do not allow it.
             MemoryError: there is no scratch memory.
         """
-        if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] % 2:
+        num_first = len(options.parts) - 1
+        if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] % num_first:
             raise ValueError(
                 f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}, not "
                 "[experts, 2 * intermediate, hidden] and [experts, hidden, intermediate]"
             )
-        gate, up = gate_up.chunk(2, dim=1)
-        packed = [[_pack(matrix, weight_format) for matrix in part] for part in (gate, up, down)]
-        gates, ups, downs = packed
-        return cls(gates, ups, downs, biases, options)
+        parts = (*gate_up.chunk(num_first, dim=1), down)
+        *gates, ups, downs = ([_pack(matrix, weight_format) for matrix in part] for part in parts)
+        return cls(gates[0] if gates else ups, ups, downs, biases, options)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights with their scales."""
-        return sum(weight.num_bytes for part in self._weights for weight in part)
+        parts = self._weights if self._has_gate else self._weights[1:]
+        return sum(weight.num_bytes for part in parts for weight in part)
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
         """See `ExpertProducts`. Biases are not added."""
         gate, up, _ = self._weights
+        if not self._has_gate:
+            return up[expert].linear(x)
         return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def pack_stored_experts(
     biases: ExpertBiases = NO_BIASES,
     options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
-    """Gated experts as the kernels read them; None: no kernel multiplies with them.
+    """Experts as the kernels read them; None: no kernel multiplies with them.
 
     Args: see `Ops.prepare_experts`.
 
@@ -64,7 +64,7 @@ def pack_stored_experts(
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
-    return PackedExperts(gates, ups, downs, biases, options)
+    return PackedExperts(gates if options.has_gate else ups, ups, downs, biases, options)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:

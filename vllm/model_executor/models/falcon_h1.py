@@ -1,0 +1,125 @@
+"""Falcon-H1: decoders with attention and a Mamba-2 mixer beside each other in every layer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    GatedMLP,
+    LayerSpec,
+    add_norm,
+)
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mamba import hybrid_sizes, split_mixer
+from vllm.ops.attention_options import AttentionOptions
+
+
+class FalconH1Layer(DecoderLayer):
+    """Attention and a mixer of the same normed input, and an MLP behind them. Multipliers of muP
+    (arXiv 2203.03466) are on the inputs and outputs of all three."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.mamba = Mamba2Mixer(_sizes(spec.arch), spec.tp)
+
+    def make_mlp(self, spec: LayerSpec) -> "FalconH1MLP":
+        return FalconH1MLP(spec.arch, spec.options.mlp_bias, spec.tp)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        config = self.arch.hf_config
+        normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
+        mixed = self.mamba(positions, _scaled(normed, config, "ssm_in_multiplier"))
+        attended = self.self_attn(positions, _scaled(normed, config, "attention_in_multiplier"))
+        both = _scaled(mixed, config, "ssm_out_multiplier")
+        both = both + _scaled(attended, config, "attention_out_multiplier")
+        normed, residual = add_norm(self.post_attention_layernorm, both, residual)
+        return self.mlp(normed), residual
+
+
+class FalconH1MLP(GatedMLP):
+    """down(act(gate(x) * a) * up(x)) * b.
+
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, bias: bool, tp: TPGroup) -> None:
+        super().__init__(arch, bias, tp)
+        self.gate_scale, self.out_scale = _multipliers(arch.hf_config, "mlp_multipliers", 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = torch.cat((gate * self.gate_scale, up), dim=-1)
+        return self.down_proj(self.act(gate_up)) * self.out_scale
+
+
+class FalconH1ForCausalLM(DecoderForCausalLM):
+    """Falcon-H1 0.5B to 34B (TII 2025, arXiv 2507.22448)."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".feed_forward.": ".mlp.",
+        ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        "model.final_layernorm.": "model.norm.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        # Of the keys: rotations do not change by how much a product of both is scaled.
+        scale = float(config.get("key_multiplier") or 1.0) * arch.head_size**-0.5
+        options = replace(
+            llama_options(arch),
+            attention=AttentionOptions(scale),
+            table_scale=float(config.get("embedding_multiplier") or 1.0),
+            logit_scale=float(config.get("lm_head_multiplier") or 1.0),
+        )
+        super().__init__(arch, tp, options, FalconH1Layer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the fused tensors of mixers."""
+        return split_mixer(name, source, _sizes(self.arch))
+
+
+def _sizes(arch: ModelArch) -> Mamba2Sizes:
+    """What config.json says of the mixers."""
+    config, sizes = arch.hf_config, hybrid_sizes(arch)
+    scales = _multipliers(config, "ssm_multipliers", len(sizes.in_parts))
+    return replace(
+        sizes,
+        has_out_bias=bool(config.get("projectors_bias", False)),
+        has_norm=bool(config.get("mamba_rms_norm", False)),
+        is_gated_last=bool(config.get("mamba_norm_before_gate", True)),
+        in_scales=dict(zip(sizes.in_parts, scales, strict=True)),
+    )
+
+
+def _scaled(x: Tensor, config: Mapping[str, Any], name: str) -> Tensor:
+    """x times a multiplier of config.json."""
+    scale = float(config.get(name) or 1.0)
+    return x if scale == 1.0 else x * scale
+
+
+def _multipliers(config: Mapping[str, Any], name: str, count: int) -> list[float]:
+    """Several multipliers of config.json; 1 where it has none.
+
+    Raises:
+        ConfigError: they are not so many numbers.
+    """
+    given = config.get(name) or [1.0] * count
+    try:
+        found = [float(each) for each in given]
+    except (TypeError, ValueError):
+        found = []
+    if len(found) != count:
+        raise ConfigError(f"{name} in config.json must be {count} numbers, got {given!r}")
+    return found

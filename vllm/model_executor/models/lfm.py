@@ -1,0 +1,113 @@
+"""LFM2 and LFM2-MoE: decoders with short convolutions in most layers and attention in some."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.grouped_router import Routing
+from vllm.model_executor.layers.short_convolution import ShortConvolution
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    GatedMLP,
+    LayerSpec,
+    rms_norm,
+)
+from vllm.model_executor.models.deepseek import DeepseekMixture
+from vllm.model_executor.models.fused_weights import split_features
+from vllm.ops.expert_options import RoutingOptions
+
+
+class Lfm2Layer(DecoderLayer):
+    """A `DecoderLayer` with a short convolution or attention."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        arch = spec.arch
+        if not arch.state_layers[spec.index]:
+            return super().make_attention(spec)
+        has_bias = bool(arch.hf_config.get("conv_bias", False))
+        return ShortConvolution(
+            arch.hidden_size, arch.config_size("conv_L_cache"), has_bias, spec.tp
+        )
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return GatedMLP(replace(spec.arch, intermediate_size=_mlp_size(spec.arch)), False, spec.tp)
+
+
+class Lfm2ForCausalLM(DecoderForCausalLM):
+    """LFM2 350M to 2.6B (Liquid AI 2025, arXiv 2511.23404)."""
+
+    layer_type: ClassVar[type[Lfm2Layer]] = Lfm2Layer
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".conv.conv.": ".self_attn.conv1d.",
+        ".conv.": ".self_attn.",
+        ".out_proj.": ".o_proj.",
+        ".q_layernorm.": ".q_norm.",
+        ".k_layernorm.": ".k_norm.",
+        ".operator_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".embedding_norm.": ".norm.",
+        ".feed_forward.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(head_norm=rms_norm), self.layer_type)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the projection of a convolution."""
+        if ".in_proj." not in name:
+            return ((name, source),)
+        parts = dict.fromkeys(("in_b", "in_c", "in_x"), self.arch.hidden_size)
+        return split_features(name, source, "in_proj", parts)
+
+
+class Lfm2MoeLayer(Lfm2Layer):
+    """An `Lfm2Layer` with experts, but for the first layers."""
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        arch = spec.arch
+        if spec.index < int(arch.hf_config.get("num_dense_layers") or 0):
+            return GatedMLP(arch, False, spec.tp)
+        return DeepseekMixture(arch, _routing(arch), spec.tp)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2-8B-A1B (Liquid AI 2025, arXiv 2511.23404)."""
+
+    layer_type = Lfm2MoeLayer
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The bias of choices belongs to the router."""
+        name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
+        return super().convert(name, source)
+
+
+def _mlp_size(arch: ModelArch) -> int:
+    """Intermediate features of an MLP: config.json may give the number before it is adjusted."""
+    config, size = arch.hf_config, arch.intermediate_size
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(float(config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * size / 3))
+    multiple = arch.config_size("block_multiple_of")
+    return -(-size // multiple) * multiple
+
+
+def _routing(arch: ModelArch) -> Routing:
+    config = arch.hf_config
+    options = RoutingOptions(
+        top_k=arch.config_size("num_experts_per_tok"),
+        weights="sigmoid_of_chosen" if config.get("norm_topk_prob", True) else "sigmoid",
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    has_bias = bool(config.get("use_expert_bias", True))
+    return Routing(arch.config_size("num_experts"), options, has_bias)
