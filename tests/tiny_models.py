@@ -301,6 +301,26 @@ _GRANITE_HYBRID = _HYBRID | {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+_DELTA_NET = _DECODER | {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_DELTA_NET_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -316,6 +336,11 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
+    **_if_known("qwen3_next", "Qwen3NextConfig", _DELTA_NET),
+    **_if_known("qwen3_5", "Qwen3_5TextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}),
+    **_if_known(
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}
+    ),
 }
 _MORE |= _STATES
 _FAMILIES |= _MORE

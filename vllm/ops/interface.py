@@ -203,6 +203,39 @@ class Ops(AttentionOps):
         """
 
     @abstractmethod
+    def delta_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logs: Tensor,
+        beta: Tensor,
+    ) -> Tensor:
+        """The gated delta rule over one token of each of B sequences; see
+        `delta_rule.run_delta_rule`.
+
+        All but indices are float32.
+
+        Args:
+            states: [rows, H, V, K]; those of the sequences are replaced.
+            rows: [B] int64, no row twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
+            q, k: [B, G, K].
+            v: [B, H, V].
+            logs: [B, H] logarithm of what is left of a state, at most 0.
+            beta: [B, H].
+
+        Returns:
+            [B, H, V]
+
+        Raises:
+            IndexError: a row is out of range.
+        """
+
+    @abstractmethod
     def route(
         self,
         logits: Tensor,

@@ -31,11 +31,11 @@ _ACTIVATIONS = ("silu", "swish")
 """Two names of one function."""
 
 
-def _check_activation(name: str) -> None:
+def check_activation(name: str) -> None:
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act {name!r} in config.json is not supported for Mamba layers; supported: "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"hidden_act {name!r} in config.json is not supported for layers with states; "
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
 
 
@@ -140,7 +140,7 @@ class Mamba2Sizes:
     activation: str
 
     def __post_init__(self) -> None:
-        _check_activation(self.activation)
+        check_activation(self.activation)
         if self.num_heads % self.num_groups:
             raise ConfigError(
                 f"config.json: the {self.num_heads} heads of Mamba layers are not a multiple of "
@@ -303,7 +303,7 @@ class MambaSizes:
     activation: str
 
     def __post_init__(self) -> None:
-        _check_activation(self.activation)
+        check_activation(self.activation)
 
 
 class MambaMixer(SlicedModule, StateLayer):

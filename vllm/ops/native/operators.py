@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vllm.ops.native.adapters import NativeAdapters
 from vllm.ops.native.attention import NativeAttention
+from vllm.ops.native.delta_rule import NativeDeltaRule
 from vllm.ops.native.experts import NativeExperts
 from vllm.ops.native.state_space import NativeScans
 from vllm.ops.prepared import PreparedHeads, PreparedTable, PreparedWeight
@@ -48,7 +49,7 @@ class DenseHeads(nn.Module):
         return self.weight
 
 
-class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
+class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts, NativeScans):
     """Every operator in torch. Writes over no argument but the caches."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
