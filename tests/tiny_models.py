@@ -321,6 +321,28 @@ _DELTA_NET_ROPE = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+_KIMI_LINEAR = {
+    **{name: value for name, value in _DECODER.items() if name != "max_position_embeddings"},
+    "num_key_value_heads": 4,
+    "model_max_length": 512,
+    "linear_attn_config": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+    },
+    "mla_use_nope": True,
+    "rope_theta": 10000.0,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 48,
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -336,6 +358,7 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
+    **_if_known("kimi_linear", "KimiLinearConfig", _KIMI_LINEAR),
     **_if_known("qwen3_next", "Qwen3NextConfig", _DELTA_NET),
     **_if_known("qwen3_5", "Qwen3_5TextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}),
     **_if_known(

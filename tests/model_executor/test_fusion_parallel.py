@@ -18,7 +18,7 @@ from tests.model_executor.test_fusion import (
     bind_caches,
     run_fused,
 )
-from tests.tiny_models import ALL_FAMILIES, VOCAB_SIZE
+from tests.tiny_models import ALL_FAMILIES, STATE_FAMILIES, VOCAB_SIZE
 from vllm.attention import LaunchContext, share_context
 from vllm.config import ParallelConfig
 from vllm.distributed import Meeting, TPGroup
@@ -39,7 +39,7 @@ pytestmark = [
 
 NOT_HERE = (
     *("olmo2", "olmo3", "olmoe"),
-    *("mamba", "mamba2", "bamba", "granite_hybrid", "granite_hybrid_dense"),
+    *STATE_FAMILIES,
 )
 """Norms that need all heads; states, which no program has."""
 WITH_EXPERTS = [

@@ -110,7 +110,7 @@ class Family:
     of heads."""
 
     # ---- positions
-    rope_switch: tuple[str, str] | None = None
+    rope_switch: tuple[str, str | bool] | None = None
     """Key of the config, and its value with which there are rotations. None: there is no switch."""
     rope_implied_by: str | None = None
     """Key of the config; with it there are rotations even if their base is not given."""

@@ -402,6 +402,12 @@ _OTHERS = (
         reasoning_parser="openai_gptoss",
     ),
     Family(
+        model_type="kimi_linear",
+        module="kimi",
+        architectures=("KimiLinearForCausalLM",),
+        rope_switch=("mla_use_nope", False),
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),

@@ -1,9 +1,10 @@
-"""Gated DeltaNet, which takes the place of attention: a convolution over the last tokens, and a
-state that maps keys to values and is corrected by each token.
+"""Gated DeltaNet and Kimi Delta Attention, which take the place of attention: a convolution over
+the last tokens, and a state that maps keys to values and is corrected by each token.
 
 Independent of launches: `StateLayer` knows whose tokens they are.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,11 @@ from vllm.attention.state import load_states, store_states
 from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    whole_linear,
+)
 from vllm.model_executor.layers.mamba import Convolution, check_activation
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
@@ -28,25 +33,27 @@ _LENGTH_EPS = 1e-6
 
 
 class HeadGatedNorm(nn.Module):
-    """norm(x) * weight * silu(gate), with a mean of squares of each head.
+    """norm(x) * weight * act(gate), with a mean of squares of each head.
 
     Args:
         head_size: D.
         eps: added to the mean of squares.
+        act: of the gate.
 
-    Shape: x [T, H, D] float32, gate [T, H, D] -> [T, H, D] of the dtype of the gate
+    Shape: x [T, H, D] float32, gate [T, H * D] -> [T, H, D] of the dtype of the gate
     """
 
     weight: nn.Parameter
 
-    def __init__(self, head_size: int, eps: float) -> None:
+    def __init__(self, head_size: int, eps: float, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.act = eps, act
         self.weight = nn.Parameter(torch.ones(head_size), requires_grad=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float() * F.silu(gate.float())).to(gate.dtype)
+        factor = self.act(gate.float()).view(x.shape)
+        return (normed * self.weight.float() * factor).to(gate.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +86,16 @@ class DeltaNetSizes:
         """Heads of values that a head of keys serves."""
         return self.num_value_heads // self.num_key_heads
 
+    @property
+    def features(self) -> tuple[int, int, int]:
+        """Of all queries, of all keys and of all values."""
+        keys = self.num_key_heads * self.key_size
+        return keys, keys, self.num_value_heads * self.value_size
+
     def mixed_parts(self, prefix: str) -> dict[str, int]:
         """Queries, keys and values, by names with a prefix -> features, in the order of the
         checkpoint."""
-        keys = self.num_key_heads * self.key_size
-        values = self.num_value_heads * self.value_size
-        return {f"{prefix}q": keys, f"{prefix}k": keys, f"{prefix}v": values}
+        return dict(zip((f"{prefix}{part}" for part in "qkv"), self.features, strict=True))
 
 
 def _fits(sizes: DeltaNetSizes, num_ranks: int) -> bool:
@@ -94,15 +105,15 @@ def _fits(sizes: DeltaNetSizes, num_ranks: int) -> bool:
     return keys_fit and sizes.num_value_heads % num_ranks == 0
 
 
-class GatedDeltaNet(SlicedModule, StateLayer):
-    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), with its heads split over ranks. A key
-    head is on one rank, or on several that share its value heads.
+class DeltaLayer(SlicedModule, StateLayer):
+    """What layers with the gated delta rule have in common; subclasses have the projections.
 
     Args:
         sizes: over all ranks.
-        tp: the ranks that share the heads.
-
-    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+        conv_parts: names of queries, keys and values in the convolution of the checkpoint.
+        is_by_key: each element of keys fades by a number of its own.
+        tp: the ranks that share the heads. A key head is on one rank, or on several that share its
+            value heads.
 
     Raises:
         ConfigError: the heads cannot be split over the ranks.
@@ -115,9 +126,13 @@ class GatedDeltaNet(SlicedModule, StateLayer):
     delta_state: Tensor | None
     """[rows, H, V, K] float32."""
     A_log: nn.Parameter
+    """[H] float32"""
     dt_bias: nn.Parameter
+    """[H] float32, or with is_by_key [H * K]."""
 
-    def __init__(self, sizes: DeltaNetSizes, tp: TPGroup) -> None:
+    def __init__(
+        self, sizes: DeltaNetSizes, conv_parts: Sequence[str], is_by_key: bool, tp: TPGroup
+    ) -> None:
         super().__init__()
         if not _fits(sizes, tp.size):
             fitting = sizes_that_fit(lambda size: _fits(sizes, size), sizes.num_value_heads)
@@ -126,35 +141,25 @@ class GatedDeltaNet(SlicedModule, StateLayer):
                 f"heads of the model's linear attention, and must divide, or be a multiple of, its "
                 f"{sizes.num_key_heads} key heads. {fitting}"
             )
-        replicas = max(1, tp.size // sizes.num_key_heads)
-        values = sizes.num_value_heads * sizes.value_size
-        self.in_proj_qkvz = ColumnParallelLinear(
-            sizes.hidden_size,
-            sizes.mixed_parts("in_") | {"in_proj_z": values},
-            tp,
-            {"in_q": replicas, "in_k": replicas},
-        )
-        self.in_proj_ba = ColumnParallelLinear(
-            sizes.hidden_size,
-            {"in_proj_b": sizes.num_value_heads, "in_proj_a": sizes.num_value_heads},
-            tp,
-        )
+        self.num_replicas = max(1, tp.size // sizes.num_key_heads)
+        """Ranks that have the same key heads."""
+        query, key, _ = conv_parts
         self.conv1d = Convolution(
-            sizes.mixed_parts("conv_"),
+            dict(zip(conv_parts, sizes.features, strict=True)),
             sizes.kernel,
             False,
             tp,
-            {"conv_q": replicas, "conv_k": replicas},
+            {query: self.num_replicas, key: self.num_replicas},
         )
-        self.num_key_heads = divide(sizes.num_key_heads * replicas, tp.size)
+        self.num_key_heads = divide(sizes.num_key_heads * self.num_replicas, tp.size)
         self.num_heads = divide(sizes.num_value_heads, tp.size)
         self.key_size, self.value_size = sizes.key_size, sizes.value_size
-        for name in ("A_log", "dt_bias"):
-            numbers = torch.empty(self.num_heads, dtype=torch.float32)
+        self.is_by_key = is_by_key
+        for name, per_head in (("A_log", 1), ("dt_bias", sizes.key_size if is_by_key else 1)):
+            size = self.num_heads * per_head
+            numbers = torch.empty(size, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
-            self.slices[name] = {"": Slice(0, 0, self.num_heads, sizes.num_value_heads)}
-        self.norm = HeadGatedNorm(sizes.value_size, sizes.norm_eps)
-        self.out_proj = RowParallelLinear(values, sizes.hidden_size, tp)
+            self.slices[name] = {"": Slice(0, 0, size, sizes.num_value_heads * per_head)}
 
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         conv = self.conv1d
@@ -162,19 +167,16 @@ class GatedDeltaNet(SlicedModule, StateLayer):
         state = (self.num_heads, self.value_size, self.key_size)
         return (window, conv.weight.dtype), (state, torch.float32)
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        channels = self.conv1d.num_channels
-        mixed, gate = self.in_proj_qkvz(hidden_states).split(
-            (channels, self.num_heads * self.value_size), dim=-1
-        )
-        b, a = self.in_proj_ba(hidden_states).chunk(2, dim=-1)
-        y = self.run_sequences(mixed, b, a)
-        normed = self.norm(y, gate.unflatten(-1, (self.num_heads, self.value_size)))
-        return self.out_proj(normed.flatten(1))
-
     def advance(
         self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
     ) -> tuple[Tensor, States]:
+        """See `StateLayer`.
+
+        Args:
+            inputs: of the convolution [B, L, channels], of beta [B, L, H], and of what is left of a
+                state, as `dt_bias`.
+            lengths, states: as there.
+        """
         (mixed, b, a), (window, state) = inputs, states
         mixed, window = self.conv1d(mixed, window, lengths)
         logs, beta = self._gates(a, b, lengths)
@@ -189,19 +191,22 @@ class GatedDeltaNet(SlicedModule, StateLayer):
         mixed, window = self.conv1d(mixed, *windows, None)
         store_states((self.window,), rows, (window,))
         logs, beta = self._gates(a, b, None)
-        mixed = self._split(mixed[:, 0])
+        heads = self._split(mixed[:, 0])
         return get_ops().delta_tokens(
-            self.delta_state, rows, is_new, *mixed, logs[:, 0], beta[:, 0]
+            self.delta_state, rows, is_new, *heads, logs[:, 0], beta[:, 0]
         )
 
     def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is left of a state, as a logarithm, and how far a token corrects it, [B, L, H]."""
-        logs = time_steps(a, self.dt_bias, lengths) * -self.A_log.exp()
+        """What is left of a state, as a logarithm, and how far a token corrects it, [B, L, H]; the
+        first maybe [B, L, H, K]."""
+        steps, rate = time_steps(a, self.dt_bias, lengths), -self.A_log.exp()
+        if self.is_by_key:
+            steps, rate = steps.unflatten(-1, (self.num_heads, self.key_size)), rate[:, None]
         beta = b.float().sigmoid()
-        if lengths is None:
-            return logs, beta
-        places = torch.arange(b.shape[1], dtype=lengths.dtype, device=b.device)
-        return logs, beta * (places < lengths[:, None])[:, :, None]
+        if lengths is not None:
+            places = torch.arange(b.shape[1], dtype=lengths.dtype, device=b.device)
+            beta = beta * (places < lengths[:, None])[:, :, None]
+        return steps * rate, beta
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [..., G, K] of length 1, queries also divided by the root of K, and
@@ -210,6 +215,86 @@ class GatedDeltaNet(SlicedModule, StateLayer):
         q, k, v = mixed.split((keys, keys, self.num_heads * self.value_size), dim=-1)
         q, k = (_unit(x.unflatten(-1, (self.num_key_heads, self.key_size))) for x in (q, k))
         return q * self.key_size**-0.5, k, v.unflatten(-1, (self.num_heads, self.value_size))
+
+
+class GatedDeltaNet(DeltaLayer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), with its heads split over ranks.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the heads.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Raises:
+        ConfigError: the heads cannot be split over the ranks.
+    """
+
+    def __init__(self, sizes: DeltaNetSizes, tp: TPGroup) -> None:
+        super().__init__(sizes, ("conv_q", "conv_k", "conv_v"), False, tp)
+        queries, keys, values = sizes.features
+        self.in_proj_qkvz = ColumnParallelLinear(
+            sizes.hidden_size,
+            {"in_q": queries, "in_k": keys, "in_v": values, "in_proj_z": values},
+            tp,
+            {"in_q": self.num_replicas, "in_k": self.num_replicas},
+        )
+        self.in_proj_ba = ColumnParallelLinear(
+            sizes.hidden_size,
+            {"in_proj_b": sizes.num_value_heads, "in_proj_a": sizes.num_value_heads},
+            tp,
+        )
+        self.norm = HeadGatedNorm(sizes.value_size, sizes.norm_eps, F.silu)
+        self.out_proj = RowParallelLinear(values, sizes.hidden_size, tp)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        channels = self.conv1d.num_channels
+        mixed, gate = self.in_proj_qkvz(hidden_states).split(
+            (channels, self.num_heads * self.value_size), dim=-1
+        )
+        y = self.run_sequences(mixed, *self.in_proj_ba(hidden_states).chunk(2, dim=-1))
+        return self.out_proj(self.norm(y, gate).flatten(1))
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 3), with its heads split over
+    ranks: Gated DeltaNet whose keys fade by element, with gates of low rank.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the heads.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Raises:
+        ConfigError: the heads cannot be split over the ranks.
+    """
+
+    def __init__(self, sizes: DeltaNetSizes, tp: TPGroup) -> None:
+        super().__init__(sizes, ("q_conv1d", "k_conv1d", "v_conv1d"), True, tp)
+        hidden, rank = sizes.hidden_size, sizes.value_size
+        queries, keys, values = sizes.features
+        self.qkv_proj = ColumnParallelLinear(
+            hidden, {"q_proj": queries, "k_proj": keys, "v_proj": values}, tp
+        )
+        self.f_a_proj, self.g_a_proj = (
+            whole_linear(hidden, rank, tp),
+            whole_linear(hidden, rank, tp),
+        )
+        self.f_b_proj = ColumnParallelLinear(rank, {"": keys}, tp)
+        self.g_b_proj = ColumnParallelLinear(rank, {"": values}, tp)
+        self.b_proj = ColumnParallelLinear(hidden, {"": sizes.num_value_heads}, tp)
+        self.o_norm = HeadGatedNorm(sizes.value_size, sizes.norm_eps, torch.sigmoid)
+        self.o_proj = RowParallelLinear(values, hidden, tp)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        y = self.run_sequences(
+            self.qkv_proj(hidden_states),
+            self.b_proj(hidden_states),
+            self.f_b_proj(self.f_a_proj(hidden_states)),
+        )
+        gate = self.g_b_proj(self.g_a_proj(hidden_states))
+        return self.o_proj(self.o_norm(y, gate).flatten(1))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
     return RMSNorm(size, arch.norm_eps)
 
 
+def rms_norm_from_one(arch: ModelArch, size: int) -> RMSNorm:
+    """The norm of Qwen3-Next, whose weights are stored less one."""
+    return RMSNorm(size, arch.norm_eps, offset=1)
+
+
 def layer_norm(arch: ModelArch, size: int) -> LayerNorm:
     """The norm of GPT."""
     return LayerNorm(size, arch.norm_eps)

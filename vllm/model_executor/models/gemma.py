@@ -29,7 +29,7 @@ class _Gemma(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weight of a norm is 1 + what is stored."""
         if name.endswith("norm.weight"):
-            source = source.mapped(plus_one)
+            source = source.mapped(_plus_one)
         return ((name, source),)
 
 
@@ -72,6 +72,5 @@ def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:
     )
 
 
-def plus_one(weight: Tensor) -> Tensor:
-    """Return the weight of a norm whose checkpoints store it less one."""
+def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1

@@ -16,7 +16,7 @@ from vllm.model_executor.models.decoder import (
     DecoderLayer,
     Layer,
     LayerSpec,
-    rms_norm,
+    rms_norm_from_one,
 )
 from vllm.model_executor.models.fused_weights import (
     experts_in,
@@ -24,7 +24,6 @@ from vllm.model_executor.models.fused_weights import (
     split_groups,
     split_sizes_of_groups,
 )
-from vllm.model_executor.models.gemma import plus_one
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import MixtureLayer, mixture_options, split_by_expert
 
@@ -71,15 +70,16 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(
-            llama_options(arch), head_norm=rms_norm, has_output_gate=True, needs_positions=False
+            llama_options(arch),
+            norm=rms_norm_from_one,
+            head_norm=rms_norm_from_one,
+            has_output_gate=True,
+            needs_positions=False,
         )
         super().__init__(arch, tp, options, self.layer_type)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Split fused layers and experts. The weight of a norm is 1 + what is stored, but for norms
-        with gates."""
-        if name.endswith("norm.weight") and not name.endswith(".self_attn.norm.weight"):
-            return ((name, source.mapped(plus_one)),)
+        """Split fused layers and experts."""
         if ".self_attn.q_proj." in name:  # of each head the query, then the gate
             heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
             return split_groups(name, source, "q_proj", heads, size, self.arch.num_heads)
