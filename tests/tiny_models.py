@@ -344,6 +344,48 @@ _NEMOTRON_H = _DECODER | {
     "routed_scaling_factor": 2.5,
     "time_step_min": 1e-20,  # transformers limits the steps of prompts by it, and none of decodes
 }
+_DELTA_NET = _DECODER | {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_DELTA_NET_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+_KIMI_LINEAR = {
+    **{name: value for name, value in _DECODER.items() if name != "max_position_embeddings"},
+    "num_key_value_heads": 4,
+    "model_max_length": 512,
+    "linear_attn_config": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+    },
+    "mla_use_nope": True,
+    "rope_theta": 10000.0,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 48,
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -380,6 +422,12 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
+    **_if_known("kimi_linear", "KimiLinearConfig", _KIMI_LINEAR),
+    **_if_known("qwen3_next", "Qwen3NextConfig", _DELTA_NET),
+    **_if_known("qwen3_5", "Qwen3_5TextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}),
+    **_if_known(
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}
+    ),
 }
 _MORE |= _STATES
 _FAMILIES |= _MORE

@@ -10,6 +10,7 @@
 #include "cache.h"
 #include "collectives.h"
 #include "decode_step.h"
+#include "delta_rule.h"
 #include "linear_pack.h"
 #include "low_rank.h"
 #include "moe.h"
@@ -79,6 +80,7 @@ constexpr vllm_cpu::Kernel kernels[] = {
     KERNEL(add_low_rank),
     KERNEL_WITHOUT_DTYPE(tile_matrix),
     KERNEL_WITHOUT_DTYPE(scan_tokens),
+    KERNEL_WITHOUT_DTYPE(delta_tokens),
     KERNEL(program_scratch_bytes),
     KERNEL(program_forward),
     KERNEL(decode_step_scratch_bytes),

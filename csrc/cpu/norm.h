@@ -5,9 +5,11 @@
 
 namespace VLLM_ISA {
 
-// out = x / sqrt(mean(x^2) + eps) * weight, in float for every T and rounded once. out may be x.
+// out = x / sqrt(mean(x^2) + eps) * (weight + offset), in float for every T and rounded once. out may
+// be x.
 template <typename T>
-inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, float eps) {
+inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, float eps,
+                         float offset) {
   Vec squares[4] = {};  // four sums: one would wait for its own last addition
   int64_t i = 0;
   for (; i + 4 * kLanes <= hidden; i += 4 * kLanes) {
@@ -23,19 +25,20 @@ inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, fl
   });
   const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
   const Vec scale = splat(1.0f / __builtin_sqrtf(sum / static_cast<float>(hidden) + eps));
+  const Vec added = splat(offset);
   for_each_vector(hidden, [&](int64_t j, int64_t count) {
-    store(out + j, load(x + j, count) * scale * load(weight + j, count), count);
+    store(out + j, load(x + j, count) * scale * (load(weight + j, count) + added), count);
   });
 }
 
 // residual = x + residual; out = rms_norm(residual). out may be x.
 template <typename T>
 inline void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden,
-                             float eps) {
+                             float eps, float offset) {
   for_each_vector(hidden, [&](int64_t i, int64_t count) {
     store(residual + i, load(x + i, count) + load(residual + i, count), count);
   });
-  rms_norm_row(residual, weight, out, hidden, eps);
+  rms_norm_row(residual, weight, out, hidden, eps, offset);
 }
 
 // out = (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. weight and bias may be null,

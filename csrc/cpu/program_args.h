@@ -48,6 +48,7 @@ VLLM_STRUCT(Operation,
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
                            // layer_norm: 1 where each head has a weight of its own;
+                           // rms_norm, add_rms_norm: what is added to the weight;
                            // route: a Routing; round_to_fp8: the largest number
   int64_t top_k;           // of route and experts
   int64_t num_groups, top_groups;  // of route, as in ChoiceOptions

@@ -155,14 +155,16 @@ void replace(const RowCall<T>& rows) {
 template <typename T>
 void rms_norm(const RowCall<T>& rows) {
   rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
-    rms_norm_row(x, rows.weight(), out, rows.op.head_size, rows.op.scalar);
+    rms_norm_row(x, rows.weight(), out, rows.op.head_size, rows.op.scalar,
+                 static_cast<float>(rows.op.option));
   });
 }
 
 template <typename T>
 void add_rms_norm(const RowCall<T>& rows) {
   rows.for_pairs([&](const T* x, T* residual, T* out) {
-    add_rms_norm_row(x, residual, rows.weight(), out, rows.op.head_size, rows.op.scalar);
+    add_rms_norm_row(x, residual, rows.weight(), out, rows.op.head_size, rows.op.scalar,
+                     static_cast<float>(rows.op.option));
   });
 }
 

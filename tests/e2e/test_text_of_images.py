@@ -15,7 +15,15 @@ from tests.e2e.reference import (
     assert_all_greedy,
     random_prompts,
 )
-from tests.tiny_models import _DECODER, _GEMMA2, _LLAMA3_ROPE, is_version_4, randomize
+from tests.tiny_models import (
+    _DECODER,
+    _DELTA_NET,
+    _DELTA_NET_ROPE,
+    _GEMMA2,
+    _LLAMA3_ROPE,
+    is_version_4,
+    randomize,
+)
 from vllm import LLM, SamplingParams
 from vllm.config.families import TEXT_TYPES
 from vllm.errors import ConfigError, WeightLoadError
@@ -29,6 +37,15 @@ _VISION = {
     "num_attention_heads": 2,
     "image_size": 8,
     "patch_size": 4,
+}
+_QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 4,
 }
 _ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -47,6 +64,16 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"intermediate_size_mlp": 112, "attention_chunk_size": 20, "attn_scale": 0.5}
         | {"rope_parameters": _LLAMA3_ROPE},
         {"vision_config": _VISION | {"vision_output_dim": 16, "projector_output_dim": 16}},
+    ),
+    "Qwen3_5ForConditionalGeneration": (
+        "qwen3_5",
+        _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},
+        {"vision_config": _QWEN_VISION},
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "qwen3_5_moe",
+        _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},
+        {"vision_config": _QWEN_VISION},
     ),
     "Mistral3ForConditionalGeneration": (
         "mistral3",
@@ -79,13 +106,16 @@ def whole(tmp_path_factory):
     return of
 
 
+_PARTS = ("language_model", "vision_tower", "vision_model", "visual", "multi_modal_projector")
+
+
 def with_names(folder: Path, target: Path, layout: str) -> Path:
     """A copy with the names of transformers before 4.52 or since."""
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        for part in ("language_model", "vision_tower", "vision_model", "multi_modal_projector"):
+        for part in _PARTS:
             if name.startswith((f"{part}.", f"model.{part}.")):
                 rest = name.removeprefix("model.").removeprefix(f"{part}.")
                 if part == "language_model" and not rest.startswith(("model.", "lm_head.")):
@@ -101,6 +131,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
         else:
             name = f"language_model.{name}" if layout == "before" else name
         tensors[name] = tensor
+    if any(name.startswith(("visual.", "model.visual.")) for name in tensors):
+        tensors["mtp.fc.weight"] = torch.ones(2, 2)  # of layers that guess further tokens
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 

@@ -26,6 +26,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+_DELTA_NET = [*_ATTENTION, *(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv", "z", "b", "a"))]
+_DELTA_NET += ["out_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # peft has all experts of a layer as one parameter.
     **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},
@@ -33,6 +35,10 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": _LATENT}
         for family in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
     },
+    "kimi_linear": {
+        "target_modules": [*_LATENT, "k_proj", "v_proj", "b_proj", "f_a_proj", "g_b_proj"]
+    },
+    **{family: {"target_modules": _DELTA_NET} for family in ("qwen3_next", "qwen3_5_moe")},
     # peft refuses the others.
     "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
     "mamba2": {"target_modules": ["in_proj"]},

@@ -17,6 +17,12 @@ from vllm.ops.native.operators import NativeOps
 
 WIDE = {"intermediate_size": 192}
 MIXER = ("x_proj", "dt_proj")
+_DELTA_NET = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 TABLE = {
     # Family: values of its config, and layers that stay dense.
     "phi3": (WIDE, ()),
@@ -35,6 +41,8 @@ TABLE = {
     "mamba2": ({}, ()),
     "bamba": (WIDE, ()),
     "granite_hybrid_dense": ({"shared_intermediate_size": 96, "num_hidden_layers": 4}, ()),
+    "qwen3_next": (WIDE | _DELTA_NET, ()),
+    "qwen3_5": (WIDE | _DELTA_NET, ()),
     "deepseek_v3": (
         WIDE
         | {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64},

@@ -85,6 +85,7 @@ _FAMILIES = {
     "qwen2": ("qwen2", "Qwen2Tokenizer", _qwen, {"eos_token": "<|endoftext|>"}),
     "qwen2-generic": ("qwen2", "PreTrainedTokenizerFast", _qwen, {"eos_token": "</s>"}),
     "qwen3": ("qwen3_moe", "Qwen2Tokenizer", _qwen, {"eos_token": "<|endoftext|>"}),
+    "qwen3_5": ("qwen3_5", "Qwen2Tokenizer", _qwen, {"eos_token": "<|endoftext|>"}),
     "gpt2": ("gpt2", "GPT2Tokenizer", _byte_level, _GPT2),
     "opt": ("opt", "GPT2Tokenizer", _byte_level, {**_LLAMA, "add_bos_token": True}),
     "granite": ("granite", "GPT2Tokenizer", _byte_level, _GPT2),

@@ -21,7 +21,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = field(metadata={"auto": True})
     """Maximum number of requests in one step. Not set: 256 on cpu, 128 on hpu; 32 for a
-    model with states (Mamba layers)."""
+    model with states (Mamba or DeltaNet layers)."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
     """Maximum number of tokens in one step, over all requests. All streams wait for a step: where

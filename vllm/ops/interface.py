@@ -39,7 +39,7 @@ class Ops(AttentionOps):
     """
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         """Scale every row to unit root mean square, then multiply by the weight.
 
         All of it is done in float32 and rounded once, as Gemma, OLMo 2 and GPT-OSS were trained.
@@ -49,6 +49,7 @@ class Ops(AttentionOps):
             x: [..., hidden]. A head norm passes [T, H, D]. Not changed.
             weight: [hidden].
             eps: added to the mean of squares.
+            offset: added to the weight: 1 where a checkpoint has weights less one.
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -59,7 +60,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         """`new_residual = x + residual`, and `rms_norm` of it, in one pass.
 
@@ -71,6 +72,7 @@ class Ops(AttentionOps):
             residual: [T, hidden].
             weight: [hidden].
             eps: added to the mean of squares.
+            offset: as in `rms_norm`.
 
         Returns:
             (normed, new_residual), both [T, hidden]. The sum is rounded to the dtype of x
@@ -208,6 +210,40 @@ class Ops(AttentionOps):
 
         Returns:
             [B, H, P]
+
+        Raises:
+            IndexError: a row is out of range.
+        """
+
+    @abstractmethod
+    def delta_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logs: Tensor,
+        beta: Tensor,
+    ) -> Tensor:
+        """The gated delta rule over one token of each of B sequences; see
+        `delta_rule.run_delta_rule`.
+
+        All but indices are float32.
+
+        Args:
+            states: [rows, H, V, K]; those of the sequences are replaced.
+            rows: [B] int64, no row twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
+            q, k: [B, G, K].
+            v: [B, H, V].
+            logs: [B, H] logarithm of what is left of a state, at most 0; or [B, H, K], of each
+                element of keys.
+            beta: [B, H].
+
+        Returns:
+            [B, H, V]
 
         Raises:
             IndexError: a row is out of range.

@@ -40,7 +40,7 @@ def states_are_not_copied() -> ConfigError:
     """The error for a model whose KV cache is not all there is."""
     return ConfigError(
         "kv_transfer_config: this model has a state for each request beside the KV cache "
-        "(Mamba layers), which is not copied. Leave it out"
+        "(Mamba or DeltaNet layers), which is not copied. Leave it out"
     )
 
 

@@ -77,7 +77,9 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         return tuple(index not in attends for index in range(num_layers))
     layer_types = read_layer_kinds(config)
     if not layer_types:
-        return (False,) * num_layers
+        # As Kimi Linear is published; the first layer is number 1.
+        numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or ()
+        return tuple(index + 1 in numbers for index in range(num_layers))
     if len(layer_types) < num_layers:
         raise ConfigError(
             f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"

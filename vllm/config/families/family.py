@@ -117,7 +117,7 @@ class Family:
     # ---- positions
     has_positions: bool = True
     """False: attention has no rotations, whatever the config says of them."""
-    rope_switch: tuple[str, str] | None = None
+    rope_switch: tuple[str, str | bool] | None = None
     """Key of the config, and its value with which there are rotations. None: there is no switch."""
     rope_implied_by: str | None = None
     """Key of the config; with it there are rotations even if their base is not given."""

@@ -215,6 +215,24 @@ _QWENS = (
         ),
         awq_pairs=_AWQ_MIXTURE,
     ),
+    Family(
+        model_type="qwen3_next",
+        module="qwen3_next",
+        architectures=("Qwen3NextForCausalLM",),
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_5_text",
+        module="qwen3_next",
+        architectures=("Qwen3_5ForCausalLM",),
+        tokenizer="Qwen3_5Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_5_moe_text",
+        module="qwen3_next",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        tokenizer="Qwen3_5Tokenizer",
+    ),
 )
 _GEMMAS = (
     Family(
@@ -411,6 +429,12 @@ _OTHERS = (
         tokenizer="",
     ),
     Family(
+        model_type="kimi_linear",
+        module="kimi",
+        architectures=("KimiLinearForCausalLM",),
+        rope_switch=("mla_use_nope", False),
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
@@ -538,6 +562,20 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
+    ),
+    Family(
+        model_type="qwen3_5",
+        module="text_of_images",
+        architectures=("Qwen3_5ForConditionalGeneration",),
+        text_type="qwen3_5_text",
+        tokenizer="Qwen3_5Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_5_moe",
+        module="text_of_images",
+        architectures=("Qwen3_5MoeForConditionalGeneration",),
+        text_type="qwen3_5_moe_text",
+        tokenizer="Qwen3_5Tokenizer",
     ),
 )
 _ENCODERS = (

@@ -48,8 +48,8 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
         raise ConfigError(f"{name} does not generate text. Name one that does")
     if draft.resolved_arch.has_states:
         raise ConfigError(
-            f"{name} keeps states (Mamba layers), which cannot go back to where a draft was wrong. "
-            f"Name a model without them, or use the method ngram"
+            f"{name} keeps states (Mamba or DeltaNet layers), which cannot go back to where a "
+            f"draft was wrong. Name a model without them, or use the method ngram"
         )
     try:
         draft = resolve_quantization(draft, platform)

@@ -32,11 +32,11 @@ _ACTIVATIONS = ("silu", "swish")
 """Two names of one function."""
 
 
-def _check_activation(name: str) -> None:
+def check_activation(name: str) -> None:
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act {name!r} in config.json is not supported for Mamba layers; supported: "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"hidden_act {name!r} in config.json is not supported for layers with states; "
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
 
 
@@ -163,7 +163,7 @@ class Mamba2Sizes:
     """Part of what the projection in puts out -> what multiplies it, when not 1."""
 
     def __post_init__(self) -> None:
-        _check_activation(self.activation)
+        check_activation(self.activation)
         if self.num_heads % self.num_groups:
             raise ConfigError(
                 f"config.json: the {self.num_heads} heads of Mamba layers are not a multiple of "
@@ -348,7 +348,7 @@ class MambaSizes:
     squares; None: they are not."""
 
     def __post_init__(self) -> None:
-        _check_activation(self.activation)
+        check_activation(self.activation)
 
 
 class MambaMixer(SlicedModule, StateLayer):

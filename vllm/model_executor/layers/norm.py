@@ -12,11 +12,12 @@ from vllm.ops import get_ops
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     Args:
         size: of the last dimension: the hidden size, or the head size for a head norm.
         eps: added to the mean of squares.
+        offset: 1 where weights are stored less one, which has more digits than their rounded sum.
 
     Shape: [..., size] -> [..., size]. With a residual [T, size] the sum of both is normed, and
     the result is (normed, sum); x and residual may be overwritten.
@@ -24,9 +25,9 @@ class RMSNorm(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: int = 0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     @overload
@@ -37,8 +38,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
-            return get_ops().rms_norm(x, self.weight, self.eps)
-        return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return get_ops().rms_norm(x, self.weight, self.eps, self.offset)
+        return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
 class SplitRMSNorm(SlicedModule):

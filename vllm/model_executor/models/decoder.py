@@ -41,6 +41,11 @@ def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
     return RMSNorm(size, arch.norm_eps)
 
 
+def rms_norm_from_one(arch: ModelArch, size: int) -> RMSNorm:
+    """The norm of Qwen3-Next, whose weights are stored less one."""
+    return RMSNorm(size, arch.norm_eps, offset=1)
+
+
 def layer_norm(arch: ModelArch, size: int) -> LayerNorm:
     """The norm of GPT."""
     return LayerNorm(size, arch.norm_eps)
@@ -71,6 +76,8 @@ class DecoderOptions:
     """The same, a layer norm with weights of its own for each head."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
+    has_output_gate: bool = False
+    """What attention puts out is multiplied with the sigmoid of `gate_proj`."""
     has_sinks: bool = False
     """Each head has a learned score, `sinks`, of one more key without a value."""
     alibi_scale: float = 0.0
@@ -112,9 +119,12 @@ class DecoderAttention(SlicedModule):
         q_size = arch.num_heads * arch.head_size
         kv_size = arch.num_kv_heads * arch.head_size
         replicas = max(1, tp.size // arch.num_kv_heads)
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        if options.has_output_gate:
+            parts["gate_proj"] = q_size
         self.qkv_proj = ColumnParallelLinear(
             input_size or arch.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            parts,
             tp,
             num_replicas={"k_proj": replicas, "v_proj": replicas},
             bias=options.qkv_bias,
@@ -149,16 +159,19 @@ class DecoderAttention(SlicedModule):
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        q, k, v = self.project(hidden_states)
+        q, k, v, *gate = self.project(hidden_states)
         q, k = self.normed(q, k)
         if self.qkv_limit is not None:
             q, k, v = (part.clamp(-self.qkv_limit, self.qkv_limit) for part in (q, k, v))
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        attended = self.attn(q, k, v)
+        if gate:
+            attended = attended * gate[0].sigmoid()
+        return self.o_proj(attended.flatten(1))
 
     def project(self, hidden_states: Tensor) -> list[Tensor]:
-        """Query, key and value, [T, heads, head_size] each."""
+        """Query, key, value and maybe the gate, [T, heads, head_size] each."""
         packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
         return [part.unflatten(-1, (-1, self.head_size)) for part in packed]
 

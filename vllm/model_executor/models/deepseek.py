@@ -41,13 +41,13 @@ class LatentSelfAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
     Keys and values of all heads are projections of one latent vector, which is what is cached,
-    with one rotated key behind it that all heads share. Queries may be projected from a compressed
-    vector, too.
+    with one key behind it that all heads share, rotated unless there are no positions. Queries may
+    be projected from a compressed vector, too.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
     """
 
-    def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding, tp: TPGroup) -> None:
+    def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding | None, tp: TPGroup) -> None:
         super().__init__()
         config, hidden, num_heads = arch.hf_config, arch.hidden_size, arch.num_heads
         size = arch.config_size
@@ -77,9 +77,9 @@ class LatentSelfAttention(nn.Module):
         query = self._project_query(hidden_states).unflatten(-1, (-1, sum(self.query_sizes)))
         query, rotated = query.split(self.query_sizes, dim=-1)
         latent, shared_key = self.kv_a_proj_with_mqa(hidden_states).split(self.latent_sizes, dim=-1)
-        rotated, shared_key = self.rotary_emb(
-            positions, rotated.contiguous(), shared_key.unsqueeze(1).contiguous()
-        )
+        rotated, shared_key = rotated.contiguous(), shared_key.unsqueeze(1).contiguous()
+        if self.rotary_emb is not None:
+            rotated, shared_key = self.rotary_emb(positions, rotated, shared_key)
         query = self.kv_b_proj.absorb(query, rotated)
         key = torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), shared_key), dim=-1)
         attended = self.kv_b_proj.expand(self.attn(query, key))

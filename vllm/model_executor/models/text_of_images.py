@@ -6,6 +6,7 @@ from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 
 
@@ -19,7 +20,7 @@ class _LanguageModel(CausalLM):
     ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
         f"{level}{part}."
         for level in ("", "model.")
-        for part in ("vision_tower", "vision_model", "multi_modal_projector")
+        for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
     )
 
 
@@ -34,6 +35,20 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
     """Mistral Small 3.1 and 3.2 (Mistral AI 2025), of which text input is served."""
+
+
+class _Qwen(_LanguageModel):
+    """The layers that guess further tokens are not loaded either."""
+
+    ignored_prefixes: ClassVar[tuple[str, ...]] = (*_LanguageModel.ignored_prefixes, "mtp.")
+
+
+class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
+    """Qwen 3.5 and 3.6, dense (Qwen team 2026), of which text input is served."""
+
+
+class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
+    """Qwen 3.5 and 3.6 with experts (Qwen team 2026), of which text input is served."""
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):

@@ -1,5 +1,6 @@
-"""The scan of state-space layers on the C++ kernels."""
+"""Layers with states on the C++ kernels: one token of each sequence."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,10 +26,7 @@ def scan_tokens(
     """
     num_rows, num_heads, head_size, state_size = states.shape
     num_sequences, num_groups = len(rows), b.shape[1]
-    if num_heads % num_groups:
-        raise ValueError(f"{num_heads} heads are not a multiple of {num_groups} groups")
-    if not states.is_contiguous():
-        raise ValueError("states are not dense")
+    _check_states(states, num_groups)
     shared = (num_sequences, num_groups, state_size)
     fading = (steps * decay).exp()
     given = {
@@ -41,14 +39,8 @@ def scan_tokens(
         "b": (b, torch.float32, shared),
         "c": (c, torch.float32, shared),
     }
-    for name, (tensor, dtype, shape) in given.items():
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
-                f"{dtype} {list(shape)} on cpu"
-            )
+    dense = _dense(given)
     y = torch.empty(num_sequences, num_heads, head_size)
-    dense = [tensor.contiguous() for tensor, _, _ in given.values()]
     bad = kernels.scan_tokens(
         *(tensor.data_ptr() for tensor in dense),
         y.data_ptr(),
@@ -60,6 +52,81 @@ def scan_tokens(
         state_size,
         torch.get_num_threads(),
     )
+    _check_row(bad, rows, num_rows)
+    return y
+
+
+def delta_tokens(
+    kernels: Any,
+    states: Tensor,
+    rows: Tensor,
+    is_new: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logs: Tensor,
+    beta: Tensor,
+) -> Tensor:
+    """See `Ops.delta_tokens`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: a row is out of range.
+    """
+    num_rows, num_heads, value_size, key_size = states.shape
+    num_sequences, num_groups = len(rows), k.shape[1]
+    _check_states(states, num_groups)
+    fadings = (key_size,) if logs.dim() == 3 else ()
+    shared, of_heads = (num_sequences, num_groups, key_size), (num_sequences, num_heads)
+    dense = _dense(
+        {
+            "states": (states, torch.float32, tuple(states.shape)),
+            "rows": (rows, torch.int64, (num_sequences,)),
+            "is_new": (is_new, torch.bool, (num_sequences,)),
+            "q": (q, torch.float32, shared),
+            "k": (k, torch.float32, shared),
+            "v": (v, torch.float32, (*of_heads, value_size)),
+            "logs": (logs, torch.float32, (*of_heads, *fadings)),
+            "beta": (beta, torch.float32, of_heads),
+        }
+    )
+    dense[6] = dense[6].exp()
+    y = torch.empty(*of_heads, value_size)
+    bad = kernels.delta_tokens(
+        *(tensor.data_ptr() for tensor in dense),
+        y.data_ptr(),
+        num_sequences,
+        num_rows,
+        num_heads,
+        value_size,
+        num_groups,
+        key_size,
+        *(fadings or (1,)),
+        torch.get_num_threads(),
+    )
+    _check_row(bad, rows, num_rows)
+    return y
+
+
+def _check_states(states: Tensor, num_groups: int) -> None:
+    if states.shape[1] % num_groups:
+        raise ValueError(f"{states.shape[1]} heads are not a multiple of {num_groups} groups")
+    if not states.is_contiguous():
+        raise ValueError("states are not dense")
+
+
+def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """Return the tensors, dense, when they have the dtypes and shapes beside them."""
+    for name, (tensor, dtype, shape) in given.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
+                f"{dtype} {list(shape)} on cpu"
+            )
+    return [tensor.contiguous() for tensor, _, _ in given.values()]
+
+
+def _check_row(bad: int, rows: Tensor, num_rows: int) -> None:
+    """Raise for the sequence that a kernel has refused; -1: none."""
     if bad >= 0:
         raise IndexError(f"rows[{bad}] is {rows[bad]}, there are {num_rows} states")
-    return y

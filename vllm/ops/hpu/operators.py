@@ -86,11 +86,13 @@ class HPUOps(NativeOps):
     def _card(self, options: ExpertOptions) -> CardExperts:
         return CardExperts(self._kernels, self._is_lazy, self._operators, options)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
         if not self._has_rms_norm:
-            return super().rms_norm(x, weight, eps)
+            return super().rms_norm(x, weight, eps, offset)
+        if offset:
+            weight = weight + offset
         # The kernel takes three dimensions or more; models launch with [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)

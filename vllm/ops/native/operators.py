@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vllm.ops.native.adapters import NativeAdapters
 from vllm.ops.native.attention import NativeAttention
+from vllm.ops.native.delta_rule import NativeDeltaRule
 from vllm.ops.native.experts import NativeExperts
 from vllm.ops.native.state_space import NativeScans
 from vllm.ops.prepared import PreparedHeads, PreparedTable, PreparedWeight
@@ -48,18 +49,19 @@ class DenseHeads(nn.Module):
         return self.weight
 
 
-class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
+class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts, NativeScans):
     """Every operator in torch. Writes over no argument but the caches."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
         x_float = x.float()
         normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-        return (normed * weight.float()).to(x.dtype)
+        scale = weight.float() + offset if offset else weight.float()
+        return (normed * scale).to(x.dtype)
 
     def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         if x.shape != residual.shape or x.dtype != residual.dtype:
             raise ValueError(
@@ -67,7 +69,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeExperts, NativeScans):
                 f"{list(residual.shape)}"
             )
         new_residual = x + residual
-        return self.rms_norm(new_residual, weight, eps), new_residual
+        return self.rms_norm(new_residual, weight, eps, offset), new_residual
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float

@@ -105,7 +105,7 @@ def scan_heads(
         keys, queries = b[:, part].transpose(1, 2), c[:, part].transpose(1, 2)  # [B, G, Q, N]
         logs = (steps * decay).transpose(1, 2)  # [B, H, Q]
         faded = logs.cumsum(-1).exp()[..., None]
-        weights = _faded_between(logs)
+        weights = faded_between(logs)
         scores = (queries @ keys.transpose(2, 3)).repeat_interleave(per_group, 1) * weights
         keys = keys.repeat_interleave(per_group, 1)
         queries = queries.repeat_interleave(per_group, 1)
@@ -116,7 +116,7 @@ def scan_heads(
     return torch.cat(outputs, dim=1), state
 
 
-def _faded_between(logs: Tensor) -> Tensor:
+def faded_between(logs: Tensor) -> Tensor:
     """What is left at token i of what entered at token j, [..., Q, Q]; 0 where j is behind i.
 
     Args:

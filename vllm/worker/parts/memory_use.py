@@ -98,7 +98,7 @@ def draft_use(num_bytes: int) -> MemoryUse:
 def states_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     """Return the use of the recurrent states of all requests."""
     setting = f"--max-num-seqs {config.scheduler.max_num_seqs}"
-    return MemoryUse("recurrent (Mamba) states", num_bytes, "lower --max-num-seqs", setting)
+    return MemoryUse("recurrent states", num_bytes, "lower --max-num-seqs", setting)
 
 
 def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:

@@ -27,7 +27,7 @@ from vllm.ops.cpu.row_operations import (
     refuse_pair,
     refuse_strides,
 )
-from vllm.ops.cpu.state_space import scan_tokens
+from vllm.ops.cpu.state_space import delta_tokens, scan_tokens
 from vllm.ops.cpu.symbols import Rows
 from vllm.ops.cpu.weights.head_linear import PackedHeads
 from vllm.ops.cpu.weights.stored import pack_stored, pack_stored_experts
@@ -128,19 +128,28 @@ class CPUOps(NativeOps):
         add_low_rank(kernels, y, x, layer, PackedRows(kernels, rows, len(x)))
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         run = self._rows_of(x)
         if run is None:
-            return super().rms_norm(x, weight, eps)
-        return run("rms_norm", x, weight=weight, scalar=eps)
+            return super().rms_norm(x, weight, eps, offset)
+        return run("rms_norm", x, weight=weight, scalar=eps, option=offset)
 
     def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(x)
         if run is None:
-            return super().fused_add_rms_norm(x, residual, weight, eps)
-        return run("add_rms_norm", x, residual, weight=weight, scalar=eps, in_place=True), residual
+            return super().fused_add_rms_norm(x, residual, weight, eps, offset)
+        normed = run(
+            "add_rms_norm",
+            x,
+            residual,
+            weight=weight,
+            scalar=eps,
+            option=offset,
+            in_place=True,
+        )
+        return normed, residual
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -233,6 +242,21 @@ class CPUOps(NativeOps):
         if self._plain is None or not states.is_cpu:
             return super().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
         return scan_tokens(self._plain, states, rows, is_new, x, steps, decay, b, c)
+
+    def delta_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logs: Tensor,
+        beta: Tensor,
+    ) -> Tensor:
+        if self._plain is None or not states.is_cpu:
+            return super().delta_tokens(states, rows, is_new, q, k, v, logs, beta)
+        return delta_tokens(self._plain, states, rows, is_new, q, k, v, logs, beta)
 
     def rotary_embedding(
         self,

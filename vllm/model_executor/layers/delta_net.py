@@ -1,0 +1,302 @@
+"""Gated DeltaNet and Kimi Delta Attention, which take the place of attention: a convolution over
+the last tokens, and a state that maps keys to values and is corrected by each token.
+
+Independent of launches: `StateLayer` knows whose tokens they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.attention import StateLayer, States
+from vllm.attention.state import load_states, store_states
+from vllm.config.parallel import sizes_that_fit
+from vllm.distributed import TPGroup, divide
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    whole_linear,
+)
+from vllm.model_executor.layers.mamba import Convolution, check_activation
+from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.ops import get_ops
+from vllm.ops.native.delta_rule import run_delta_rule
+from vllm.ops.native.state_space import time_steps
+
+_LENGTH_EPS = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class HeadGatedNorm(nn.Module):
+    """norm(x) * weight * act(gate), with a mean of squares of each head.
+
+    Args:
+        head_size: D.
+        eps: added to the mean of squares.
+        act: of the gate.
+
+    Shape: x [T, H, D] float32, gate [T, H * D] -> [T, H, D] of the dtype of the gate
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, head_size: int, eps: float, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.eps, self.act = eps, act
+        self.weight = nn.Parameter(torch.ones(head_size), requires_grad=False)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        factor = self.act(gate.float()).view(x.shape)
+        return (normed * self.weight.float() * factor).to(gate.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSizes:
+    """The dimensions of a Gated DeltaNet, over all ranks."""
+
+    hidden_size: int
+    num_key_heads: int
+    """Heads of queries and keys; each serves as many heads of values, one after the other."""
+    num_value_heads: int
+    key_size: int
+    """K: of a head of queries or keys."""
+    value_size: int
+    """V: of a head of values."""
+    kernel: int
+    """Tokens that the convolution sees."""
+    norm_eps: float
+    activation: str
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"config.json: linear_num_value_heads ({self.num_value_heads}) is not a multiple "
+                f"of linear_num_key_heads ({self.num_key_heads})"
+            )
+
+    @property
+    def heads_per_key(self) -> int:
+        """Heads of values that a head of keys serves."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def features(self) -> tuple[int, int, int]:
+        """Of all queries, of all keys and of all values."""
+        keys = self.num_key_heads * self.key_size
+        return keys, keys, self.num_value_heads * self.value_size
+
+    def mixed_parts(self, prefix: str) -> dict[str, int]:
+        """Queries, keys and values, by names with a prefix -> features, in the order of the
+        checkpoint."""
+        return dict(zip((f"{prefix}{part}" for part in "qkv"), self.features, strict=True))
+
+
+def _fits(sizes: DeltaNetSizes, num_ranks: int) -> bool:
+    """Return whether heads can be divided over so many ranks."""
+    keys = sizes.num_key_heads
+    keys_fit = keys % num_ranks == 0 or num_ranks % keys == 0
+    return keys_fit and sizes.num_value_heads % num_ranks == 0
+
+
+class DeltaLayer(SlicedModule, StateLayer):
+    """What layers with the gated delta rule have in common; subclasses have the projections.
+
+    Args:
+        sizes: over all ranks.
+        conv_parts: names of queries, keys and values in the convolution of the checkpoint.
+        is_by_key: each element of keys fades by a number of its own.
+        tp: the ranks that share the heads. A key head is on one rank, or on several that share its
+            value heads.
+
+    Raises:
+        ConfigError: the heads cannot be split over the ranks.
+    """
+
+    cache_names: ClassVar[tuple[str, ...]] = ("window", "delta_state")
+
+    window: Tensor | None
+    """[rows, kernel - 1, channels] the last inputs of the convolution."""
+    delta_state: Tensor | None
+    """[rows, H, V, K] float32."""
+    A_log: nn.Parameter
+    """[H] float32"""
+    dt_bias: nn.Parameter
+    """[H] float32, or with is_by_key [H * K]."""
+
+    def __init__(
+        self, sizes: DeltaNetSizes, conv_parts: Sequence[str], is_by_key: bool, tp: TPGroup
+    ) -> None:
+        super().__init__()
+        if not _fits(sizes, tp.size):
+            fitting = sizes_that_fit(lambda size: _fits(sizes, size), sizes.num_value_heads)
+            raise ConfigError(
+                f"tensor_parallel_size ({tp.size}) must divide the {sizes.num_value_heads} value "
+                f"heads of the model's linear attention, and must divide, or be a multiple of, its "
+                f"{sizes.num_key_heads} key heads. {fitting}"
+            )
+        self.num_replicas = max(1, tp.size // sizes.num_key_heads)
+        """Ranks that have the same key heads."""
+        query, key, _ = conv_parts
+        self.conv1d = Convolution(
+            dict(zip(conv_parts, sizes.features, strict=True)),
+            sizes.kernel,
+            False,
+            tp,
+            {query: self.num_replicas, key: self.num_replicas},
+        )
+        self.num_key_heads = divide(sizes.num_key_heads * self.num_replicas, tp.size)
+        self.num_heads = divide(sizes.num_value_heads, tp.size)
+        self.key_size, self.value_size = sizes.key_size, sizes.value_size
+        self.is_by_key = is_by_key
+        for name, per_head in (("A_log", 1), ("dt_bias", sizes.key_size if is_by_key else 1)):
+            size = self.num_heads * per_head
+            numbers = torch.empty(size, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+            self.slices[name] = {"": Slice(0, 0, size, sizes.num_value_heads * per_head)}
+
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        conv = self.conv1d
+        window = (conv.kernel - 1, conv.num_channels)
+        state = (self.num_heads, self.value_size, self.key_size)
+        return (window, conv.weight.dtype), (state, torch.float32)
+
+    def advance(
+        self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
+    ) -> tuple[Tensor, States]:
+        """See `StateLayer`.
+
+        Args:
+            inputs: of the convolution [B, L, channels], of beta [B, L, H], and of what is left of a
+                state, as `dt_bias`.
+            lengths, states: as there.
+        """
+        (mixed, b, a), (window, state) = inputs, states
+        mixed, window = self.conv1d(mixed, window, lengths)
+        logs, beta = self._gates(a, b, lengths)
+        y, state = run_delta_rule(*self._split(mixed), logs, beta, state)
+        return y, (window, state)
+
+    def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
+        """See `StateLayer`. The operator replaces the states where they are."""
+        assert self.window is not None and self.delta_state is not None
+        mixed, b, a = (part[:, None] for part in inputs)
+        windows = load_states((self.window,), rows, is_new)
+        mixed, window = self.conv1d(mixed, *windows, None)
+        store_states((self.window,), rows, (window,))
+        logs, beta = self._gates(a, b, None)
+        heads = self._split(mixed[:, 0])
+        return get_ops().delta_tokens(
+            self.delta_state, rows, is_new, *heads, logs[:, 0], beta[:, 0]
+        )
+
+    def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is left of a state, as a logarithm, and how far a token corrects it, [B, L, H]; the
+        first maybe [B, L, H, K]."""
+        steps, rate = time_steps(a, self.dt_bias, lengths), -self.A_log.exp()
+        if self.is_by_key:
+            steps, rate = steps.unflatten(-1, (self.num_heads, self.key_size)), rate[:, None]
+        beta = b.float().sigmoid()
+        if lengths is not None:
+            places = torch.arange(b.shape[1], dtype=lengths.dtype, device=b.device)
+            beta = beta * (places < lengths[:, None])[:, :, None]
+        return steps * rate, beta
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [..., G, K] of length 1, queries also divided by the root of K, and
+        values [..., H, V], of what the convolution has put out."""
+        keys = self.num_key_heads * self.key_size
+        q, k, v = mixed.split((keys, keys, self.num_heads * self.value_size), dim=-1)
+        q, k = (_unit(x.unflatten(-1, (self.num_key_heads, self.key_size))) for x in (q, k))
+        return q * self.key_size**-0.5, k, v.unflatten(-1, (self.num_heads, self.value_size))
+
+
+class GatedDeltaNet(DeltaLayer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), with its heads split over ranks.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the heads.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Raises:
+        ConfigError: the heads cannot be split over the ranks.
+    """
+
+    def __init__(self, sizes: DeltaNetSizes, tp: TPGroup) -> None:
+        super().__init__(sizes, ("conv_q", "conv_k", "conv_v"), False, tp)
+        queries, keys, values = sizes.features
+        self.in_proj_qkvz = ColumnParallelLinear(
+            sizes.hidden_size,
+            {"in_q": queries, "in_k": keys, "in_v": values, "in_proj_z": values},
+            tp,
+            {"in_q": self.num_replicas, "in_k": self.num_replicas},
+        )
+        self.in_proj_ba = ColumnParallelLinear(
+            sizes.hidden_size,
+            {"in_proj_b": sizes.num_value_heads, "in_proj_a": sizes.num_value_heads},
+            tp,
+        )
+        self.norm = HeadGatedNorm(sizes.value_size, sizes.norm_eps, F.silu)
+        self.out_proj = RowParallelLinear(values, sizes.hidden_size, tp)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        channels = self.conv1d.num_channels
+        mixed, gate = self.in_proj_qkvz(hidden_states).split(
+            (channels, self.num_heads * self.value_size), dim=-1
+        )
+        y = self.run_sequences(mixed, *self.in_proj_ba(hidden_states).chunk(2, dim=-1))
+        return self.out_proj(self.norm(y, gate).flatten(1))
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 3), with its heads split over
+    ranks: Gated DeltaNet whose keys fade by element, with gates of low rank.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the heads.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Raises:
+        ConfigError: the heads cannot be split over the ranks.
+    """
+
+    def __init__(self, sizes: DeltaNetSizes, tp: TPGroup) -> None:
+        super().__init__(sizes, ("q_conv1d", "k_conv1d", "v_conv1d"), True, tp)
+        hidden, rank = sizes.hidden_size, sizes.value_size
+        queries, keys, values = sizes.features
+        self.qkv_proj = ColumnParallelLinear(
+            hidden, {"q_proj": queries, "k_proj": keys, "v_proj": values}, tp
+        )
+        self.f_a_proj, self.g_a_proj = (
+            whole_linear(hidden, rank, tp),
+            whole_linear(hidden, rank, tp),
+        )
+        self.f_b_proj = ColumnParallelLinear(rank, {"": keys}, tp)
+        self.g_b_proj = ColumnParallelLinear(rank, {"": values}, tp)
+        self.b_proj = ColumnParallelLinear(hidden, {"": sizes.num_value_heads}, tp)
+        self.o_norm = HeadGatedNorm(sizes.value_size, sizes.norm_eps, torch.sigmoid)
+        self.o_proj = RowParallelLinear(values, hidden, tp)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        y = self.run_sequences(
+            self.qkv_proj(hidden_states),
+            self.b_proj(hidden_states),
+            self.f_b_proj(self.f_a_proj(hidden_states)),
+        )
+        gate = self.g_b_proj(self.g_a_proj(hidden_states))
+        return self.o_proj(self.o_norm(y, gate).flatten(1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors [..., D] of length 1 in the same directions."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)

@@ -1,0 +1,111 @@
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in some, and
+the experts of DeepSeek V3."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
+from vllm.model_executor.layers.grouped_router import Routing
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    LayerSpec,
+)
+from vllm.model_executor.models.deepseek import (
+    DeepseekMixture,
+    LatentSelfAttention,
+    deepseek_routing,
+)
+
+_DEEPSEEK_NAMES = {
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_group": "n_group",
+    "num_shared_experts": "n_shared_experts",
+    "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func",
+}
+"""Key of config.json -> what DeepSeek V3 calls it."""
+
+
+def _in_words_of_deepseek(arch: ModelArch) -> ModelArch:
+    config = dict(arch.hf_config)
+    given = {ours: config[name] for name, ours in _DEEPSEEK_NAMES.items() if name in config}
+    return replace(arch, hf_config=config | given)
+
+
+def delta_attention_sizes(arch: ModelArch) -> DeltaNetSizes:
+    """What config.json says, as it is published or as transformers completes it."""
+    given: Mapping[str, Any] = arch.hf_config.get("linear_attn_config") or {}
+    numbers = {
+        "linear_num_heads": given.get("num_heads"),
+        "linear_head_dim": given.get("head_dim"),
+        "linear_conv_kernel_dim": given.get("short_conv_kernel_size"),
+    }
+    known = {name: number for name, number in numbers.items() if number is not None}
+    size = replace(arch, hf_config={**arch.hf_config, **known}).config_size
+    return DeltaNetSizes(
+        hidden_size=arch.hidden_size,
+        num_key_heads=size("linear_num_heads"),
+        num_value_heads=size("linear_num_heads"),
+        key_size=size("linear_head_dim"),
+        value_size=size("linear_head_dim"),
+        kernel=size("linear_conv_kernel_dim"),
+        norm_eps=arch.norm_eps,
+        activation=arch.hidden_act,
+    )
+
+
+class KimiLinearLayer(DecoderLayer):
+    """A `DecoderLayer` with Kimi Delta Attention or latent attention. The first layers have an MLP,
+    all others experts."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        if spec.arch.state_layers[spec.index]:
+            return KimiDeltaAttention(delta_attention_sizes(spec.arch), spec.tp)
+        return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        config = spec.arch.hf_config
+        kinds = config.get("mlp_layer_types")
+        first = int(config.get("first_k_dense_replace") or 0)
+        if kinds[spec.index] == "dense" if kinds else spec.index < first:
+            return super().make_mlp(spec)
+        arch = _in_words_of_deepseek(spec.arch)
+        return DeepseekMixture(arch, kimi_routing(arch), spec.tp)
+
+
+def kimi_routing(arch: ModelArch) -> Routing:
+    """How tokens choose experts.
+
+    Args:
+        arch: in the words of DeepSeek V3.
+    """
+    return deepseek_routing(arch, default_method="noaux_tc")
+
+
+class KimiLinearForCausalLM(DecoderForCausalLM):
+    """Kimi Linear 48B-A3B (Kimi Team 2025, arXiv 2510.26692)."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The rates of heads are stored as [1, 1, heads, 1]."""
+        if name.endswith(".A_log"):
+            source = source.mapped(lambda x: x.flatten())
+        return ((name, source),)

@@ -1,0 +1,141 @@
+"""Decoders with Gated DeltaNet in most layers and gated attention in some: Qwen3-Next, Qwen 3.5 and
+3.6."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.delta_net import DeltaNetSizes, GatedDeltaNet
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    Layer,
+    LayerSpec,
+    rms_norm_from_one,
+)
+from vllm.model_executor.models.fused_weights import (
+    experts_in,
+    split_features,
+    split_groups,
+    split_sizes_of_groups,
+)
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mixture import MixtureLayer, mixture_options, split_by_expert
+
+
+def delta_net_sizes(arch: ModelArch) -> DeltaNetSizes:
+    """What config.json says, in the words of Qwen3-Next."""
+    return DeltaNetSizes(
+        hidden_size=arch.hidden_size,
+        num_key_heads=arch.config_size("linear_num_key_heads"),
+        num_value_heads=arch.config_size("linear_num_value_heads"),
+        key_size=arch.config_size("linear_key_head_dim"),
+        value_size=arch.config_size("linear_value_head_dim"),
+        kernel=arch.config_size("linear_conv_kernel_dim"),
+        norm_eps=arch.norm_eps,
+        activation=arch.hidden_act,
+    )
+
+
+class _DeltaNetOrAttention(Layer):
+    """A layer with Gated DeltaNet where config.json says so."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        if spec.arch.state_layers[spec.index]:
+            return GatedDeltaNet(delta_net_sizes(spec.arch), spec.tp)
+        return super().make_attention(spec)
+
+
+class DeltaNetLayer(_DeltaNetOrAttention, DecoderLayer):
+    """A `DecoderLayer` with Gated DeltaNet or attention."""
+
+
+class DeltaNetMixtureLayer(_DeltaNetOrAttention, MixtureLayer):
+    """A `MixtureLayer` with Gated DeltaNet or attention."""
+
+
+class Qwen3NextForCausalLM(DecoderForCausalLM):
+    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025). Layers that guess further tokens are not
+    loaded."""
+
+    layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {".linear_attn.": ".self_attn."}
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(
+            llama_options(arch),
+            norm=rms_norm_from_one,
+            head_norm=rms_norm_from_one,
+            has_output_gate=True,
+            needs_positions=False,
+        )
+        super().__init__(arch, tp, options, self.layer_type)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split fused layers and experts."""
+        if ".self_attn.q_proj." in name:  # of each head the query, then the gate
+            heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
+            return split_groups(name, source, "q_proj", heads, size, self.arch.num_heads)
+        parent, _, weight = name.rpartition(".experts.")
+        if weight in ("gate_up_proj", "down_proj"):
+            return self._split_experts(f"{parent}.", name, source, weight)
+        return self.split_delta_net(name, source, delta_net_sizes(self.arch))
+
+    def split_delta_net(
+        self, name: str, source: Source, sizes: DeltaNetSizes
+    ) -> Iterable[tuple[str, Source]]:
+        """The parts of a tensor of a fused layer; other tensors as they are."""
+        if ".conv1d." in name:
+            return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
+        groups, per_key = sizes.num_key_heads, sizes.heads_per_key
+        if ".in_proj_qkvz." in name:
+            values = per_key * sizes.value_size
+            of_key = {"in_q": sizes.key_size, "in_k": sizes.key_size}
+            parts = of_key | {"in_v": values, "in_proj_z": values}
+            return split_sizes_of_groups(name, source, "in_proj_qkvz", parts, groups)
+        if ".in_proj_ba." in name:
+            parts = {"in_proj_b": per_key, "in_proj_a": per_key}
+            return split_sizes_of_groups(name, source, "in_proj_ba", parts, groups)
+        return ((name, source),)
+
+    def _split_experts(
+        self, parent: str, name: str, source: Source, weight: str
+    ) -> Iterable[tuple[str, Source]]:
+        """The weights of all experts are stored as one, [experts, out, in]; gates, then ups."""
+        options = mixture_options(self.arch)
+        parts = {"down_proj": (0, self.arch.hidden_size)}
+        if weight == "gate_up_proj":
+            size = options.intermediate_size
+            parts = {"gate_proj": (0, size), "up_proj": (size, size)}
+        experts = experts_in(name, source, options.num_experts)
+        return split_by_expert(parent, source, parts, experts)
+
+
+class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
+    """Qwen 3.5 and 3.6 with experts (Qwen team 2026), text only."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".linear_attn.": ".self_attn.",
+        ".in_proj_qkv.": ".in_proj_qkvz.",
+    }
+
+    def split_delta_net(
+        self, name: str, source: Source, sizes: DeltaNetSizes
+    ) -> Iterable[tuple[str, Source]]:
+        if ".in_proj_qkvz." in name:  # without z
+            return split_features(name, source, "in_proj_qkvz", sizes.mixed_parts("in_"))
+        return super().split_delta_net(name, source, sizes)
+
+
+class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
+    """Qwen 3.5 and 3.6, dense (Qwen team 2026), text only."""
+
+    layer_type = DeltaNetLayer

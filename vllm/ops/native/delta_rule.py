@@ -1,0 +1,229 @@
+"""The gated delta rule in torch operations, for any device.
+
+A state S [V, K] for each head maps keys to values. A token fades it, then moves what it gives for
+the token's key towards the token's value, by a part beta of the difference:
+
+    S' = S_(t-1) * exp(log_t)
+    S_t = S' + beta_t * (v_t - S' k_t) k_t'
+    y_t = S_t q_t
+
+B sequences of L tokens each, everything float32. A sequence comes with the state that its earlier
+tokens have left, and leaves a new one. A token of padding has the logarithm 0 and beta 0, which
+leaves a state as it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.interface import Ops
+from vllm.ops.native.state_space import faded_between
+
+_CHUNK = 32
+"""Tokens of a chunk: what is computed inside of one grows with its square."""
+_BLOCK = 8
+"""Tokens of a block of a chunk, see `_fade_by_key`."""
+_PIECE, _PIECE_BY_KEY = 32, 8
+"""Chunks that are prepared at once, which bounds the memory that a prompt takes."""
+
+
+def run_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+    Computed by chunks (section 3.3, and Yang et al. 2024, arXiv 2406.06484, section 3): the tokens
+    of a chunk are one triangular system, and one state goes from each chunk to the next.
+
+    Args:
+        q, k: [B, L, G, K]; each of the G groups serves H / G heads in turn.
+        v: [B, L, H, V].
+        logs: logarithm of what is left of the state, at most 0; 0 for padding. [B, L, H], or of
+            each element of keys [B, L, H, K] (Kimi Team 2025, arXiv 2510.26692).
+        beta: [B, L, H], 0 for padding.
+        state: [B, H, V, K] before the first token.
+
+    Returns:
+        y [B, L, H, V], and the state after the last token.
+    """
+    length, num_groups = q.shape[1:3]
+    if length == 1:
+        y, state = _step(*(x[:, 0] for x in (q, k, v, logs, beta)), state)
+        return y[:, None], state
+    chunk = min(_CHUNK, length + -length % _BLOCK)
+    padding = -length % chunk
+    is_by_key = logs.dim() == 4
+    logs, beta = logs if is_by_key else logs[..., None], beta[..., None]
+    q, k, v, logs, beta = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v, logs, beta))
+    outputs = []
+    state = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K], as all below
+    step = chunk * (_PIECE_BY_KEY if is_by_key else _PIECE)
+    for start in range(0, length + padding, step):
+        piece = slice(start, start + step)
+        keys, queries = (_chunks(x[:, piece].unsqueeze(3), chunk) for x in (k, q))
+        values, fading, betas = (
+            _chunks(x[:, piece].unflatten(2, (num_groups, -1)), chunk) for x in (v, logs, beta)
+        )
+        fade = _fade_by_key if is_by_key else _fade
+        y, state = _run_chunks(fade(queries, keys, fading), queries, keys, values, betas, state)
+        outputs.append(y)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return out[:, :length].flatten(2, 3), state.flatten(1, 2)
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """[B, L, G, R, D] -> [N, B, G, R, Q, D] for N chunks of Q tokens."""
+    return x.unflatten(1, (-1, chunk)).permute(1, 0, 3, 4, 2, 5).contiguous()
+
+
+@dataclass(frozen=True)
+class _Faded:
+    """What fading does in N chunks of Q tokens, for R heads in each of G groups; [N, B, G, R, ...]
+    each. What is the same for all elements of keys has the size 1 in place of K."""
+
+    scores: Tensor
+    """[..., Q, Q] queries by earlier keys and their own, faded between both; else 0."""
+    overlaps: Tensor
+    """[..., Q, Q] the same of keys by keys."""
+    left: Tensor
+    """[..., Q, K] what is left of the state before the chunk when token i has come."""
+    ends: Tensor
+    """[..., Q, K] what is left at the end of the chunk of what token i has written."""
+
+
+def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
+    """Fade by one number for each token.
+
+    Args:
+        q, k: [N, B, G, 1, Q, K].
+        logs: [N, B, G, R, Q, 1].
+    """
+    weights = faded_between(logs[..., 0])
+    keys = k.transpose(-2, -1)
+    left = logs.cumsum(-2).exp()
+    return _Faded((q @ keys) * weights, (k @ keys) * weights, left, weights[..., -1, :, None])
+
+
+def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
+    """Fade each element of keys by its own number, logs [N, B, G, R, Q, K].
+
+    A product of a query and an earlier key is a sum of elements faded by their own amounts. Between
+    blocks of tokens it is a product of matrices: what comes before a block is faded up to its
+    start, what is in it from there on. Inside of a block there is no such point between two tokens,
+    and each pair is summed up by itself. All sums are of logarithms between two tokens, and not
+    differences of sums, which lose what they have in common.
+    """
+    size = k.shape[-2]
+    places = torch.arange(size, device=k.device)
+    starts, inner = places[::_BLOCK], places[:_BLOCK]
+    steps = logs.unflatten(-2, (-1, _BLOCK))  # [..., blocks, _BLOCK, K], as all in blocks
+    is_before = places < starts[:, None]  # [blocks, Q]
+    up_to_start = (places > places[:, None]) & is_before[:, None]  # [blocks, Q, Q]
+    earlier = (up_to_start.to(logs.dtype) @ logs.unsqueeze(-3)).exp()
+    earlier = (earlier * is_before[..., None] * k.unsqueeze(-3)).transpose(-2, -1)
+    is_between = (inner > inner[:, None]) & (inner <= inner[:, None, None])  # [i, j, token]
+    pairs = (is_between.flatten(0, 1).to(logs.dtype) @ steps).unflatten(-2, (_BLOCK, _BLOCK)).exp()
+    keys = k.unflatten(-2, (-1, _BLOCK))
+    pairs = pairs * (inner <= inner[:, None])[..., None] * keys.unsqueeze(-3)
+    from_start = steps.cumsum(-2).exp()
+    is_own = torch.eye(len(starts), dtype=logs.dtype, device=k.device)[:, None, :, None]
+    products = []
+    for x in (q, k):
+        x = x.unflatten(-2, (-1, _BLOCK))
+        own = (pairs @ x.unsqueeze(-1)).squeeze(-1)
+        own = (own.unsqueeze(-2) * is_own).flatten(-2)
+        products.append(((x * from_start) @ earlier + own).flatten(-3, -2))
+    ends = ((places > places[:, None]).to(logs.dtype) @ logs).exp()
+    return _Faded(products[0], products[1], logs.cumsum(-2).exp(), ends)
+
+
+def _run_chunks(
+    faded: _Faded, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run N whole chunks of Q tokens.
+
+    Args:
+        faded: of these chunks.
+        q, k: [N, B, G, 1, Q, K].
+        v: [N, B, G, R, Q, V].
+        beta: [N, B, G, R, Q, 1].
+        state: [B, G, R, V, K].
+
+    Returns:
+        [B, N * Q, G, R, V], and the new state.
+    """
+    size = k.shape[-2]
+    # Token i corrects what token j before it has written: (1 + lower) corrections = beta * values.
+    solved = invert_unit_lower((faded.overlaps * beta).tril(-1))
+    corrections = solved @ (v * beta)
+    reads = torch.cat((solved @ (k * (beta * faded.left)), q * faded.left), dim=-2)
+    writes = k * faded.ends
+    left = faded.left[..., -1:, :]
+    outputs = []
+    for n in range(len(k)):
+        known, before = (reads[n] @ state.transpose(-2, -1)).split(size, dim=-2)
+        new = corrections[n] - known
+        outputs.append(before + faded.scores[n] @ new)
+        state = left[n] * state + new.transpose(-2, -1) @ writes[n]
+    y = torch.stack(outputs, dim=1)  # [B, N, G, R, Q, V]
+    return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2), state
+
+
+def invert_unit_lower(lower: Tensor) -> Tensor:
+    """Return the inverse of 1 + lower.
+
+    From the inverses of blocks on the diagonal those of blocks of twice the size are made, by
+    products of matrices alone. Each is a substitution by blocks, so that nothing cancels.
+
+    Args:
+        lower: [..., Q, Q], 0 on the diagonal and above.
+    """
+    size = lower.shape[-1]
+    places = torch.arange(size, device=lower.device)
+    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    block = 1
+    while block < size:
+        number = places // block
+        is_beside = (number[:, None] % 2 == 1) & (number[None, :] == number[:, None] - 1)
+        beside = lower.masked_fill(~is_beside, 0.0)
+        inverse = inverse - (beside if block == 1 else inverse @ beside @ inverse)
+        block *= 2
+    return inverse.expand_as(lower)
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`run_delta_rule` of one token: without the dimension L."""
+    num_groups = q.shape[1]
+    grouped = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K]
+    fading = logs.exp()[:, :, None] if logs.dim() == 3 else logs.exp()[..., None, None]
+    v, fading, beta = (x.unflatten(1, (num_groups, -1)) for x in (v, fading, beta[..., None]))
+    grouped = grouped * fading
+    known = (grouped.flatten(2, 3) @ k[..., None]).view_as(v)
+    new = (v - known) * beta
+    grouped = grouped + new[..., None] * k[:, :, None, None, :]
+    y = (grouped.flatten(2, 3) @ q[..., None]).view_as(v)
+    return y.flatten(1, 2), grouped.flatten(1, 2)
+
+
+class NativeDeltaRule(Ops):
+    """The operators of an operator table that are made of the functions above."""
+
+    def delta_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logs: Tensor,
+        beta: Tensor,
+    ) -> Tensor:
+        before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
+        y, after = _step(q, k, v, logs, beta, before)
+        states.index_copy_(0, rows, after)
+        return y
