@@ -63,6 +63,8 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+_STRETCHED_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
+
 _FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _DECODER | {"head_dim": 32, "num_hidden_layers": 3}),
     "llama3": (transformers.LlamaConfig, _DECODER | {"rope_parameters": _LLAMA3_ROPE}),
@@ -275,6 +277,59 @@ _MORE |= {
     ),
     "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
 }
+_ROUTED = _DECODER | {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+_LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
+_NEWER_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "glm4_moe",
+        "Glm4MoeConfig",
+        _ROUTED | {"attention_bias": True, "use_qk_norm": True, "num_hidden_layers": 3},
+    ),
+    **_if_known(
+        "glm4_moe_lite",
+        "Glm4MoeLiteConfig",
+        _LATENT | {"num_hidden_layers": 2, "n_group": 1, "topk_group": 1},
+    ),
+    **_if_known("glm_moe_dsa", "GlmMoeDsaConfig", _LATENT | {"num_hidden_layers": 2}),
+    **_if_known(
+        "deepseek_v32",
+        "DeepseekV32Config",
+        _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
+    ),
+    **_if_known(
+        "minimax_m2",
+        "MiniMaxM2Config",
+        _MOE | {"num_local_experts": 6, "intermediate_size": 48, "head_dim": 32, "rotary_dim": 16},
+    ),
+    **_if_known(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeConfig",
+        _DECODER
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, "use_bias": True}
+        | {"moe_intermediate_size": 48, "moe_layer_start_index": 1},
+    ),
+    **_if_known(
+        "hunyuan_moe",
+        "HunYuanMoEV1Config",
+        _DECODER
+        | {"num_experts": 6, "moe_topk": [2, 3], "intermediate_size": 48, "head_dim": 32}
+        | {"rope_parameters": _STRETCHED_ROPE},
+    ),
+    **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
+    **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
+}
+_MORE |= _NEWER_MIXTURES
 _MIXERS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,

@@ -105,6 +105,9 @@ class Family:
     """False: every layer keeps a state in place of keys and values."""
     attention_layers_key: str | None = None
     """Key of the config that lists the layers with attention; the others keep a state."""
+    dense_up_to_key: str | None = None
+    """Key of the config with the number of tokens up to which each attends to all before it. In
+    longer texts the original attends to some of them; here attention stays dense."""
     heads_are_channels: bool = False
     """The channels of a layer are independent of each other, as heads are; the config has no number
     of heads."""

@@ -283,6 +283,14 @@ _GRANITES = (
 )
 _OTHERS = (
     Family(
+        model_type="bailing_moe",
+        also_typed=("bailing_moe_v2",),
+        module="routed",
+        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        config_class="llama",
+        tokenizer="",
+    ),
+    Family(
         model_type="bamba",
         module="hybrid",
         architectures=("BambaForCausalLM",),
@@ -319,6 +327,13 @@ _OTHERS = (
         tokenizer="CohereTokenizer",
     ),
     Family(
+        model_type="deepseek",
+        module="routed",
+        architectures=("DeepseekForCausalLM",),
+        config_class="llama",
+        tokenizer="",
+    ),
+    Family(
         model_type="deepseek_v2",
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
@@ -335,10 +350,36 @@ _OTHERS = (
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
+        model_type="deepseek_v32",
+        module="deepseek",
+        architectures=("DeepseekV32ForCausalLM",),
+        dense_up_to_key="index_topk",
+        tokenizer="",
+        fp8_scales=_FP8_DEEPSEEK,
+    ),
+    Family(
+        model_type="dots1",
+        module="routed",
+        architectures=("Dots1ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="ernie4_5_moe",
+        module="routed",
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
         model_type="falcon",
         module="falcon",
         architectures=("FalconForCausalLM",),
         tokenizer="",
+    ),
+    Family(
+        model_type="flex_olmo",
+        module="olmo",
+        architectures=("FlexOlmoForCausalLM",),
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="glm",
@@ -351,6 +392,25 @@ _OTHERS = (
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm4_moe",
+        module="routed",
+        architectures=("Glm4MoeForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm4_moe_lite",
+        module="deepseek",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm_moe_dsa",
+        module="deepseek",
+        architectures=("GlmMoeDsaForCausalLM",),
+        dense_up_to_key="index_topk",
+        tokenizer="",
     ),
     Family(
         model_type="gpt2",
@@ -384,6 +444,12 @@ _OTHERS = (
         reasoning_parser="openai_gptoss",
     ),
     Family(
+        model_type="hunyuan_v1_moe",
+        module="routed",
+        architectures=("HunYuanMoEV1ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
@@ -399,6 +465,12 @@ _OTHERS = (
         has_attention=False,
         default_max_positions=_BLOOM_POSITIONS,
         tokenizer="GPTNeoXTokenizer",
+    ),
+    Family(
+        model_type="minimax_m2",
+        module="routed",
+        architectures=("MiniMaxM2ForCausalLM",),
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="mpt",

@@ -1,6 +1,6 @@
 """Decoders with a mixture of experts in place of the MLP: Mixtral, Qwen MoE, OLMoE, Granite MoE."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     rms_norm,
 )
-from vllm.model_executor.models.fused_weights import experts_in
+from vllm.model_executor.models.fused_weights import experts_in, split_by_expert
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
@@ -169,20 +169,3 @@ def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[
         parts = {"down_proj": (0, arch.hidden_size)}
         return split_by_expert(name.removesuffix("output_linear.weight"), source, parts, experts)
     return ((name, source),)
-
-
-def split_by_expert(
-    parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
-) -> Iterator[tuple[str, Source]]:
-    """The matrices of each expert in a tensor of all experts.
-
-    Args:
-        parent: beginning of the names, up to `experts`.
-        source: [E, rows, columns].
-        parts: name of a matrix -> its first row and how many it has.
-        experts: from `experts_in`.
-    """
-    for expert in experts:
-        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
-        for name, (first, count) in parts.items():
-            yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)
