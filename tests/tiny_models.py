@@ -5,7 +5,7 @@ tokenizer. Weights are large enough that greedy outputs vary; every bias and nor
 random too, so that one that is forgotten shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -290,12 +290,7 @@ _ROUTED = _DECODER | {
     "head_dim": 16,
 }
 _LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
-_NEWER_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known(
-        "glm4_moe",
-        "Glm4MoeConfig",
-        _ROUTED | {"attention_bias": True, "use_qk_norm": True, "num_hidden_layers": 3},
-    ),
+_ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
         "glm4_moe_lite",
         "Glm4MoeLiteConfig",
@@ -306,6 +301,15 @@ _NEWER_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]
         "deepseek_v32",
         "DeepseekV32Config",
         _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
+    ),
+    **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
+    **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
+}
+_OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "glm4_moe",
+        "Glm4MoeConfig",
+        _ROUTED | {"attention_bias": True, "use_qk_norm": True, "num_hidden_layers": 3},
     ),
     **_if_known(
         "minimax_m2",
@@ -326,10 +330,8 @@ _NEWER_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]
         | {"num_experts": 6, "moe_topk": [2, 3], "intermediate_size": 48, "head_dim": 32}
         | {"rope_parameters": _STRETCHED_ROPE},
     ),
-    **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
-    **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
 }
-_MORE |= _NEWER_MIXTURES
+_MORE |= _ROW_MIXTURES | _OWN_MIXTURES
 _MIXERS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -378,12 +380,34 @@ _FAMILIES |= _MORE
 STATE_FAMILIES = tuple(_STATES)
 """Those with states."""
 
+ROW_FAMILIES = tuple(_ROW_MIXTURES)
+"""Families that differ from others only in options. The default run compares their logits, and
+the exhaustive run does the rest."""
+
+RARE_FAMILIES = (*ROW_FAMILIES, *_OWN_MIXTURES)
+"""Families whose costly settings are for the exhaustive run, as other families have the same
+mechanisms."""
+
+WITHOUT_PROGRAM = STATE_FAMILIES
+"""Families without a program on the CPU."""
+
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
 
 MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
 """Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
 changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
+
+
+def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
+    """Return families as parameters of a test, of which some are for the exhaustive run.
+
+    Args:
+        families: the parameters.
+        rare: which of them the exhaustive run has.
+    """
+    marks = pytest.mark.exhaustive
+    return [pytest.param(f, marks=marks if f in rare else ()) for f in families]
 
 
 def make_tiny_model(

@@ -71,7 +71,7 @@ class DecoderOptions:
     has_norm_per_head: bool = False
     """The same, a layer norm with weights of its own for each head."""
     norms_rotated_heads: bool = False
-    """Head norms are behind the rotation."""
+    """Head norms come after the rotation."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_sinks: bool = False

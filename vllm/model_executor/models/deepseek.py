@@ -184,7 +184,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
 
 
 def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
-    """The groups of experts in config.json.
+    """Return the groups of experts in config.json.
 
     Args:
         arch: of the model.
@@ -216,7 +216,7 @@ class RoutedLayer(DecoderLayer):
         """
         config, num_layers = spec.arch.hf_config, spec.arch.num_layers
         kinds = config.get("mlp_layer_types")
-        if kinds and spec.index < num_layers:  # a layer behind the last one is as that is
+        if kinds and spec.index < num_layers:  # the list has no layers for drafts
             if len(kinds) < num_layers:
                 raise ConfigError(
                     f"config.json: mlp_layer_types names {len(kinds)} layers, num_hidden_layers "
@@ -226,19 +226,20 @@ class RoutedLayer(DecoderLayer):
         return config.get("n_routed_experts") is not None and is_behind_first_layers(spec)
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
-        """The experts: [T, hidden] -> [T, hidden]."""
+        """Make the experts: [T, hidden] -> [T, hidden]."""
         arch = spec.arch
         size = arch.config_size("moe_intermediate_size")
         shared_size = size * int(arch.hf_config.get("n_shared_experts") or 0)
         return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
 
     def routing(self, arch: ModelArch) -> Routing:
-        """How tokens choose experts."""
+        """Return how tokens choose experts."""
         return deepseek_routing(arch)
 
 
 def is_behind_first_layers(spec: LayerSpec) -> bool:
-    """Whether a layer is not among the first ones without experts, nor between those with some.
+    """Return whether a layer has experts by its index: the first ones, and some in between, may have
+    none.
 
     Raises:
         ConfigError: the step between layers with experts is no number.
@@ -276,8 +277,8 @@ def deepseek_options(arch: ModelArch) -> DecoderOptions:
 
 
 class RoutedForCausalLM(DecoderForCausalLM):
-    """A decoder of `RoutedLayer`s; layers behind the last one guess further tokens (multi-token
-    prediction, `vllm.model_executor.speculators.mtp`), and are not part of this."""
+    """A decoder of `RoutedLayer`s. Further layers in the checkpoint predict drafts (multi-token
+    prediction, `vllm.model_executor.speculators.mtp`), and are not loaded."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         match = re.match(r"model\.layers\.(\d+)\.", name)

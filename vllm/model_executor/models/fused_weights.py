@@ -12,7 +12,7 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Features, Source
 
 JOINED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameter of transformers 5 with the matrices of all experts -> those of one in it, by rows."""
+"""Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
 
 
 def split_features(
@@ -94,7 +94,7 @@ def experts_in(name: str, source: Source, num_experts: int) -> range:
 def split_by_expert(
     parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
 ) -> Iterator[tuple[str, Source]]:
-    """The matrices of each expert in a tensor of all experts.
+    """Yield the matrices of each expert in a tensor of all experts.
 
     Args:
         parent: beginning of the names, up to `experts`.
@@ -109,8 +109,8 @@ def split_by_expert(
 
 
 def split_joined_experts(name: str, source: Source) -> Iterable[tuple[str, Source]]:
-    """The matrices in a tensor of all experts of a layer, as transformers 5 has them; other tensors
-    as they are."""
+    """Return the matrices in a tensor of all experts of a layer, as transformers 5 has them; other
+    tensors as they are."""
     parent, _, joined = name.rpartition("experts.")
     parts = JOINED_EXPERTS.get(joined)
     if parts is None or len(source.shape) != 3:

@@ -47,7 +47,7 @@ class Glm4MoeForCausalLM(RoutedForCausalLM):
 
 
 class Dots1Layer(RoutedLayer):
-    """A `RoutedLayer` whose router is that of DeepSeek V3, whatever the config calls it."""
+    """A `RoutedLayer` with the router of DeepSeek V3, whatever the config calls it."""
 
     def routing(self, arch: ModelArch) -> Routing:
         config = {**arch.hf_config, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -137,14 +137,14 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
         super().__init__(arch, tp, options, ErnieMoeLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """The bias of experts is stored as [1, experts]."""
+        """Read the bias of experts, which is stored as [1, experts]."""
         if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
             return ((name, source.mapped(lambda bias: bias[0])),)
         return super().convert(name, source)
 
 
 class HunYuanMoELayer(RoutedLayer):
-    """A layer of experts beside an MLP that all tokens use."""
+    """A layer of experts, with an MLP that all tokens use."""
 
     def has_experts(self, spec: LayerSpec) -> bool:
         return True
@@ -159,7 +159,7 @@ class HunYuanMoELayer(RoutedLayer):
 
 
 def _of_layer(value: Any, spec: LayerSpec) -> int:
-    """A number of config.json, or that of a layer in a list of them."""
+    """Return a number of config.json, which may be a list with a number for each layer."""
     given = value
     if isinstance(value, list) and len(value) >= spec.arch.num_layers:
         given = value[spec.index]
@@ -172,7 +172,7 @@ def _of_layer(value: Any, spec: LayerSpec) -> int:
 
 
 class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
-    """Hunyuan-A13B (Tencent 2025): heads are normed behind the rotation."""
+    """Hunyuan-A13B (Tencent 2025): heads are normed after the rotation."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".query_layernorm.": ".q_norm.",
@@ -222,7 +222,7 @@ class BailingMoeLayer(RoutedLayer):
 
 
 class BailingMoeV2Layer(BailingMoeLayer):
-    """A layer whose router is that of DeepSeek V3."""
+    """A layer with the router of DeepSeek V3."""
 
     def routing(self, arch: ModelArch) -> Routing:
         config, top_k = arch.hf_config, arch.config_size("num_experts_per_tok")
@@ -263,7 +263,7 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
         super().__init__(arch, tp, options, self.layer_type)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Query, key and value are stored as one."""
+        """Split query, key and value, which are stored as one."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return super().convert(name, source)
