@@ -331,7 +331,16 @@ _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
         | {"rope_parameters": _STRETCHED_ROPE},
     ),
 }
-_MORE |= _ROW_MIXTURES | _OWN_MIXTURES
+_SPARSE_MIXERS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "phimoe",
+        "PhimoeConfig",
+        _MOE
+        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.2},
+    ),
+}
+_MORE |= _ROW_MIXTURES | _OWN_MIXTURES | _SPARSE_MIXERS
 _MIXERS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -384,12 +393,12 @@ ROW_FAMILIES = tuple(_ROW_MIXTURES)
 """Families that differ from others only in options. The default run compares their logits, and
 the exhaustive run does the rest."""
 
-RARE_FAMILIES = (*ROW_FAMILIES, *_OWN_MIXTURES)
+RARE_FAMILIES = (*ROW_FAMILIES, *_OWN_MIXTURES, *_SPARSE_MIXERS)
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
-WITHOUT_PROGRAM = STATE_FAMILIES
-"""Families without a program on the CPU."""
+WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS)
+"""Families without a program on the CPU: with states, or with a routing that no kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""

@@ -532,6 +532,7 @@ _OTHERS = (
     ),
     Family(
         model_type="phimoe",
+        module="mixture",
         architectures=("PhimoeForCausalLM",),
         also_published_as=("PhiMoEForCausalLM",),
         tokenizer=_GENERIC,

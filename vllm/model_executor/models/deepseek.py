@@ -238,8 +238,8 @@ class RoutedLayer(DecoderLayer):
 
 
 def is_behind_first_layers(spec: LayerSpec) -> bool:
-    """Return whether a layer has experts by its index: the first ones, and some in between, may have
-    none.
+    """Return whether a layer has experts by its index: the first ones, and some in between, may
+    have none.
 
     Raises:
         ConfigError: the step between layers with experts is no number.
