@@ -28,11 +28,19 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # peft has all experts of a layer as one parameter.
-    **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},
+    **{
+        family: {"target_modules": _ATTENTION}
+        for family in ("mixtral", "qwen3_moe", "olmoe", "minimax_m2", "flex_olmo", "phimoe")
+    },
     **{
         family: {"target_modules": _LATENT}
-        for family in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+        for family in (
+            *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
+            *("glm4_moe_lite", "glm_moe_dsa"),
+        )
     },
+    # Without the router, which is in float32.
+    "hunyuan_moe": {"target_modules": [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]},
     # peft refuses the others.
     "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
     "mamba2": {"target_modules": ["in_proj"]},
