@@ -39,8 +39,11 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
             *("glm4_moe_lite", "glm_moe_dsa"),
         )
     },
-    # Without the router, which is in float32.
-    "hunyuan_moe": {"target_modules": [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
+    **{
+        family: {"target_modules": [*_ATTENTION, "down_proj"]}
+        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe")
+    },
     # peft refuses the others.
     "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
     "mamba2": {"target_modules": ["in_proj"]},
