@@ -5,7 +5,7 @@ tokenizer. Weights are large enough that greedy outputs vary; every bias and nor
 random too, so that one that is forgotten shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+_STRETCHED_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 
 _FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _DECODER | {"head_dim": 32, "num_hidden_layers": 3}),
@@ -276,6 +278,70 @@ _MORE |= {
     ),
     "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
 }
+_ROUTED = _DECODER | {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+_LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
+_ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "glm4_moe_lite",
+        "Glm4MoeLiteConfig",
+        _LATENT | {"num_hidden_layers": 2, "n_group": 1, "topk_group": 1},
+    ),
+    **_if_known("glm_moe_dsa", "GlmMoeDsaConfig", _LATENT | {"num_hidden_layers": 2}),
+    **_if_known(
+        "deepseek_v32",
+        "DeepseekV32Config",
+        _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
+    ),
+    **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
+    **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
+}
+_OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "glm4_moe",
+        "Glm4MoeConfig",
+        _ROUTED | {"attention_bias": True, "use_qk_norm": True, "num_hidden_layers": 3},
+    ),
+    **_if_known(
+        "minimax_m2",
+        "MiniMaxM2Config",
+        _MOE | {"num_local_experts": 6, "intermediate_size": 48, "head_dim": 32, "rotary_dim": 16},
+    ),
+    **_if_known(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeConfig",
+        _DECODER
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, "use_bias": True}
+        | {"moe_intermediate_size": 48, "moe_layer_start_index": 1},
+    ),
+    **_if_known(
+        "hunyuan_moe",
+        "HunYuanMoEV1Config",
+        _DECODER
+        | {"num_experts": 6, "moe_topk": [2, 3], "intermediate_size": 48, "head_dim": 32}
+        | {"rope_parameters": _STRETCHED_ROPE},
+    ),
+}
+_SPARSE_MIXERS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "phimoe",
+        "PhimoeConfig",
+        _MOE
+        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.2},
+    ),
+}
+_MORE |= _ROW_MIXTURES | _OWN_MIXTURES | _SPARSE_MIXERS
 _MIXERS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -435,12 +501,34 @@ _FAMILIES |= _MORE
 STATE_FAMILIES = tuple(_STATES)
 """Those with states."""
 
+ROW_FAMILIES = tuple(_ROW_MIXTURES)
+"""Families that differ from others only in options. The default run compares their logits, and
+the exhaustive run does the rest."""
+
+RARE_FAMILIES = (*ROW_FAMILIES, *_OWN_MIXTURES, *_SPARSE_MIXERS)
+"""Families whose costly settings are for the exhaustive run, as other families have the same
+mechanisms."""
+
+WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS)
+"""Families without a program on the CPU: with states, or with a routing that no kernel has."""
+
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
 
 MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
 """Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
 changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
+
+
+def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
+    """Return families as parameters of a test, of which some are for the exhaustive run.
+
+    Args:
+        families: the parameters.
+        rare: which of them the exhaustive run has.
+    """
+    marks = pytest.mark.exhaustive
+    return [pytest.param(f, marks=marks if f in rare else ()) for f in families]
 
 
 def make_tiny_model(

@@ -236,3 +236,111 @@ def test_baichuan_13b_gives_the_tokens_of_its_formulas(made, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     check(tmp_path, lambda prompt, output: by_formulas(tensors, [*prompt, *output]))
+
+
+def deepseek(tensors: Tensors) -> Tensors:
+    """Half of a shared expert, as a gate of zeros lets through."""
+    stored = {}
+    for name, tensor in tensors.items():
+        half = 0.5 if ".shared_expert.down_proj." in name else 1.0
+        if ".shared_expert_gate." not in name:
+            stored[name.replace(".shared_expert.", ".shared_experts.")] = tensor * half
+    return stored
+
+
+def bailing(tensors: Tensors) -> Tensors:
+    renames = {
+        "model.embed_tokens": "model.word_embeddings",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+    }
+    stored = {}
+    for name, tensor in deepseek(tensors).items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", p)] for p in ("q_proj", "k_proj", "v_proj")]
+            name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+        for ours, theirs in renames.items():
+            name = name.replace(ours, theirs)
+        stored[name] = tensor
+    return stored
+
+
+_WITHOUT_GATE = {
+    "num_hidden_layers": 2,
+    "mlp_only_layers": [0],
+    "qkv_bias": False,
+    "shared_expert_intermediate_size": 96,
+}
+_SIZES = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "rope_theta": 10000.0,
+    "head_dim": 16,
+}
+_LING = {"model_type": "bailing_moe", "num_shared_experts": 2, "norm_head": False}
+MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    # Architecture: a family of transformers with values of its config, the own config, and how it
+    # is stored.
+    "DeepseekForCausalLM": (
+        "qwen2_moe",
+        _WITHOUT_GATE | {"norm_topk_prob": False},
+        {"model_type": "deepseek", "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "scoring_func": "softmax"},
+        deepseek,
+    ),
+    "BailingMoeForCausalLM": (
+        "qwen2_moe",
+        _WITHOUT_GATE | {"norm_topk_prob": True},
+        _LING | {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        bailing,
+    ),
+    "BailingMoeV2ForCausalLM": (
+        "glm4_moe",
+        {"attention_bias": False, "num_hidden_layers": 2},
+        _LING
+        | {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+        | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+        bailing,
+    ),
+}
+_COMMON = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype"),
+)
+"""Keys that all of them spell the same."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_gives_the_tokens_of_another_with_its_weights(name, tmp_path):
+    family, values, config, store = MIXTURES[name]
+    known, folder = tmp_path / "known", tmp_path / "own"
+    folder.mkdir()
+    make_tiny_model(family, known, **values)
+    tensors = load_file(known / "model.safetensors")
+    for each in tensors:
+        if ".shared_expert_gate." in each:
+            tensors[each].zero_()
+    save_file(tensors, known / "model.safetensors", {"format": "pt"})
+    save_file(store(tensors), folder / "model.safetensors")
+    given = json.loads((known / "config.json").read_text())
+    own = {"architectures": [name], "auto_map": {"AutoConfig": "own.Config"}}
+    kept = {key: given[key] for key in _COMMON}
+    (folder / "config.json").write_text(json.dumps(kept | own | _SIZES | config))
+    check(folder, TransformersReference(known))
+
+
+def test_a_head_that_is_normed_as_it_runs_is_refused(tmp_path):
+    config = MIXTURES["BailingMoeForCausalLM"][2] | _SIZES | {"norm_head": True}
+    make_tiny_model("llama", tmp_path, num_hidden_layers=2)
+    given = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: given[key] for key in _COMMON}
+    own = {"architectures": ["BailingMoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(kept | own | config))
+    with pytest.raises(ConfigError, match="norm_head in config"):
+        LLM(model=str(tmp_path), **SETTINGS)

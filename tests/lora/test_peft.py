@@ -30,10 +30,21 @@ _DELTA_NET = [*_ATTENTION, *(f"in_proj_{part}" for part in ("qkvz", "ba", "qkv",
 _DELTA_NET += ["out_proj"]
 OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # peft has all experts of a layer as one parameter.
-    **{family: {"target_modules": _ATTENTION} for family in ("mixtral", "qwen3_moe", "olmoe")},
+    **{
+        family: {"target_modules": _ATTENTION}
+        for family in ("mixtral", "qwen3_moe", "olmoe", "minimax_m2", "flex_olmo", "phimoe")
+    },
     **{
         family: {"target_modules": _LATENT}
-        for family in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+        for family in (
+            *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
+            *("glm4_moe_lite", "glm_moe_dsa"),
+        )
+    },
+    # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
+    **{
+        family: {"target_modules": [*_ATTENTION, "down_proj"]}
+        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe")
     },
     "kimi_linear": {
         "target_modules": [*_LATENT, "k_proj", "v_proj", "b_proj", "f_a_proj", "g_b_proj"]

@@ -48,6 +48,10 @@ TABLE = {
         | {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64},
         (),
     ),
+    "glm4_moe": (WIDE | {"moe_intermediate_size": 64}, ()),
+    "minimax_m2": ({"intermediate_size": 64}, ()),
+    "ernie4_5_moe": (WIDE | {"moe_intermediate_size": 64}, ()),
+    "hunyuan_moe": ({"intermediate_size": 64}, ("gate.wg",)),
     "InternLM2ForCausalLM": (WIDE, ()),
     "BaichuanForCausalLM": (WIDE, ()),
     "ChatGLMModel": (WIDE, ()),
@@ -56,7 +60,15 @@ FORMATS = (
     *("fp8-static", "fp8-block", "ct-fp8-dynamic", "gptq-4", "gptq-4-order", "gptq-8", "awq"),
     *("ct-w4a16-asym-order", "ct-w8a16-channel", "ct-w8a8-static", "ct-fp8-block"),
 )
-FEW = {"phi3": FORMATS, "falcon_40b": FORMATS, "deepseek_v3": ("fp8-block", "awq")}
+FEW: dict[str, tuple[str, ...]] = {
+    "phi3": FORMATS,
+    "falcon_40b": FORMATS,
+    "deepseek_v3": ("fp8-block", "awq"),
+    "glm4_moe": ("ct-fp8-dynamic",),
+    "minimax_m2": ("fp8-block",),
+    "ernie4_5_moe": (),
+    "hunyuan_moe": (),
+}
 """Formats that are not left to the exhaustive run; of other families one of each layout."""
 SOME = ("fp8-block", "gptq-4-order", "awq", "ct-w4a16-asym-order")
 

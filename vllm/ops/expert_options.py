@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Routing = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
+Routing = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparse_mixer"]
 """The weight of a chosen expert: its part of a softmax over all experts, or over the chosen ones;
-its sigmoid, or that divided by the sum of the chosen ones."""
+its sigmoid, or that divided by the sum of the chosen ones. `sparse_mixer`: its part of a softmax
+over itself and the experts near below it, without those chosen before (`tolerance`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,9 @@ class RoutingOptions:
     """Computed in float32."""
     scale: float = 1.0
     """Multiplies the weights."""
+    tolerance: float = 0.0
+    """Of `sparse_mixer`: an expert with the logit y is near below a chosen one with the logit x if
+    x - y is at most this much of the larger one of x and |y|."""
     groups: ExpertGroups = ONE_GROUP
     """From which of the experts a token chooses."""
 

@@ -110,6 +110,9 @@ class Family:
     others keep a state."""
     has_states_beside_attention: bool = False
     """Every layer keeps a state, and keys and values."""
+    dense_up_to_key: str | None = None
+    """Key of the config with the number of tokens up to which each attends to all before it. In
+    longer texts the original attends to some of them; here attention stays dense."""
     heads_are_channels: bool = False
     """The channels of a layer are independent of each other, as heads are; the config has no number
     of heads."""

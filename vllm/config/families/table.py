@@ -301,6 +301,14 @@ _GRANITES = (
 )
 _OTHERS = (
     Family(
+        model_type="bailing_moe",
+        also_typed=("bailing_moe_v2",),
+        module="routed",
+        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        config_class="llama",
+        tokenizer="",
+    ),
+    Family(
         model_type="bamba",
         module="hybrid",
         architectures=("BambaForCausalLM",),
@@ -337,6 +345,13 @@ _OTHERS = (
         tokenizer="CohereTokenizer",
     ),
     Family(
+        model_type="deepseek",
+        module="routed",
+        architectures=("DeepseekForCausalLM",),
+        config_class="llama",
+        tokenizer="",
+    ),
+    Family(
         model_type="deepseek_v2",
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
@@ -353,6 +368,26 @@ _OTHERS = (
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
+        model_type="deepseek_v32",
+        module="deepseek",
+        architectures=("DeepseekV32ForCausalLM",),
+        dense_up_to_key="index_topk",
+        tokenizer="",
+        fp8_scales=_FP8_DEEPSEEK,
+    ),
+    Family(
+        model_type="dots1",
+        module="routed",
+        architectures=("Dots1ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="ernie4_5_moe",
+        module="routed",
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
         model_type="falcon",
         module="falcon",
         architectures=("FalconForCausalLM",),
@@ -366,6 +401,12 @@ _OTHERS = (
         tokenizer="",
     ),
     Family(
+        model_type="flex_olmo",
+        module="olmo",
+        architectures=("FlexOlmoForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
         model_type="glm",
         module="glm",
         architectures=("GlmForCausalLM",),
@@ -376,6 +417,25 @@ _OTHERS = (
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm4_moe",
+        module="routed",
+        architectures=("Glm4MoeForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm4_moe_lite",
+        module="deepseek",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm_moe_dsa",
+        module="deepseek",
+        architectures=("GlmMoeDsaForCausalLM",),
+        dense_up_to_key="index_topk",
+        tokenizer="",
     ),
     Family(
         model_type="gpt2",
@@ -407,6 +467,12 @@ _OTHERS = (
         architectures=("GptOssForCausalLM",),
         tokenizer="",
         reasoning_parser="openai_gptoss",
+    ),
+    Family(
+        model_type="hunyuan_v1_moe",
+        module="routed",
+        architectures=("HunYuanMoEV1ForCausalLM",),
+        tokenizer="",
     ),
     Family(
         model_type="jamba",
@@ -450,6 +516,12 @@ _OTHERS = (
         has_attention=False,
         default_max_positions=_BLOOM_POSITIONS,
         tokenizer="GPTNeoXTokenizer",
+    ),
+    Family(
+        model_type="minimax_m2",
+        module="routed",
+        architectures=("MiniMaxM2ForCausalLM",),
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="mpt",
@@ -525,6 +597,7 @@ _OTHERS = (
     ),
     Family(
         model_type="phimoe",
+        module="mixture",
         architectures=("PhimoeForCausalLM",),
         also_published_as=("PhiMoEForCausalLM",),
         tokenizer=_GENERIC,

@@ -28,7 +28,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, family_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
@@ -390,6 +390,15 @@ def _read_arch(
         logger.info(
             "%s serves text input only: the part of the checkpoint for images is not loaded",
             arch.architecture,
+        )
+    dense_key = family_of(arch.model_type).dense_up_to_key
+    if dense_key is not None and runs_as == arch.architecture:
+        logger.warning(
+            "%s runs with dense attention: in texts of more than %s (%s) tokens the original "
+            "attends to some of the tokens only, so that its outputs differ there",
+            arch.architecture,
+            dense_key,
+            arch.hf_config.get(dense_key),
         )
     return replace(arch, architecture=runs_as)
 

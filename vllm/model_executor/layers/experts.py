@@ -219,6 +219,7 @@ class Router(ColumnParallelLinear):
         top_k: k.
         routing: how much a chosen expert counts.
         bias: whether there is one, added to the logits.
+        tolerance: see `RoutingOptions`.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
 
@@ -235,10 +236,11 @@ class Router(ColumnParallelLinear):
         top_k: int,
         routing: Routing,
         bias: bool = False,
+        tolerance: float = 0.0,
     ) -> None:
         check_top_k(num_experts, top_k)
         super().__init__(hidden_size, {"": num_experts}, TPGroup(), bias=bias)
-        self.options = RoutingOptions(top_k=top_k, weights=routing)
+        self.options = RoutingOptions(top_k=top_k, weights=routing, tolerance=tolerance)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, and how much each of them counts."""

@@ -202,7 +202,8 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     key in the cache stays right when its request grows.
     """
     original = _parameter(rope, "original_max_position_embeddings")
-    name = "long_factor" if rope.scaling.get("uses_long_factor", True) else "short_factor"
+    length = "long" if rope.scaling.get("uses_long_factor", True) else "short"
+    name = f"{length}_factor"
     given = rope.scaling.get(name)
     if given is None or len(given) != rope.rotary_dim // 2:
         raise ConfigError(
@@ -210,7 +211,7 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
             f"pair, got {given}"
         )
     factors = torch.tensor([float(factor) for factor in given], dtype=torch.float32)
-    sharpness = rope.scaling.get("attention_factor")
+    sharpness = rope.scaling.get(f"{length}_mscale", rope.scaling.get("attention_factor"))
     if sharpness is None:
         factor = float(rope.scaling.get("factor") or max_positions / original)
         sharpness = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -6,7 +6,7 @@ cache, no phase and no checkpoint file.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,7 +27,8 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
+from vllm.model_executor.models.fused_weights import split_joined_experts
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops
 from vllm.ops.attention_options import PLAIN_ATTENTION, AttentionOptions
@@ -74,6 +75,8 @@ class DecoderOptions:
     """Of every query and key head before the rotation."""
     has_norm_per_head: bool = False
     """The same, a layer norm with weights of its own for each head."""
+    norms_rotated_heads: bool = False
+    """Head norms come after the rotation."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_output_gate: bool = False
@@ -137,6 +140,7 @@ class DecoderAttention(SlicedModule):
             sizes = (arch.head_size, arch.norm_eps, tp)
             self.q_norm = HeadLayerNorm(arch.num_heads, *sizes)
             self.k_norm = HeadLayerNorm(arch.num_kv_heads, *sizes, num_replicas=replicas)
+        self.norms_rotated_heads = options.norms_rotated_heads
         self.rotary_emb = rotary_emb
         num_heads = divide(arch.num_heads, tp.size)
         self.register_parameter("sinks", None)
@@ -160,11 +164,14 @@ class DecoderAttention(SlicedModule):
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         q, k, v, *gate = self.project(hidden_states)
-        q, k = self.normed(q, k)
+        if not self.norms_rotated_heads:
+            q, k = self.normed(q, k)
         if self.qkv_limit is not None:
             q, k, v = (part.clamp(-self.qkv_limit, self.qkv_limit) for part in (q, k, v))
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
+        if self.norms_rotated_heads:
+            q, k = self.normed(q, k)
         attended = self.attn(q, k, v)
         if gate:
             attended = attended * gate[0].sigmoid()
@@ -425,6 +432,9 @@ class DecoderForCausalLM(CausalLM):
         )
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        return split_joined_experts(name, source)
 
     @property
     def layers(self) -> Sequence[nn.Module]:

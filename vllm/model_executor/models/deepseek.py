@@ -30,7 +30,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
     LayerSpec,
 )
-from vllm.ops.expert_options import ExpertGroups, RoutingOptions
+from vllm.ops.expert_options import ONE_GROUP, ExpertGroups, RoutingOptions
 from vllm.ops.expert_options import Routing as WeightsOfChosen
 
 _LATENT_NORM_EPS = 1e-6
@@ -106,20 +106,33 @@ def _attention_scale(arch: ModelArch) -> float:
 class DeepseekMixture(nn.Module):
     """Experts of which each token uses a few, and shared ones that all tokens use.
 
+    Args:
+        arch: of the model.
+        routing: how tokens choose experts.
+        size: intermediate size of an expert.
+        shared_size: of the shared experts together; 0: there are none.
+        tp: the ranks that share them.
+        has_bias: of the shared experts.
+
     Shape: [T, hidden] -> [T, hidden]
     """
 
-    def __init__(self, arch: ModelArch, routing: Routing, tp: TPGroup) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        routing: Routing,
+        size: int,
+        shared_size: int,
+        tp: TPGroup,
+        has_bias: bool = False,
+    ) -> None:
         super().__init__()
-        config = arch.hf_config
-        size = arch.config_size("moe_intermediate_size")
         self.gate = GroupedRouter(arch.hidden_size, routing)
         self.experts = Experts(routing.num_experts, arch.hidden_size, size, tp)
         self.shared_experts: GatedMLP | None = None
-        num_shared = int(config.get("n_shared_experts") or 0)
-        if num_shared:
-            shared = replace(arch, intermediate_size=size * num_shared)
-            self.shared_experts = GatedMLP(shared, False, tp)
+        if shared_size:
+            shared = replace(arch, intermediate_size=shared_size)
+            self.shared_experts = GatedMLP(shared, has_bias, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.experts(x, *self.gate.choose(x))
@@ -161,46 +174,94 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     is_normalized = bool(config.get("norm_topk_prob", has_bias))
     # V2 scales only weights that are not normalized.
     is_scaled = has_bias or not is_normalized
-    num_groups = 1 if method == "greedy" else int(config.get("n_group") or 1)
-    num_experts = arch.config_size("n_routed_experts")
-    if num_experts % num_groups:
-        raise ConfigError(
-            f"n_routed_experts ({num_experts}) in config.json is not a multiple of n_group "
-            f"({num_groups})"
-        )
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
         weights=_WEIGHTS[score, is_normalized],
         scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
-        groups=ExpertGroups(num_groups, min(num_groups, int(config.get("topk_group") or 1))),
+        groups=ONE_GROUP if method == "greedy" else expert_groups(arch, "n_routed_experts"),
     )
-    return Routing(num_experts, options, has_bias)
+    return Routing(arch.config_size("n_routed_experts"), options, has_bias)
 
 
-class DeepseekLayer(DecoderLayer):
-    """A `DecoderLayer` with latent attention. The first layers have an MLP, all others experts."""
+def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
+    """Return the groups of experts in config.json.
+
+    Args:
+        arch: of the model.
+        key: of config.json, with the number of experts.
+
+    Raises:
+        ConfigError: the groups do not divide the experts.
+    """
+    config, num_experts = arch.hf_config, arch.config_size(key)
+    num_groups = int(config.get("n_group") or 1)
+    if num_experts % num_groups:
+        raise ConfigError(
+            f"{key} ({num_experts}) in config.json is not a multiple of n_group ({num_groups})"
+        )
+    return ExpertGroups(num_groups, min(num_groups, int(config.get("topk_group") or 1)))
+
+
+class RoutedLayer(DecoderLayer):
+    """A `DecoderLayer` with experts as in DeepSeek. The first layers have an MLP."""
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return self.make_mixture(spec) if self.has_experts(spec) else super().make_mlp(spec)
+
+    def has_experts(self, spec: LayerSpec) -> bool:
+        """Whether config.json gives the layer experts.
+
+        Raises:
+            ConfigError: it says so for too few layers, or in a way that is not known.
+        """
+        config, num_layers = spec.arch.hf_config, spec.arch.num_layers
+        kinds = config.get("mlp_layer_types")
+        if kinds and spec.index < num_layers:  # the list has no layers for drafts
+            if len(kinds) < num_layers:
+                raise ConfigError(
+                    f"config.json: mlp_layer_types names {len(kinds)} layers, num_hidden_layers "
+                    f"is {num_layers}. Correct the file, or give another value with hf_overrides"
+                )
+            return bool(kinds[spec.index] == "sparse")
+        return config.get("n_routed_experts") is not None and is_behind_first_layers(spec)
+
+    def make_mixture(self, spec: LayerSpec) -> nn.Module:
+        """Make the experts: [T, hidden] -> [T, hidden]."""
+        arch = spec.arch
+        size = arch.config_size("moe_intermediate_size")
+        shared_size = size * int(arch.hf_config.get("n_shared_experts") or 0)
+        return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
+
+    def routing(self, arch: ModelArch) -> Routing:
+        """Return how tokens choose experts."""
+        return deepseek_routing(arch)
+
+
+def is_behind_first_layers(spec: LayerSpec) -> bool:
+    """Return whether a layer has experts by its index: the first ones, and some in between, may
+    have none.
+
+    Raises:
+        ConfigError: the step between layers with experts is no number.
+    """
+    config = spec.arch.hf_config
+    first = int(config.get("first_k_dense_replace") or 0)
+    step = config.get("moe_layer_freq") or 1
+    if type(step) is not int:
+        raise ConfigError(
+            f"config.json: 'moe_layer_freq' must be a whole number, or null, got {step!r}. "
+            f"Correct the file, or give another value with hf_overrides"
+        )
+    return spec.index >= first and spec.index % step == 0
+
+
+class DeepseekLayer(RoutedLayer):
+    """A `RoutedLayer` with latent attention."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         if spec.rotary_emb is None:
             raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
         return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
-
-    def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        config = spec.arch.hf_config
-        first = int(config.get("first_k_dense_replace") or 0)
-        step = config.get("moe_layer_freq") or 1
-        if type(step) is not int:
-            raise ConfigError(
-                f"config.json: 'moe_layer_freq' must be a whole number, or null, got {step!r}. "
-                f"Correct the file, or give another value with hf_overrides"
-            )
-        if config.get("n_routed_experts") is None or spec.index < first or spec.index % step:
-            return super().make_mlp(spec)
-        return DeepseekMixture(spec.arch, self.routing(spec.arch), spec.tp)
-
-    def routing(self, arch: ModelArch) -> Routing:
-        """How tokens choose experts."""
-        return deepseek_routing(arch)
 
 
 class DeepseekV3Layer(DeepseekLayer):
@@ -215,7 +276,18 @@ def deepseek_options(arch: ModelArch) -> DecoderOptions:
     return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
 
 
-class DeepseekV2ForCausalLM(DecoderForCausalLM):
+class RoutedForCausalLM(DecoderForCausalLM):
+    """A decoder of `RoutedLayer`s. Further layers in the checkpoint predict drafts (multi-token
+    prediction, `vllm.model_executor.speculators.mtp`), and are not loaded."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        if match and int(match[1]) >= self.arch.num_layers:
+            return ()
+        return super().convert(name, source)
+
+
+class DeepseekV2ForCausalLM(RoutedForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
     layer_type: ClassVar[type[DeepseekLayer]] = DeepseekLayer
@@ -223,16 +295,28 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, deepseek_options(arch), self.layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Layers behind the last one guess further tokens (multi-token prediction): they are not
-        part of this, see `vllm.model_executor.speculators.mtp`."""
-        match = re.match(r"model\.layers\.(\d+)\.", name)
-        if match and int(match[1]) >= self.arch.num_layers:
-            return ()
-        return ((name, source),)
-
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437)."""
+    """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), and Kimi K2 (Moonshot AI 2025,
+    arXiv 2507.20534)."""
 
     layer_type: ClassVar[type[DeepseekLayer]] = DeepseekV3Layer
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556). Each token attends to all tokens before
+    it, as the original does up to `index_topk` (2,048) tokens; in longer texts that attends to the
+    best of them, which an indexer chooses, so that outputs differ there."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Leave out the weights of the indexer."""
+        return () if ".self_attn.indexer." in name else super().convert(name, source)
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5 (Z.ai 2026), with the attention of DeepSeek-V3.2: to all tokens, as the original up to
+    `index_topk` (2,048) tokens."""
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash (Z.ai 2026): a small DeepSeek-V3."""

@@ -13,6 +13,9 @@ from vllm.config import ModelArch
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Features, Source
 
+JOINED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
+
 
 def split_features(
     name: str, source: Source, fused: str, sizes: Mapping[str, int]
@@ -111,6 +114,35 @@ def experts_in(name: str, source: Source, num_experts: int) -> range:
             f"{num_experts} experts in dimension 0"
         )
     return range(num_experts)
+
+
+def split_by_expert(
+    parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
+) -> Iterator[tuple[str, Source]]:
+    """Yield the matrices of each expert in a tensor of all experts.
+
+    Args:
+        parent: beginning of the names, up to `experts`.
+        source: [E, rows, columns].
+        parts: name of a matrix -> its first row and how many it has.
+        experts: from `experts_in`.
+    """
+    for expert in experts:
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
+        for name, (first, count) in parts.items():
+            yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)
+
+
+def split_joined_experts(name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    """Return the matrices in a tensor of all experts of a layer, as transformers 5 has them; other
+    tensors as they are."""
+    parent, _, joined = name.rpartition("experts.")
+    parts = JOINED_EXPERTS.get(joined)
+    if parts is None or len(source.shape) != 3:
+        return ((name, source),)
+    size = source.shape[1] // len(parts)
+    rows = {part: (index * size, size) for index, part in enumerate(parts)}
+    return split_by_expert(parent, source, rows, range(source.shape[0]))
 
 
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:

@@ -1,6 +1,7 @@
-"""Decoders with a mixture of experts in place of the MLP: Mixtral, Qwen MoE, OLMoE, Granite MoE."""
+"""Decoders with a mixture of experts in place of the MLP: Mixtral, Qwen MoE, Phi MoE, Granite
+MoE."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,9 +18,10 @@ from vllm.model_executor.models.decoder import (
     DecoderOptions,
     GatedMLP,
     LayerSpec,
+    layer_norm,
     rms_norm,
 )
-from vllm.model_executor.models.fused_weights import experts_in
+from vllm.model_executor.models.fused_weights import experts_in, split_by_expert
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
@@ -36,6 +38,8 @@ class MixtureOptions:
     """Of one expert."""
     routing: Routing = "softmax_of_chosen"
     """How much a chosen expert counts."""
+    tolerance: float = 0.0
+    """Of `sparse_mixer`: how near below a chosen expert others are that weigh against it."""
     shared_size: int = 0
     """Intermediate size of an expert that all tokens use; 0: there is none."""
     has_shared_gate: bool = True
@@ -56,7 +60,9 @@ class Mixture(nn.Module):
         super().__init__()
         size = arch.hidden_size
         num_experts, bias = options.num_experts, options.has_bias
-        self.gate = Router(size, num_experts, options.top_k, options.routing, bias)
+        self.gate = Router(
+            size, num_experts, options.top_k, options.routing, bias, options.tolerance
+        )
         self.experts = Experts(
             num_experts, size, options.intermediate_size, tp, options.experts, bias
         )
@@ -132,6 +138,34 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         super().__init__(arch, tp, options, MixtureLayer)
 
 
+class PhimoeLayer(DecoderLayer):
+    """A `DecoderLayer` whose experts are weighed against those near below them."""
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        jitter = float(spec.arch.hf_config.get("router_jitter_noise") or 0.0)
+        options = mixture_options(spec.arch)
+        options = replace(options, routing="sparse_mixer", tolerance=2 * jitter)
+        return Mixture(spec.arch, options, spec.tp)
+
+
+class PhimoeForCausalLM(DecoderForCausalLM):
+    """Phi-3.5-MoE, Phi-mini-MoE and Phi-tiny-MoE (Abdin et al. 2024, arXiv 2404.14219; Li et al.
+    2025, arXiv 2506.18349)."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        **MixtralForCausalLM.checkpoint_names,
+        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(
+            llama_options(arch),
+            norm=layer_norm,
+            head_bias=bool(arch.hf_config.get("lm_head_bias", False)),
+        )
+        super().__init__(arch, tp, options, PhimoeLayer)
+
+
 class GraniteMoeLayer(GraniteLayer):
     """A `GraniteLayer` whose MLP is a `Mixture`."""
 
@@ -169,20 +203,3 @@ def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[
         parts = {"down_proj": (0, arch.hidden_size)}
         return split_by_expert(name.removesuffix("output_linear.weight"), source, parts, experts)
     return ((name, source),)
-
-
-def split_by_expert(
-    parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
-) -> Iterator[tuple[str, Source]]:
-    """The matrices of each expert in a tensor of all experts.
-
-    Args:
-        parent: beginning of the names, up to `experts`.
-        source: [E, rows, columns].
-        parts: name of a matrix -> its first row and how many it has.
-        experts: from `experts_in`.
-    """
-    for expert in experts:
-        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0])
-        for name, (first, count) in parts.items():
-            yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)

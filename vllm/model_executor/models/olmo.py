@@ -66,7 +66,7 @@ class Olmo2Layer(Layer):
         self.post_attention_layernorm = spec.new_norm()
         self.post_feedforward_layernorm = spec.new_norm()
 
-    def make_attention(self, spec: LayerSpec) -> Olmo2Attention:
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
         return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def forward(
@@ -103,3 +103,18 @@ class OlmoeForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
         super().__init__(arch, tp, options, OlmoeLayer)
+
+
+class FlexOlmoLayer(Olmo2Layer):
+    """An `Olmo2Layer` of experts."""
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
+
+
+class FlexOlmoForCausalLM(DecoderForCausalLM):
+    """FlexOlmo 7x7B (Shi et al. 2025, arXiv 2507.07024): an OLMo 2 of experts that were trained on
+    their own."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, llama_options(arch), FlexOlmoLayer)

@@ -11,11 +11,8 @@ from typing import Any
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.models.mixture import split_by_expert
+from vllm.model_executor.models.fused_weights import JOINED_EXPERTS, split_joined_experts
 from vllm.transformers_utils.transformers_version import renamed_weight, weight_conversions
-
-_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameter of a module of experts of transformers -> the matrices of one expert in it."""
 
 
 class CheckpointNames:
@@ -47,13 +44,8 @@ class CheckpointNames:
                 f"checkpoint, which is not done here. Save the model again with the installed "
                 f"transformers (save_pretrained(folder, save_original_format=False)), and load that"
             )
-        path, _, parameter = found.rpartition(".")
-        if path in self._experts and parameter in _PARTS:
-            parent = path.removesuffix("experts")
-            names = _PARTS[parameter]
-            size = source.shape[1] // len(names)
-            parts = {part: (index * size, size) for index, part in enumerate(names)}
-            return split_by_expert(parent, source, parts, range(source.shape[0]))
+        if found.rpartition(".")[0] in self._experts:
+            return split_joined_experts(found, source)
         return ((found, source),)
 
     def _of_one_expert(self, name: str) -> str | None:
@@ -66,5 +58,5 @@ class CheckpointNames:
         if pattern is None or expert is None or path not in self._experts:
             return None
         sources = next(c.source_patterns for c in self._conversions if pattern in c.source_patterns)
-        part = _PARTS[parameter][sources.index(pattern)]
+        part = JOINED_EXPERTS[parameter][sources.index(pattern)]
         return f"{path}.{expert.group(1)}.{part}.{kind}"

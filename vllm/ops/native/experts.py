@@ -42,6 +42,8 @@ class NativeExperts(Ops):
             weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
         elif routing == "softmax_of_chosen":
             weights = chosen.softmax(-1)
+        elif routing == "sparse_mixer":
+            weights = _mixed_sparsely(logits, ids, options.tolerance)
         else:
             weights = chosen.sigmoid()
             if routing == "sigmoid_of_chosen":
@@ -142,6 +144,18 @@ def choices_of(
     for expert in range(num_experts):
         is_other = topk_ids != expert + (first_expert or 0)
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
+
+
+def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
+    """Return the weights [T, k] of `sparse_mixer` (Liu et al. 2024, arXiv 2409.12136)."""
+    weights, left = [], logits
+    for index in ids.split(1, dim=-1):
+        largest = logits.gather(-1, index)
+        distance = (largest - logits) / logits.abs().maximum(largest)
+        near = left.masked_fill(distance > tolerance, float("-inf"))
+        weights.append((largest - near.logsumexp(-1, keepdim=True)).exp())
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, dim=-1)
 
 
 def check_choice(logits: Tensor, options: RoutingOptions, bias: Tensor | None) -> None:

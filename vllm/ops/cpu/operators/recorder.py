@@ -254,7 +254,9 @@ class Recorder(CPUOps):
             return super().route(logits, options, bias)
         (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
         if not 1 <= top_k <= num_experts or not self._can_choose(options):
-            raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen from {groups}")
+            raise NotFusibleError(
+                f"{top_k} of {num_experts} experts are chosen from {groups} ({options.weights})"
+            )
         table = None if bias is None else self._dense(bias, num_experts, dtype=torch.float32)
         out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
         self._record(

@@ -218,9 +218,9 @@ class CPUOps(NativeOps):
         return choices_in(chosen, options.top_k)
 
     def _can_choose(self, options: RoutingOptions) -> bool:
-        """Whether the kernels have room for so many."""
+        """Whether the kernels know the weights, and have room for so many."""
         has_room = options.groups.num_groups <= self._max_groups
-        return has_room and options.top_k <= self._max_top_k
+        return options.weights in ROUTINGS and has_room and options.top_k <= self._max_top_k
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
         run = self._rows_of(x)

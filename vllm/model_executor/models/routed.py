@@ -1,0 +1,275 @@
+"""Decoders with grouped-query attention, and experts that are chosen as in DeepSeek: GLM 4.5, dots,
+MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.grouped_router import Routing
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderOptions, LayerSpec, rms_norm
+from vllm.model_executor.models.deepseek import (
+    DeepseekMixture,
+    RoutedForCausalLM,
+    RoutedLayer,
+    deepseek_routing,
+    expert_groups,
+    is_behind_first_layers,
+)
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.olmo import Olmo2Attention
+from vllm.ops.expert_options import RoutingOptions
+
+
+class BalancedLayer(RoutedLayer):
+    """A `RoutedLayer` whose experts have biases to balance their load, as in DeepSeek V3."""
+
+    def routing(self, arch: ModelArch) -> Routing:
+        return deepseek_routing(arch, default_method="noaux_tc")
+
+
+class Glm4MoeForCausalLM(RoutedForCausalLM):
+    """GLM-4.5, 4.5-Air, 4.6 and 4.7 (Z.ai 2025, arXiv 2508.06471)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        options = DecoderOptions(
+            qkv_bias=bool(config.get("attention_bias", False)),
+            head_norm=rms_norm if config.get("use_qk_norm") else None,
+        )
+        super().__init__(arch, tp, options, BalancedLayer)
+
+
+class Dots1Layer(RoutedLayer):
+    """A `RoutedLayer` with the router of DeepSeek V3, whatever the config calls it."""
+
+    def routing(self, arch: ModelArch) -> Routing:
+        config = {**arch.hf_config, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        return deepseek_routing(replace(arch, hf_config=config))
+
+
+class Dots1ForCausalLM(RoutedForCausalLM):
+    """dots.llm1 (rednote-hilab 2025, arXiv 2506.05767)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), mlp_bias=False, head_norm=rms_norm)
+        super().__init__(arch, tp, options, Dots1Layer)
+
+
+class MiniMaxM2Layer(RoutedLayer):
+    """A layer of experts, with query and key normed over all heads together."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
+
+    def has_experts(self, spec: LayerSpec) -> bool:
+        return True
+
+    def make_mixture(self, spec: LayerSpec) -> nn.Module:
+        arch = spec.arch
+        options = RoutingOptions(
+            top_k=arch.config_size("num_experts_per_tok"), weights="sigmoid_of_chosen"
+        )
+        routing = Routing(arch.config_size("num_local_experts"), options, has_bias=True)
+        return DeepseekMixture(arch, routing, arch.intermediate_size, 0, spec.tp)
+
+
+class MiniMaxM2ForCausalLM(RoutedForCausalLM):
+    """MiniMax-M2, M2.5 and M2.7 (MiniMax 2025): half of each head is rotated."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(), MiniMaxM2Layer)
+
+
+class ErnieMoeLayer(RoutedLayer):
+    """A layer in which some parts of a softmax choose experts, after a bias of each expert."""
+
+    def has_experts(self, spec: LayerSpec) -> bool:
+        config, index = spec.arch.hf_config, spec.index
+        last = int(config.get("moe_layer_end_index") or -1)
+        first = int(config.get("moe_layer_start_index") or 0)
+        step = int(config.get("moe_layer_interval") or 1)
+        last = spec.arch.num_layers - 1 if last == -1 else last
+        return first <= index <= last and (index + 1) % step == 0
+
+    def make_mixture(self, spec: LayerSpec) -> nn.Module:
+        arch, config = spec.arch, spec.arch.hf_config
+        options = RoutingOptions(top_k=arch.config_size("moe_k"), weights="softmax_of_chosen")
+        routing = Routing(arch.config_size("moe_num_experts"), options, has_bias=True)
+        size = arch.config_size("moe_intermediate_size")
+        shared_size = size * int(config.get("moe_num_shared_experts") or 0)
+        return DeepseekMixture(arch, routing, size, shared_size, spec.tp, spec.options.mlp_bias)
+
+
+class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
+    """ERNIE 4.5 21B-A3B and 300B-A47B (Baidu 2025, "ERNIE 4.5 Technical Report")."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".mlp.moe_statics.": ".mlp.gate.",
+        ".gate.moe_statics.": ".gate.",  # as transformers 5 calls it
+    }
+    ignored_prefixes = ("model.mtp_",)
+    """Layers that guess further tokens."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_bias = bool(arch.hf_config.get("use_bias", False))
+        options = DecoderOptions(
+            is_neox=False,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+            head_bias=has_bias,
+        )
+        super().__init__(arch, tp, options, ErnieMoeLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Read the bias of experts, which is stored as [1, experts]."""
+        if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
+            return ((name, source.mapped(lambda bias: bias[0])),)
+        return super().convert(name, source)
+
+
+class HunYuanMoELayer(RoutedLayer):
+    """A layer of experts, with an MLP that all tokens use."""
+
+    def has_experts(self, spec: LayerSpec) -> bool:
+        return True
+
+    def make_mixture(self, spec: LayerSpec) -> nn.Module:
+        arch, config = spec.arch, spec.arch.hf_config
+        top_k = config.get("moe_topk") or config.get("num_experts_per_tok")
+        options = RoutingOptions(top_k=_of_layer(top_k, spec), weights="softmax_of_chosen")
+        routing = Routing(_of_layer(config.get("num_experts"), spec), options)
+        size = arch.intermediate_size
+        return DeepseekMixture(arch, routing, size, size, spec.tp)
+
+
+def _of_layer(value: Any, spec: LayerSpec) -> int:
+    """Return a number of config.json, which may be a list with a number for each layer."""
+    given = value
+    if isinstance(value, list) and len(value) >= spec.arch.num_layers:
+        given = value[spec.index]
+    if type(given) is not int or given < 1:
+        raise ConfigError(
+            f"config.json: num_experts and moe_topk must be positive numbers, or a list of one for "
+            f"each of the {spec.arch.num_layers} layers, got {value!r}"
+        )
+    return given
+
+
+class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
+    """Hunyuan-A13B (Tencent 2025): heads are normed after the rotation."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".query_layernorm.": ".q_norm.",
+        ".key_layernorm.": ".k_norm.",
+        ".mlp.gate.wg.": ".mlp.gate.",
+        ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_norms = bool(arch.hf_config.get("use_qk_norm", True))
+        options = replace(
+            llama_options(arch),
+            mlp_bias=False,
+            head_norm=rms_norm if has_norms else None,
+            norms_rotated_heads=True,
+        )
+        super().__init__(arch, tp, options, HunYuanMoELayer)
+
+
+class DeepseekForCausalLM(RoutedForCausalLM):
+    """DeepSeek-MoE 16B (DeepSeek-AI 2024, arXiv 2401.06066)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, llama_options(arch), RoutedLayer)
+
+
+class BailingMoeLayer(RoutedLayer):
+    """A `RoutedLayer` in the words of Ling."""
+
+    def has_experts(self, spec: LayerSpec) -> bool:
+        return is_behind_first_layers(spec)
+
+    def make_mixture(self, spec: LayerSpec) -> nn.Module:
+        arch, config = spec.arch, spec.arch.hf_config
+        size = arch.config_size("moe_intermediate_size")
+        shared_size = int(config.get("moe_shared_expert_intermediate_size") or size)
+        shared_size *= int(config.get("num_shared_experts") or 0)
+        return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
+
+    def routing(self, arch: ModelArch) -> Routing:
+        is_normalized = arch.hf_config.get("norm_topk_prob", True)
+        options = RoutingOptions(
+            top_k=arch.config_size("num_experts_per_tok"),
+            weights="softmax_of_chosen" if is_normalized else "softmax",
+        )
+        return Routing(arch.config_size("num_experts"), options)
+
+
+class BailingMoeV2Layer(BailingMoeLayer):
+    """A layer with the router of DeepSeek V3."""
+
+    def routing(self, arch: ModelArch) -> Routing:
+        config, top_k = arch.hf_config, arch.config_size("num_experts_per_tok")
+        options = RoutingOptions(
+            top_k=top_k,
+            weights="sigmoid_of_chosen" if top_k > 1 else "sigmoid",
+            scale=float(config.get("routed_scaling_factor") or 1.0),
+            groups=expert_groups(arch, "num_experts"),
+        )
+        return Routing(arch.config_size("num_experts"), options, has_bias=True)
+
+
+class BailingMoeForCausalLM(RoutedForCausalLM):
+    """Ling and Ring 1 and 1.5, Lite and Plus (Ling Team 2025, arXiv 2503.05139)."""
+
+    layer_type: ClassVar[type[BailingMoeLayer]] = BailingMoeLayer
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "model.word_embeddings.": "model.embed_tokens.",
+        ".attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".attention.dense.": ".self_attn.o_proj.",
+        ".attention.query_layernorm.": ".self_attn.q_norm.",
+        ".attention.key_layernorm.": ".self_attn.k_norm.",
+        ".gate.expert_bias": ".gate.e_score_correction_bias",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        if config.get("norm_head"):
+            raise ConfigError(
+                f"norm_head in config.json is not supported for {arch.architecture}: convert the "
+                f"checkpoint to one with a normed output head, and set norm_head to false"
+            )
+        options = DecoderOptions(
+            qkv_bias=bool(config.get("use_qkv_bias", False)),
+            output_bias=bool(config.get("use_bias", False)),
+            head_norm=rms_norm if config.get("use_qk_norm") else None,
+        )
+        super().__init__(arch, tp, options, self.layer_type)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split query, key and value, which are stored as one."""
+        if ".qkv_proj." in name:
+            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return super().convert(name, source)
+
+
+class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
+    """Ling and Ring 2.0, Mini, Flash and 1T (Ling Team 2025, arXiv 2510.22115)."""
+
+    layer_type: ClassVar[type[BailingMoeLayer]] = BailingMoeV2Layer
