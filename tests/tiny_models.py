@@ -5,7 +5,7 @@ tokenizer. Weights are large enough that greedy outputs vary; every bias and nor
 random too, so that one that is forgotten shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -246,15 +246,17 @@ _MORE |= _if_known(
     | {"interleave_moe_layer_step": 2, "attention_chunk_size": 20, "floor_scale": 8}
     | {"rope_parameters": _LLAMA3_ROPE, "attn_scale": 0.5},
 )
-_DEEPSEEK = _DECODER | {
+_LATENT = _DECODER | {
     "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 1,
     "q_lora_rank": 40,
     "kv_lora_rank": 48,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
+}
+_DEEPSEEK = _LATENT | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
@@ -318,10 +320,64 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
 }
 _MORE |= _STATES
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 8.0}
+_ROWS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("smollm3", "SmolLM3Config", _DECODER | {"num_hidden_layers": 4}),
+    **_if_known(
+        "cwm",
+        "CwmConfig",
+        _DECODER | {"num_hidden_layers": 2, "sliding_window": 16, "head_dim": 16},
+    ),
+    **_if_known("seed_oss", "SeedOssConfig", _DECODER | {"head_dim": 16, "mlp_bias": True}),
+    **_if_known("helium", "HeliumConfig", _DECODER | {"head_dim": 16}),
+    **_if_known("ernie4_5", "Ernie4_5Config", _DECODER | {"head_dim": 32, "use_bias": True}),
+    **_if_known("youtu", "YoutuConfig", _LATENT | {"rope_interleave": True}),
+    **_if_known("vaultgemma", "VaultGemmaConfig", _GEMMA2 | {"num_hidden_layers": 2}),
+}
+_OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "exaone4", "Exaone4Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}
+    ),
+    **_if_known(
+        "hunyuan_dense",
+        "HunYuanDenseV1Config",
+        _DECODER | {"head_dim": 16, "attention_bias": True, "rope_parameters": _NTK_ALPHA},
+    ),
+    **_if_known(
+        "minicpm3",
+        "MiniCPM3Config",
+        _LATENT
+        | {"dim_model_base": 128, "scale_emb": 3}
+        | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 256},
+    ),
+    **_if_known(
+        "ministral3",
+        "Ministral3Config",
+        _DECODER | {"head_dim": 16, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
+    ),
+}
+_WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
+    **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
+    **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
+}
+_MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM
 _FAMILIES |= _MORE
 
 STATE_FAMILIES = tuple(_STATES)
 """Those with states."""
+
+ROW_FAMILIES = tuple(_ROWS)
+"""Families that differ from others only in options. The default run compares their logits, and
+the exhaustive run does the rest."""
+
+RARE_FAMILIES = (*ROW_FAMILIES, *_OWN, *_WITHOUT_PROGRAM)
+"""Families whose costly settings are for the exhaustive run, as other families have the same
+mechanisms."""
+
+WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
+"""Families without a program on the CPU: with states, or with activations that no kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
@@ -329,6 +385,17 @@ ALL_FAMILIES = tuple(_FAMILIES)
 MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
 """Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
 changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
+
+
+def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
+    """Return families as parameters of a test, of which some are for the exhaustive run.
+
+    Args:
+        families: the parameters.
+        rare: which of them the exhaustive run has.
+    """
+    marks = pytest.mark.exhaustive
+    return [pytest.param(f, marks=marks if f in rare else ()) for f in families]
 
 
 def make_tiny_model(

@@ -27,7 +27,13 @@ from tests.e2e.reference import (
 )
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import core_of, executor_of, scheduler_of
-from tests.tiny_models import FAMILIES, MORE_FAMILIES, STATE_FAMILIES, make_tiny_model
+from tests.tiny_models import (
+    FAMILIES,
+    MORE_FAMILIES,
+    RARE_FAMILIES,
+    STATE_FAMILIES,
+    make_tiny_model,
+)
 from vllm import LLM, SamplingParams
 from vllm.attention.backends.prompt_masks import SlicedMask
 from vllm.engine import engine_core
@@ -196,6 +202,9 @@ GROUPS = {
     "olmo3": 4,
     "cohere2": 5,
     "gpt_oss": 2,
+    "exaone4": 4,
+    "cwm": 2,
+    "vaultgemma": 2,
 }
 """Families with windows in some layers. On the CPU each group of layers has blocks of its own."""
 SCALED_IN_VERSION_4 = ("gemma", "gemma2")
@@ -209,7 +218,11 @@ EVERY_FAMILY = (*FAMILIES, *MORE_FAMILIES, *STATE_FAMILIES, "bundled")
 GRAPHS, COMPILED = "HPU graphs", "torch.compile"
 
 ON_CPU = {
-    *((family, "CPU", ALL_AT_ONCE) for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)),
+    *(
+        (family, "CPU", ALL_AT_ONCE)
+        for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)
+        if family not in RARE_FAMILIES
+    ),
     *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
     *((family, "CPU", "bfloat16") for family in ("bundled", "gemma2", "opt", "phi")),
     *(
@@ -228,7 +241,7 @@ ON_CPU = {
         for family in ("mistral", "qwen2", "opt_post_norm")
     ),
 }
-"""Everything at once for every family; for a llama what that leaves out; windows without cached
+"""Everything at once for most families; for a llama what that leaves out; windows without cached
 prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
@@ -291,6 +304,7 @@ ON_A_CARD = {
 }
 
 EXHAUSTIVE = {
+    *((family, "CPU", ALL_AT_ONCE) for family in RARE_FAMILIES),
     *((family, GRAPHS, LOGPROBS) for family in (*FAMILIES, *MORE_FAMILIES)),
     *((family, GRAPHS, PAIRS) for family in STATE_FAMILIES),
     *(
@@ -301,12 +315,15 @@ EXHAUSTIVE = {
     *((family, COMPILED, LARGE_BLOCKS) for family in (*FAMILIES, *MORE_FAMILIES)),
     *((family, COMPILED, PAIRS) for family in STATE_FAMILIES),
 }
-"""The other families on a card."""
+"""The other families."""
 
 TABLE = [
     *sorted(ON_CPU),
     *sorted(ON_A_CARD),
-    *(pytest.param(*line, marks=pytest.mark.exhaustive) for line in sorted(EXHAUSTIVE - ON_A_CARD)),
+    *(
+        pytest.param(*line, marks=pytest.mark.exhaustive)
+        for line in sorted(EXHAUSTIVE - ON_CPU - ON_A_CARD)
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ from tests.model_executor.test_fusion import (
     bind_caches,
     run_fused,
 )
-from tests.tiny_models import ALL_FAMILIES, VOCAB_SIZE
+from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
 from vllm.attention import LaunchContext, share_context
 from vllm.config import ParallelConfig
 from vllm.distributed import Meeting, TPGroup
@@ -39,9 +39,9 @@ pytestmark = [
 
 NOT_HERE = (
     *("olmo2", "olmo3", "olmoe"),
-    *("mamba", "mamba2", "bamba", "granite_hybrid", "granite_hybrid_dense"),
+    *WITHOUT_PROGRAM,
 )
-"""Norms that need all heads; states, which no program has."""
+"""Norms that need all heads; what has no program at all."""
 WITH_EXPERTS = [
     family
     for family in (
@@ -149,8 +149,13 @@ def assert_ranks_are_one(ranks: Ranks, one: Ranks) -> None:
 HERE = [family for family in ALL_FAMILIES if family not in NOT_HERE]
 ON_FOUR = ("llama", "qwen2", "opt", "gemma3", "falcon_7b", "gpt_bigcode", "mixtral", "gpt_oss")
 CASES = [
-    *((family, 2, "bfloat16") for family in HERE),
+    *((family, 2, "bfloat16") for family in HERE if family not in RARE_FAMILIES),
     *((family, 4, "float32") for family in HERE if family in ON_FOUR),
+    *(
+        pytest.param(family, 2, "bfloat16", marks=pytest.mark.exhaustive)
+        for family in HERE
+        if family in RARE_FAMILIES
+    ),
     *(
         pytest.param(family, 4, "float32", marks=pytest.mark.exhaustive)
         for family in HERE

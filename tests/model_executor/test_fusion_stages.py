@@ -13,7 +13,7 @@ from tests.model_executor.test_fusion import (
     run_head,
 )
 from tests.model_executor.test_fusion_parallel import launches
-from tests.tiny_models import ALL_FAMILIES, STATE_FAMILIES, VOCAB_SIZE
+from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
 from vllm.attention import LaunchContext, share_context
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
@@ -27,8 +27,7 @@ pytestmark = [
     pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
 ]
 
-FAMILIES = [family for family in ALL_FAMILIES if family not in STATE_FAMILIES]
-"""No program has states."""
+FAMILIES = [family for family in ALL_FAMILIES if family not in WITHOUT_PROGRAM]
 
 
 def load(folder, dtype: str, index: int = 0, count: int = 1) -> CausalLM:
@@ -43,7 +42,12 @@ def load(folder, dtype: str, index: int = 0, count: int = 1) -> CausalLM:
 
 
 CASES = [
-    *((family, 2, "bfloat16") for family in FAMILIES),
+    *((family, 2, "bfloat16") for family in FAMILIES if family not in RARE_FAMILIES),
+    *(
+        pytest.param(family, 2, "bfloat16", marks=pytest.mark.exhaustive)
+        for family in FAMILIES
+        if family in RARE_FAMILIES
+    ),
     ("llama", 3, "float32"),  # the second one is neither the first nor the last
 ]
 

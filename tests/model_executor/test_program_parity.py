@@ -14,7 +14,7 @@ from tests.model_executor.test_fusion import (
     run_fused,
     run_head,
 )
-from tests.tiny_models import ALL_FAMILIES, STATE_FAMILIES
+from tests.tiny_models import ALL_FAMILIES, ROW_FAMILIES, WITHOUT_PROGRAM, sparing
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
@@ -30,14 +30,14 @@ FAMILIES = [
     family
     for family in ALL_FAMILIES
     # phi3_long: see `tests.tiny_models.MORE_FAMILIES`.
-    if family not in (*STATE_FAMILIES, "phi3_long")
+    if family not in (*WITHOUT_PROGRAM, "phi3_long")
 ]
 LAUNCHES = [23, 30, *[1] * 32]
 """New tokens of the one request: a prompt in two parts, then decodes."""
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sparing(FAMILIES, ROW_FAMILIES))
 def test_logits_of_the_program_are_those_of_transformers(tiny_model, family):
     folder = tiny_model(family)
     model = load_model(make_config(folder), TPGroup(), torch.device("cpu"), CPUPacked())

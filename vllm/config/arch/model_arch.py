@@ -288,7 +288,8 @@ def _read_ropes(
         full = local = _read_rope(config, head_size, parameters, theta)
         if local_theta is not None:
             local = _read_rope(config, head_size, {}, local_theta)
-    if not family_of(config.get("model_type")).has_rope_without_window:
+    rotates_full = family_of(config.get("model_type")).has_rope_without_window
+    if not rotates_full or (rotates_full == "alone" and any(windows)):
         full = None
     if has_no_positions(config):
         full = local = None
@@ -324,6 +325,10 @@ def _read_rope(
         return None
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
+    stretch = parameters.get("alpha")
+    if rope_type == "dynamic" and stretch:  # of Hunyuan: the base is stretched, however long a text
+        theta *= float(stretch) ** (head_size / (head_size - 2))
+        rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)
     partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
     if rope_type == "su":  # the first name of longrope

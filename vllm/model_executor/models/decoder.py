@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.attention import Attention
+from vllm.attention import Attention, text_positions
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.config import ModelArch, RopeConfig
 from vllm.distributed import TPGroup, divide
@@ -51,6 +52,22 @@ def layer_norm_without_bias(arch: ModelArch, size: int) -> LayerNorm:
     return LayerNorm(size, arch.norm_eps, has_bias=False)
 
 
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Makes attention sharper the longer the text is: a query is multiplied by
+    1 + scale * log(1 + floor((position + offset) / step)) (arXiv 2501.19399)."""
+
+    scale: float
+    step: float
+    offset: int = 0
+
+    def factors(self, num_positions: int) -> Tensor:
+        """Return the factor of each position: [num_positions, 1]."""
+        position = torch.arange(num_positions, dtype=torch.float32, device="cpu") + self.offset
+        factors = torch.log1p(torch.floor(position / self.step)) * self.scale + 1.0
+        return factors.to(torch.get_default_dtype())[:, None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
     """What differs between the families."""
@@ -69,6 +86,10 @@ class DecoderOptions:
     """Of every query and key head before the rotation."""
     has_norm_per_head: bool = False
     """The same, a layer norm with weights of its own for each head."""
+    norms_rotated_heads: bool = False
+    """Head norms follow the rotation."""
+    temperature: QueryTemperature | None = None
+    """Of the queries; None: nothing multiplies them."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_sinks: bool = False
@@ -96,6 +117,9 @@ class DecoderAttention(SlicedModule):
 
     Shape: positions [T], hidden_states [T, input_size or hidden] -> [T, hidden]
     """
+
+    temperatures: Tensor | None
+    """[positions, 1]: what the query of a position is multiplied by."""
 
     def __init__(
         self,
@@ -127,7 +151,12 @@ class DecoderAttention(SlicedModule):
             sizes = (arch.head_size, arch.norm_eps, tp)
             self.q_norm = HeadLayerNorm(arch.num_heads, *sizes)
             self.k_norm = HeadLayerNorm(arch.num_kv_heads, *sizes, num_replicas=replicas)
+        self.norms_rotated_heads = options.norms_rotated_heads
         self.rotary_emb = rotary_emb
+        temperatures = None
+        if options.temperature is not None:
+            temperatures = options.temperature.factors(arch.derived_max_model_len)
+        self.register_buffer("temperatures", temperatures, persistent=False)
         num_heads = divide(arch.num_heads, tp.size)
         self.register_parameter("sinks", None)
         if options.has_sinks:
@@ -150,11 +179,15 @@ class DecoderAttention(SlicedModule):
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         q, k, v = self.project(hidden_states)
-        q, k = self.normed(q, k)
+        if not self.norms_rotated_heads:
+            q, k = self.normed(q, k)
         if self.qkv_limit is not None:
             q, k, v = (part.clamp(-self.qkv_limit, self.qkv_limit) for part in (q, k, v))
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
+        if self.norms_rotated_heads:
+            q, k = self.normed(q, k)
+        q = self.tempered(q, positions)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
     def project(self, hidden_states: Tensor) -> list[Tensor]:
@@ -167,6 +200,13 @@ class DecoderAttention(SlicedModule):
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
+
+    def tempered(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Return the query times the factor of its position, if there is one."""
+        if self.temperatures is None:
+            return query
+        factor = F.embedding(text_positions(positions), self.temperatures)
+        return get_ops().scale_rows(query, factor)
 
 
 class GatedMLP(nn.Module):

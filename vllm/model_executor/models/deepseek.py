@@ -91,6 +91,17 @@ class LatentSelfAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
 
+def latent_attention(spec: LayerSpec) -> LatentSelfAttention:
+    """Return latent attention for a layer.
+
+    Raises:
+        ConfigError: the config has no rotations.
+    """
+    if spec.rotary_emb is None:
+        raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
+    return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+
+
 def _attention_scale(arch: ModelArch) -> float:
     """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
     families put into the cosines and sines of queries and keys."""
@@ -181,9 +192,7 @@ class DeepseekLayer(DecoderLayer):
     """A `DecoderLayer` with latent attention. The first layers have an MLP, all others experts."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        if spec.rotary_emb is None:
-            raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
-        return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+        return latent_attention(spec)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         config = spec.arch.hf_config
@@ -236,3 +245,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437)."""
 
     layer_type: ClassVar[type[DeepseekLayer]] = DeepseekV3Layer
+
+
+class YoutuForCausalLM(DeepseekV2ForCausalLM):
+    """Youtu-LLM 2B (Tencent 2026): latent attention, and no experts."""

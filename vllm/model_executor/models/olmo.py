@@ -66,7 +66,7 @@ class Olmo2Layer(Layer):
         self.post_attention_layernorm = spec.new_norm()
         self.post_feedforward_layernorm = spec.new_norm()
 
-    def make_attention(self, spec: LayerSpec) -> Olmo2Attention:
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
         return Olmo2Attention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def forward(
