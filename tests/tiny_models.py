@@ -357,12 +357,34 @@ _OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         _DECODER | {"head_dim": 16, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
     ),
 }
+_GEMMA4 = _GEMMA | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+}
+_SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "gemma4",
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+        | {"num_kv_shared_layers": 2}
+        | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0},
+    ),
+    **_if_known(
+        "gemma4_wide",
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+}
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
     **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
     **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
 }
-_MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM
+_MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
 
 STATE_FAMILIES = tuple(_STATES)
@@ -372,9 +394,12 @@ ROW_FAMILIES = tuple(_ROWS)
 """Families that differ from others only in options. The default run compares their logits, and
 the exhaustive run does the rest."""
 
-RARE_FAMILIES = (*ROW_FAMILIES, *_OWN, *_WITHOUT_PROGRAM)
+RARE_FAMILIES = (*ROW_FAMILIES, *_OWN, *_WITHOUT_PROGRAM, "gemma4_wide")
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
+
+ONE_STAGE = tuple(name for name in _SHARING if name != "gemma4_wide")
+"""Families whose layers read earlier layers, so that a pipeline cannot divide them."""
 
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
 """Families without a program on the CPU: with states, or with activations that no kernel has."""
@@ -450,8 +475,9 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # The biases of a router are no parameters.
-    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    # The biases of a router and the factors of layers are no parameters.
+    ends = ("correction_bias", "layer_scalar")
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(ends)]
     for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)
         if name.endswith("bias"):

@@ -363,6 +363,14 @@ _GEMMAS = (
         tokenizer="",
         norms_add_one=True,
     ),
+    Family(
+        model_type="gemma4_text",
+        module="gemma4",
+        architectures=("Gemma4ForCausalLM",),
+        full_attention_every=6,
+        left_to_transformers=("enable_moe_block",),
+        tokenizer="",
+    ),
 )
 _GRANITES = (
     Family(

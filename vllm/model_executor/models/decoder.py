@@ -8,7 +8,7 @@ cache, no phase and no checkpoint file.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +255,7 @@ class LayerSpec:
         index: of the layer.
         rotary_emb: of the layer; None: it has no rotations.
         tp: the ranks that share it.
+        source: the earlier layer whose keys and values it reads; None: it has its own.
     """
 
     arch: ModelArch
@@ -262,6 +263,7 @@ class LayerSpec:
     index: int
     rotary_emb: RotaryEmbedding | None
     tp: TPGroup
+    source: Any = None
 
     @property
     def window(self) -> int | None:
@@ -408,7 +410,16 @@ class Decoder(nn.Module):
             if rope is not None and rotary_emb is None:
                 rotary_emb = RotaryEmbedding(rope, arch.derived_max_model_len, options.is_neox)
                 rotations.append((rope, rotary_emb))
-            self.layers.append(layer_type(LayerSpec(arch, options, index, rotary_emb, tp)))
+            source = arch.kv_sources[index]
+            spec = LayerSpec(
+                arch.of_layer(index),
+                options,
+                index,
+                rotary_emb,
+                tp,
+                None if source is None else self.layers[source],
+            )
+            self.layers.append(layer_type(spec))
         self.norm = options.norm(arch, size)
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -437,6 +448,9 @@ class Decoder(nn.Module):
 class DecoderForCausalLM(CausalLM):
     """A `Decoder` with an output head; a family is a subclass that gives the options."""
 
+    decoder_type: ClassVar[type[Decoder]] = Decoder
+    model: Any
+
     def __init__(
         self,
         arch: ModelArch,
@@ -446,7 +460,7 @@ class DecoderForCausalLM(CausalLM):
     ) -> None:
         super().__init__(arch, tp)
         self.logit_scale, self.logit_soft_cap = options.logit_scale, options.logit_soft_cap
-        self.model = Decoder(arch, options, layer_type, tp)
+        self.model = self.decoder_type(arch, options, layer_type, tp)
         self.lm_head = ParallelLMHead(
             arch.vocab_size, arch.hidden_size, tp, has_bias=options.head_bias
         )
