@@ -249,15 +249,17 @@ _MORE |= _if_known(
     | {"interleave_moe_layer_step": 2, "attention_chunk_size": 20, "floor_scale": 8}
     | {"rope_parameters": _LLAMA3_ROPE, "attn_scale": 0.5},
 )
-_DEEPSEEK = _DECODER | {
+_LATENT = _DECODER | {
     "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 1,
     "q_lora_rank": 40,
     "kv_lora_rank": 48,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
+}
+_DEEPSEEK = _LATENT | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
@@ -374,18 +376,22 @@ _LFM2 = _DECODER | {
     "norm_eps": 1e-5,
     "conv_bias": True,
 }
-_FALCON_H1 = _DECODER | _MIXERS | {
-    "mamba_d_ssm": 128,
-    "embedding_multiplier": 3.0,
-    "lm_head_multiplier": 0.7,
-    "mlp_multipliers": [0.8, 1.3],
-    "key_multiplier": 0.6,
-    "attention_in_multiplier": 1.2,
-    "attention_out_multiplier": 0.9,
-    "ssm_multipliers": [0.7, 1.2, 1.5, 0.8, 1.1],
-    "ssm_in_multiplier": 1.3,
-    "ssm_out_multiplier": 0.8,
-}
+_FALCON_H1 = (
+    _DECODER
+    | _MIXERS
+    | {
+        "mamba_d_ssm": 128,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.7,
+        "mlp_multipliers": [0.8, 1.3],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.7, 1.2, 1.5, 0.8, 1.1],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+    }
+)
 _JAMBA = _DECODER | {
     "num_hidden_layers": 3,
     "attn_layer_period": 3,
@@ -496,21 +502,93 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 _MORE |= _STATES
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 8.0}
+_ROWS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("smollm3", "SmolLM3Config", _DECODER | {"num_hidden_layers": 4}),
+    **_if_known(
+        "cwm",
+        "CwmConfig",
+        _DECODER | {"num_hidden_layers": 2, "sliding_window": 16, "head_dim": 16},
+    ),
+    **_if_known("seed_oss", "SeedOssConfig", _DECODER | {"head_dim": 16, "mlp_bias": True}),
+    **_if_known("helium", "HeliumConfig", _DECODER | {"head_dim": 16}),
+    **_if_known("ernie4_5", "Ernie4_5Config", _DECODER | {"head_dim": 32, "use_bias": True}),
+    **_if_known("youtu", "YoutuConfig", _LATENT | {"rope_interleave": True}),
+    **_if_known("vaultgemma", "VaultGemmaConfig", _GEMMA2 | {"num_hidden_layers": 2}),
+}
+_OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "exaone4", "Exaone4Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}
+    ),
+    **_if_known(
+        "hunyuan_dense",
+        "HunYuanDenseV1Config",
+        _DECODER | {"head_dim": 16, "attention_bias": True, "rope_parameters": _NTK_ALPHA},
+    ),
+    **_if_known(
+        "minicpm3",
+        "MiniCPM3Config",
+        _LATENT
+        | {"dim_model_base": 128, "scale_emb": 3}
+        | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 256},
+    ),
+    **_if_known(
+        "ministral3",
+        "Ministral3Config",
+        _DECODER | {"head_dim": 16, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
+    ),
+}
+_GEMMA4 = _GEMMA | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+}
+_SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known(
+        "gemma4",
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+        | {"num_kv_shared_layers": 2}
+        | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0},
+    ),
+    **_if_known(
+        "gemma4_wide",
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+}
+_WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
+    **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
+    **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
+}
+_MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
 
 STATE_FAMILIES = tuple(_STATES)
 """Those with states."""
 
-ROW_FAMILIES = tuple(_ROW_MIXTURES)
+ROW_FAMILIES = (*_ROW_MIXTURES, *_ROWS)
 """Families that differ from others only in options. The default run compares their logits, and
 the exhaustive run does the rest."""
 
-RARE_FAMILIES = (*ROW_FAMILIES, *_OWN_MIXTURES, *_SPARSE_MIXERS)
+RARE_FAMILIES = (
+    *(*ROW_FAMILIES, *_OWN_MIXTURES, *_SPARSE_MIXERS),
+    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide"),
+)
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
-WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS)
-"""Families without a program on the CPU: with states, or with a routing that no kernel has."""
+ONE_STAGE = tuple(name for name in _SHARING if name != "gemma4_wide")
+"""Families whose layers read earlier layers, so that a pipeline cannot divide them."""
+
+WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS, *_WITHOUT_PROGRAM)
+"""Families without a program on the CPU: with states, or with a routing or an activation that no
+kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
@@ -583,8 +661,8 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # The biases of a router are no parameters.
-    ends = ("correction_bias", "expert_bias")
+    # The biases of a router and the factors of layers are no parameters.
+    ends = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(ends)]
     for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)

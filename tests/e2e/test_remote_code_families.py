@@ -19,7 +19,7 @@ from tests.e2e.reference import (
     random_prompts,
 )
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import _LLAMA3_ROPE, make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
@@ -72,7 +72,7 @@ def internlm2(tensors: Tensors) -> Tensors:
     return stored
 
 
-def internlm3(tensors: Tensors) -> Tensors:
+def same(tensors: Tensors) -> Tensors:
     return tensors
 
 
@@ -85,6 +85,33 @@ def baichuan(tensors: Tensors) -> Tensors:
         elif ".k_proj." not in name and ".v_proj." not in name:
             stored[name] = tensor
     return stored
+
+
+def exaone(tensors: Tensors) -> Tensors:
+    renames = {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.h",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "self_attn": "attn.attention",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "mlp.gate_proj": "mlp.c_fc_0",
+        "mlp.up_proj": "mlp.c_fc_1",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    stored = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in renames.items():
+            name = name.replace(ours, theirs)
+        stored[name] = tensor
+    return stored
+
+
+def mimo(tensors: Tensors) -> Tensors:
+    """Drop the bias after attention; add a layer of multi-token prediction."""
+    kept = {name: tensor for name, tensor in tensors.items() if "o_proj.bias" not in name}
+    return kept | {"model.mtp_layers.0.input_proj.weight": torch.ones(2, 2)}
 
 
 def chatglm(tensors: Tensors) -> Tensors:
@@ -157,6 +184,32 @@ def with_normed_head(tensors: Tensors) -> Tensors:
     return tensors | {"lm_head.weight": F.normalize(tensors["lm_head.weight"])}
 
 
+def without_output_bias(tensors: Tensors) -> Tensors:
+    return {name: x * 0 if "o_proj.bias" in name else x for name, x in tensors.items()}
+
+
+def with_mup(tensors: Tensors) -> Tensors:
+    """Return the weights of a Llama that computes what a MiniCPM with `MUP` does."""
+    layers = MUP["scale_depth"] / 2**0.5
+    factors = {
+        "embed_tokens": MUP["scale_emb"],
+        "o_proj": layers,
+        "down_proj": layers,
+        "lm_head": MUP["dim_model_base"] / 64,
+    }
+    scales = {
+        name: next((f for part, f in factors.items() if part in name), 1.0) for name in tensors
+    }
+    return {name: tensor * scales[name] for name, tensor in tensors.items()}
+
+
+OF_REFERENCE: dict[str, Callable[[Tensors], Tensors]] = {
+    "BaichuanForCausalLM": with_normed_head,
+    "MiMoForCausalLM": without_output_bias,
+    "MiniCPMForCausalLM": with_mup,
+}
+"""Weights of the Llama that computes the same, where they differ from the weights of the family."""
+MUP = {"scale_emb": 2, "scale_depth": 1.2, "dim_model_base": 128}
 FULL = {"num_key_value_heads": HEADS}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
     # Family: what the Llama has, the config of the family, and how it is stored.
@@ -168,9 +221,31 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
     "InternLM3ForCausalLM": (
         {"attention_bias": True, "mlp_bias": True},
         {"model_type": "internlm3", "rope_theta": 1e4, "bias": True, "qkv_bias": True},
-        internlm3,
+        same,
     ),
     "BaichuanForCausalLM": (FULL, {"model_type": "baichuan"}, baichuan),
+    "ExaoneForCausalLM": (
+        {"rope_parameters": _LLAMA3_ROPE},
+        {
+            "model_type": "exaone",
+            "num_layers": 2,
+            "activation_function": "silu",
+            "layer_norm_epsilon": 1e-5,
+            "rope_theta": _LLAMA3_ROPE["rope_theta"],
+            "rope_scaling": {k: v for k, v in _LLAMA3_ROPE.items() if k != "rope_theta"},
+        },
+        exaone,
+    ),
+    "MiMoForCausalLM": (
+        {"attention_bias": True},
+        {"model_type": "mimo", "rope_theta": 1e4, "sliding_window": 16},
+        mimo,
+    ),
+    "MiniCPMForCausalLM": (
+        {},
+        {"model_type": "minicpm", "tie_word_embeddings": False, **MUP},
+        same,
+    ),
 }
 
 
@@ -184,8 +259,9 @@ def made(tmp_path_factory):
         make_tiny_model("llama", llama, head_dim=SIZE, num_hidden_layers=2, **options)
         tensors = load_file(llama / "model.safetensors")
         save_file(store(tensors), folder / "model.safetensors")
-        if config["model_type"] == "baichuan":
-            save_file(with_normed_head(tensors), llama / "model.safetensors", {"format": "pt"})
+        if family in OF_REFERENCE:
+            theirs = OF_REFERENCE[family](tensors)
+            save_file(theirs, llama / "model.safetensors", {"format": "pt"})
         known = json.loads((llama / "config.json").read_text())
         kept = {k: v for k, v in known.items() if "rope" not in k and "bias" not in k}
         own = {"architectures": [family], "auto_map": {"AutoConfig": "own.Config"}}

@@ -13,7 +13,7 @@ from tests.model_executor.test_fusion import (
     run_head,
 )
 from tests.model_executor.test_fusion_parallel import launches
-from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
+from tests.tiny_models import ALL_FAMILIES, ONE_STAGE, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
 from vllm.attention import LaunchContext, share_context
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built"),
 ]
 
-FAMILIES = [family for family in ALL_FAMILIES if family not in WITHOUT_PROGRAM]
+FAMILIES = [family for family in ALL_FAMILIES if family not in (*WITHOUT_PROGRAM, *ONE_STAGE)]
 
 
 def load(folder, dtype: str, index: int = 0, count: int = 1) -> CausalLM:

@@ -34,6 +34,7 @@ def test_every_decoder_is_compared_with_transformers():
     # tests/e2e/test_remote_code_families.py
     elsewhere |= {f"{name}ForCausalLM" for name in ("Baichuan", "InternLM2", "InternLM3")}
     elsewhere |= {f"{name}ForCausalLM" for name in ("BailingMoe", "BailingMoeV2", "Deepseek")}
+    elsewhere |= {f"{name}ForCausalLM" for name in ("Exaone", "MiMo", "MiniCPM")}
     elsewhere |= {"ChatGLMModel"}
     elsewhere |= {
         *TEXT_TYPES,

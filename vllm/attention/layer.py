@@ -124,9 +124,20 @@ class Attention(CachedLayer, ReadsContext):
             self.cache_scales.key.put(self.key_scales)
             self.cache_scales.value.put(self.value_scales)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, stores: bool = True
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, H, D]. A later layer without keys and values may also give its queries.
+            key: [T, G, D]
+            value: the same; None where values are a part of the keys.
+            stores: False: the cache has these keys and values of the launch, for which this layer
+                was called before.
+        """
         context = self.launch.context
         if context is None or context.attention is None or self.key_cache is None:
             # No cache: all tokens are one prompt, and nothing is kept.
             return prompt_attention(self, query, key, value)
-        return context.attention.attend(self, query, key, value)
+        return context.attention.attend(self, query, key, value, stores)

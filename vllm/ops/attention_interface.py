@@ -11,6 +11,7 @@ the CPU); on a device its effect is undefined.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +31,11 @@ class AttentionOps(ABC):
         self,
         positions: Tensor,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | None,
         cos_sin_cache: Tensor,
         is_neox: bool,
         sections: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Any]:
         """Rotate the first rot_dim elements of every head by its token's position.
 
         May write over query and key (they are usually slices of a packed QKV tensor that
@@ -44,7 +45,7 @@ class AttentionOps(ABC):
             positions: [T], int64, each below the number of angles N. With sections [P, T]; P of 1
                 means that all positions of a token are the same.
             query: [T, H, D].
-            key: [T, G, D].
+            key: [T, G, D]; None: there are queries only.
             cos_sin_cache: [N, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
                 are rounded to the dtype of query before use, as Hugging Face models do.
             is_neox: True pairs element i with i + rot_dim / 2 (Llama, NeoX); False pairs
@@ -77,8 +78,8 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def rotate(
-        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor | None, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Any]:
         """`rotary_embedding` of tokens whose angles have been looked up."""
 
     @abstractmethod

@@ -104,7 +104,7 @@ def complete_hf_config(
         if family.config_class is not None:
             completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
-            return {**given, **raw}
+            return {**given, **family.own_defaults, **raw}
     except Exception as error:
         raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
     fix = (

@@ -50,7 +50,12 @@ class EncoderMetadata:
         return cls(tuple(groups))
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """See `AttentionMetadata`; nothing is stored, and there is a value."""
         assert value is not None

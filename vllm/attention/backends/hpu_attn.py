@@ -103,6 +103,7 @@ def decode_attention(
     is_pipelined: bool = True,
     normaliser: Softmax = None,
     scales: CacheScales | None = None,
+    stores: bool = True,
 ) -> Tensor:
     """Store one new token per row, and attend over all its row has in the cache.
 
@@ -119,11 +120,13 @@ def decode_attention(
         is_pipelined: see there.
         normaliser: see there.
         scales: as for `write_kv_cache`.
+        stores: False: another layer has stored the new tokens.
 
     Returns:
         [B, H, D], or [B, H, V]. Padded rows are zero.
     """
-    write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
+    if stores:
+        write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
     return flat_paged_attention(
         query,
         key_cache,
@@ -187,6 +190,8 @@ def prefill_attention(
     scale: float,
     kernel: SDPAKernel = torch_sdpa,
     scales: CacheScales | None = None,
+    *,
+    stores: bool = True,
 ) -> Tensor:
     """Store the new tokens, and attend over the context of each row and over them.
 
@@ -203,12 +208,14 @@ def prefill_attention(
         scale: multiplies query @ key.
         kernel: what computes it.
         scales: as for `write_kv_cache`. New keys and values are attended to as they are.
+        stores: False: another layer has stored the new tokens.
 
     Returns:
         [B, Q, H, D], or [B, Q, H, V]. Padding is finite. What slots after the context hold has no
         effect.
     """
-    write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
+    if stores:
+        write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
     if blocks.context_blocks is not None and blocks.is_hidden is not None:
         # A score of NaN would stay NaN under a mask, and values are finite.
         key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)

@@ -41,7 +41,12 @@ class AttentionMetadata(Protocol):
     """How the tokens of one launch attend, on one kind of device."""
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """Store the new keys and values, and attend to what their requests have in the cache.
 
@@ -50,6 +55,7 @@ class AttentionMetadata(Protocol):
             query: [T, H, D].
             key: [T, G, D].
             value: [T, G, D]; None where values are a part of the keys.
+            stores: False: the cache has the new keys and values.
 
         Returns:
             [T, H, D], or [T, H, V] where values are the first V numbers of the keys.

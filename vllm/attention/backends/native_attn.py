@@ -38,7 +38,12 @@ class RaggedMetadata:
     """`slot_mapping` and `block_tables` of each further group of layers."""
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """See `AttentionMetadata`."""
         assert layer.key_cache is not None and layer.value_cache is not None
@@ -54,7 +59,8 @@ class RaggedMetadata:
         slot_mapping, block_tables = self.slot_mapping, self.block_tables
         if layer.cache_group:
             slot_mapping, block_tables = self.more_groups[layer.cache_group - 1]
-        ops.reshape_and_cache(key, value, key_cache, value_target, slot_mapping, *scales)
+        if stores:
+            ops.reshape_and_cache(key, value, key_cache, value_target, slot_mapping, *scales)
         outputs = []
         if num_decodes:
             outputs.append(

@@ -191,7 +191,12 @@ class PaddedDecode:
         return cls(blocks, normaliser)
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
@@ -207,6 +212,7 @@ class PaddedDecode:
             sinks=layer.sinks,
             normaliser=self.normaliser,
             scales=layer.cache_scales,
+            stores=stores,
         )
 
 
@@ -245,7 +251,12 @@ class PaddedPrefill:
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
@@ -264,5 +275,6 @@ class PaddedPrefill:
             layer.options.scale_of(query.shape[-1]),
             _kernel_for(layer, self.kernel, mask),
             layer.cache_scales,
+            stores=stores,
         )
         return attended.flatten(0, 1)

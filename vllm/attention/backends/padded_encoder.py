@@ -33,7 +33,12 @@ class PaddedEncoder:
         return cls(shape, mask, kernel)
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        stores: bool = True,
     ) -> Tensor:
         """See `AttentionMetadata`; T is B * Q, nothing is stored, and there is a value."""
         assert value is not None

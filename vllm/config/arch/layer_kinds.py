@@ -34,6 +34,63 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 
 
+def read_heads(
+    config: Mapping[str, Any], usual: tuple[int, int], num_heads: int, num_layers: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the size of the heads of each layer, and the number of its key/value heads.
+
+    Args:
+        config: of the model.
+        usual: both, where the config says nothing else of a layer.
+        num_heads: query heads of each layer.
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: a layer has sizes that no layer can have.
+    """
+    given = config.get("per_layer_config") or {}
+    found = []
+    for index in range(num_layers):
+        own = given.get(index) or given.get(str(index)) or {}
+        sizes = (own.get("head_dim") or usual[0], own.get("num_key_value_heads") or usual[1])
+        if any(type(size) is not int or size < 1 for size in sizes) or num_heads % sizes[1]:
+            raise ConfigError(
+                f"per_layer_config in config.json: layer {index} has head_dim {sizes[0]!r} and "
+                f"num_key_value_heads {sizes[1]!r}; they must be positive numbers, and the second "
+                f"one must divide num_attention_heads ({num_heads}). Correct the file"
+            )
+        found.append(sizes)
+    return tuple(found)
+
+
+def read_kv_sources(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Return for each layer the earlier one whose keys and values it reads; None: it has its own.
+
+    Each of the last layers reads the last layer before all of them that is of its kind.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    num_shared = config.get("num_kv_shared_layers") or 0
+    if type(num_shared) is not int or not 0 <= num_shared < num_layers:
+        raise ConfigError(
+            f"num_kv_shared_layers in config.json must be from 0 to {num_layers - 1}, got "
+            f"{num_shared!r}. Correct the file"
+        )
+    if not num_shared:
+        return (None,) * num_layers
+    kinds = list(config.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
+    own = kinds[: num_layers - num_shared]
+    last = {kind: index for index, kind in enumerate(own)}
+    for kind in kinds:
+        if kind not in last:
+            raise ConfigError(
+                f"num_kv_shared_layers in config.json must leave a layer of the kind {kind!r} with "
+                f"keys and values of its own, got {num_shared}. Correct the file"
+            )
+    return (*(None for _ in own), *(last[kind] for kind in kinds[len(own) :]))
+
+
 _STATES = frozenset({"linear_attention", "mamba", "conv"})
 """Kinds of layers that keep a state, by the names that configs use."""
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -10,6 +10,8 @@ from typing import Any
 
 from vllm.config.arch.layer_kinds import (
     has_no_positions,
+    read_heads,
+    read_kv_sources,
     read_layer_kinds,
     read_state_layers,
     read_windows,
@@ -69,6 +71,10 @@ class ModelArch:
     layer_windows: tuple[int | None, ...]
     """Window of each layer: how many of the most recent keys a query sees, itself included; None:
     all."""
+    layer_heads: tuple[tuple[int, int], ...]
+    """Per layer: the size of its heads, and the number of its key/value heads."""
+    kv_sources: tuple[int | None, ...]
+    """Per layer: the earlier layer whose keys and values it reads; None: it has its own."""
     state_layers: tuple[bool, ...]
     """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
     them."""
@@ -100,6 +106,7 @@ class ModelArch:
             )
         num_layers = _read_num_layers(config)
         windows = read_windows(config, num_layers)
+        heads = read_heads(config, (head_size, num_kv_heads), num_heads, num_layers)
         arch = cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
@@ -114,8 +121,10 @@ class ModelArch:
             norm_eps=_read_norm_eps(config),
             hidden_act=_first(config, _ACTIVATION) or "silu",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            layer_ropes=_read_ropes(config, head_size, windows),
+            layer_ropes=_read_ropes(config, [size for size, _ in heads], windows),
             layer_windows=windows,
+            layer_heads=heads,
+            kv_sources=read_kv_sources(config, num_layers),
             state_layers=read_state_layers(config, num_layers),
             dtype=_read_dtype(config),
             hf_config=dict(config),
@@ -150,6 +159,20 @@ class ModelArch:
         """Positions that a request may give for each token of its prompt; 0: none, the position of
         a token is its index."""
         return max((len(rope.sections) for rope in self.layer_ropes if rope), default=0)
+
+    def of_layer(self, index: int) -> "ModelArch":
+        """Return the architecture with the heads of one layer."""
+        head_size, num_kv_heads = self.layer_heads[index]
+        if (head_size, num_kv_heads) == (self.head_size, self.num_kv_heads):
+            return self
+        return replace(self, head_size=head_size, num_kv_heads=num_kv_heads)
+
+    @property
+    def is_one_stage(self) -> bool:
+        """Whether all layers have to be on the same ranks, as some read others, or a table by token
+        ids."""
+        has_table = self.hf_config.get("hidden_size_per_layer_input")
+        return bool(has_table) or any(source is not None for source in self.kv_sources)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -290,7 +313,7 @@ def _read_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _read_ropes(
-    config: Mapping[str, Any], head_size: int, windows: Sequence[int | None]
+    config: Mapping[str, Any], head_sizes: Sequence[int], windows: Sequence[int | None]
 ) -> tuple[RopeConfig | None, ...]:
     parameters = dict(config.get("rope_parameters") or {})
     parameters.update(config.get("rope_scaling") or {})
@@ -298,16 +321,19 @@ def _read_ropes(
     if theta is None and _rotates_by_default(config):
         theta = 10000.0
     local_theta = config.get("rope_local_base_freq")
+    by_window = dict(zip((window is None for window in windows), head_sizes, strict=True))
+    head_size, local_size = (by_window.get(is_full, head_sizes[0]) for is_full in (True, False))
     if "full_attention" in parameters or "sliding_attention" in parameters:
         full = _read_rope(config, head_size, dict(parameters.get("full_attention") or {}), theta)
         local = _read_rope(
-            config, head_size, dict(parameters.get("sliding_attention") or {}), local_theta
+            config, local_size, dict(parameters.get("sliding_attention") or {}), local_theta
         )
     else:
         full = local = _read_rope(config, head_size, parameters, theta)
         if local_theta is not None:
             local = _read_rope(config, head_size, {}, local_theta)
-    if not family_of(config.get("model_type")).has_rope_without_window:
+    rotates_full = family_of(config.get("model_type")).has_rope_without_window
+    if not rotates_full or (rotates_full == "alone" and any(windows)):
         full = None
     if has_no_positions(config):
         full = local = None
@@ -349,6 +375,8 @@ def _read_rope(
         rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)
     partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    if rope_type == "proportional":  # the table also has the pairs that do not turn
+        parameters["rotated_part"], partial = partial, 1.0
     if rope_type == "su":  # the first name of longrope
         rope_type = "longrope"
     if rope_type == "mrope":  # a default with sections

@@ -90,6 +90,8 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
+    left_to_transformers: tuple[str, ...] = ()
+    """Keys of the config. Where one of them is on, the modules of transformers run the model."""
     has_mtp_layers: bool = False
     """Checkpoints may have layers behind the last one that guess further tokens, in the form of
     DeepSeek V3, for speculative decoding."""
@@ -124,8 +126,9 @@ class Family:
     """Key of the config, and its value with which there are rotations. None: there is no switch."""
     rope_implied_by: str | None = None
     """Key of the config; with it there are rotations even if their base is not given."""
-    has_rope_without_window: bool = True
-    """False: layers of full attention have no rotations."""
+    has_rope_without_window: bool | Literal["alone"] = True
+    """False: layers of full attention have no rotations; `alone`: only where no layer has a
+    window."""
     no_rope_interval: int | None = None
     """Every n-th layer has no rotations, if the config does not say which."""
     default_max_positions: int | None = None
@@ -139,6 +142,8 @@ class Family:
     config_class: str | None = None
     """`model_type` whose config class completes the config where transformers has none for this
     family. Rotations and positions have no defaults then."""
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of keys that have other defaults in `config_class`."""
     config_format: Literal["transformers", "chatglm"] = "transformers"
     """Whose keys config.json has."""
 

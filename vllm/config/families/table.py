@@ -160,6 +160,96 @@ _LLAMAS = (
         config_class="llama",
         tokenizer=_GENERIC,
     ),
+    Family(
+        model_type="smollm3",
+        module="llama",
+        architectures=("SmolLM3ForCausalLM",),
+        windows="if_switched_on",
+        no_rope_interval=4,
+        tokenizer="",
+    ),
+    Family(
+        model_type="ministral3",
+        module="mistral",
+        architectures=("Ministral3ForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="exaone",
+        module="exaone",
+        architectures=("ExaoneForCausalLM",),
+        config_class="llama",
+        tokenizer="",
+    ),
+    Family(
+        model_type="exaone4",
+        module="exaone",
+        architectures=("Exaone4ForCausalLM",),
+        has_rope_without_window="alone",
+        tokenizer="",
+    ),
+    Family(
+        model_type="ernie4_5",
+        module="llama",
+        architectures=("Ernie4_5ForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="seed_oss",
+        module="llama",
+        architectures=("SeedOssForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="hunyuan_v1_dense",
+        module="llama",
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="apertus",
+        module="apertus",
+        architectures=("ApertusForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="arcee",
+        module="llama",
+        architectures=("ArceeForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="jais2",
+        module="llama",
+        architectures=("Jais2ForCausalLM",),
+        tokenizer="GPT2Tokenizer",
+    ),
+    Family(
+        model_type="helium",
+        module="llama",
+        architectures=("HeliumForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="cwm",
+        module="llama",
+        architectures=("CwmForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="minicpm",
+        module="minicpm",
+        architectures=("MiniCPMForCausalLM",),
+        config_class="llama",
+        own_defaults={"tie_word_embeddings": True, "rope_theta": 10000.0},
+        tokenizer="",
+    ),
+    Family(
+        model_type="minicpm3",
+        module="minicpm",
+        architectures=("MiniCPM3ForCausalLM",),
+        tokenizer=_GENERIC,
+    ),
 )
 _QWENS = (
     Family(
@@ -233,6 +323,14 @@ _QWENS = (
         architectures=("Qwen3_5MoeForCausalLM",),
         tokenizer="Qwen3_5Tokenizer",
     ),
+    Family(
+        model_type="mimo",
+        module="qwen2",
+        architectures=("MiMoForCausalLM",),
+        windows="if_switched_on",
+        config_class="qwen2",
+        tokenizer="",
+    ),
 )
 _GEMMAS = (
     Family(
@@ -274,6 +372,22 @@ _GEMMAS = (
         ),
         norms_add_one=True,
         awq_pairs=_AWQ_GEMMA2,
+    ),
+    Family(
+        model_type="vaultgemma",
+        module="gemma",
+        architectures=("VaultGemmaForCausalLM",),
+        full_attention_every=2,
+        tokenizer="",
+        norms_add_one=True,
+    ),
+    Family(
+        model_type="gemma4_text",
+        module="gemma4",
+        architectures=("Gemma4ForCausalLM",),
+        full_attention_every=6,
+        left_to_transformers=("enable_moe_block",),
+        tokenizer="",
     ),
 )
 _GRANITES = (
@@ -386,6 +500,12 @@ _OTHERS = (
         module="routed",
         architectures=("Ernie4_5_MoeForCausalLM",),
         tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="youtu",
+        module="deepseek",
+        architectures=("YoutuForCausalLM",),
+        tokenizer="",
     ),
     Family(
         model_type="falcon",

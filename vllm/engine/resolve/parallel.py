@@ -24,7 +24,13 @@ def resolve_parallel(
     size = asked.pipeline_parallel_size
     if size == 1:
         return asked
-    num_layers = model.resolved_arch.num_layers
+    arch = model.resolved_arch
+    if arch.is_one_stage:
+        raise ConfigError(
+            f"pipeline_parallel_size={size}: {arch.architecture} needs 1, as its last layers read "
+            f"the keys and values of earlier layers. Use tensor_parallel_size"
+        )
+    num_layers = arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
     num_steps = asked.pipeline_steps_in_flight
     if num_steps is None:

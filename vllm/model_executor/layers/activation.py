@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +23,34 @@ def _squared_relu(x: Tensor) -> Tensor:
     return get_ops().squared_relu(x)
 
 
+class XIELU(nn.Module):
+    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010): p x^2 + x / 2 above zero and
+    n (e^x - 1 - x) + x / 2 below it, with p and n of the layer.
+
+    Shape: [...] -> [...]
+    """
+
+    alpha_p: nn.Parameter
+    """[1]: its softplus is p."""
+    alpha_n: nn.Parameter
+    """[1]: its softplus and 1 / 2 are n."""
+
+    beta = 0.5
+    largest = -1e-6
+    """Of the arguments of e^x - 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.alpha_n = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        above = F.softplus(self.alpha_p) * x * x
+        rest = torch.expm1(x.clamp(max=self.largest)) - x
+        below = rest * (self.beta + F.softplus(self.alpha_n))
+        return torch.where(x > 0, above, below) + self.beta * x
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_new": _gelu_tanh,
@@ -31,17 +60,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
 }
+_LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
+"""Activations with parameters in each layer."""
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The elementwise function of this name.
+    """The elementwise function of this name; a module if it has parameters.
 
     Raises:
         ConfigError: unknown name; the message lists the known ones.
     """
+    if name in _LEARNED:
+        return _LEARNED[name]()
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"activation function {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+            f"activation function {name!r} is not supported; supported: "
+            f"{', '.join((*_ACTIVATIONS, *_LEARNED))}"
         )
     return _ACTIVATIONS[name]
 

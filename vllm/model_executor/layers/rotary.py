@@ -8,6 +8,7 @@ error in the last bit of a frequency is an angle that can be seen in the output.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,13 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         )
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotate(positions, query, key)
+
+    def rotate_query(self, positions: Tensor, query: Tensor) -> Tensor:
+        """Return the rotated query of a layer that has no keys of its own."""
+        return self._rotate(positions, query, None)[0]
+
+    def _rotate(self, positions: Tensor, query: Tensor, key: Tensor | None) -> tuple[Tensor, Any]:
         context = self.launch.context
         if context is not None and context.rotary_angles is not None:
             angles = context.rotary_angles[self.index]
@@ -147,6 +155,15 @@ def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     longest = torch.tensor(float(max(max_positions, original)))  # the base is float32, too
     stretch = factor * longest / original - (factor - 1)
     return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _proportional(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Return frequencies of the whole head, of which only the first are not zero (Gemma 4)."""
+    num_pairs = rope.rotary_dim // 2
+    num_turned = int(float(rope.scaling.get("rotated_part") or 1.0) * rope.rotary_dim // 2)
+    inv_freq = 1.0 / _powers(rope.theta, rope.rotary_dim)
+    inv_freq[num_turned:num_pairs] = 0.0
+    return inv_freq / float(rope.scaling.get("factor") or 1.0), 1.0
 
 
 def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
@@ -243,5 +260,6 @@ _FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 """Type -> inverse frequencies [rotary_dim / 2] and the factor on both tables."""

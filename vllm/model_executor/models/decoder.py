@@ -8,12 +8,13 @@ cache, no phase and no checkpoint file.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.attention import Attention
+from vllm.attention import Attention, text_positions
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.config import ModelArch, RopeConfig
 from vllm.distributed import TPGroup, divide
@@ -57,6 +58,22 @@ def layer_norm_without_bias(arch: ModelArch, size: int) -> LayerNorm:
     return LayerNorm(size, arch.norm_eps, has_bias=False)
 
 
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Makes attention sharper the longer the text is: a query is multiplied by
+    1 + scale * log(1 + floor((position + offset) / step)) (arXiv 2501.19399)."""
+
+    scale: float
+    step: float
+    offset: int = 0
+
+    def factors(self, num_positions: int) -> Tensor:
+        """Return the factor of each position: [num_positions, 1]."""
+        position = torch.arange(num_positions, dtype=torch.float32, device="cpu") + self.offset
+        factors = torch.log1p(torch.floor(position / self.step)) * self.scale + 1.0
+        return factors.to(torch.get_default_dtype())[:, None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
     """What differs between the families."""
@@ -77,6 +94,8 @@ class DecoderOptions:
     """The same, a layer norm with weights of its own for each head."""
     norms_rotated_heads: bool = False
     """Head norms come after the rotation."""
+    temperature: QueryTemperature | None = None
+    """Of the queries; None: nothing multiplies them."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_output_gate: bool = False
@@ -106,6 +125,9 @@ class DecoderAttention(SlicedModule):
 
     Shape: positions [T], hidden_states [T, input_size or hidden] -> [T, hidden]
     """
+
+    temperatures: Tensor | None
+    """[positions, 1]: what the query of a position is multiplied by."""
 
     def __init__(
         self,
@@ -142,6 +164,10 @@ class DecoderAttention(SlicedModule):
             self.k_norm = HeadLayerNorm(arch.num_kv_heads, *sizes, num_replicas=replicas)
         self.norms_rotated_heads = options.norms_rotated_heads
         self.rotary_emb = rotary_emb
+        temperatures = None
+        if options.temperature is not None:
+            temperatures = options.temperature.factors(arch.derived_max_model_len)
+        self.register_buffer("temperatures", temperatures, persistent=False)
         num_heads = divide(arch.num_heads, tp.size)
         self.register_parameter("sinks", None)
         if options.has_sinks:
@@ -172,6 +198,7 @@ class DecoderAttention(SlicedModule):
             q, k = self.rotary_emb(positions, q, k)
         if self.norms_rotated_heads:
             q, k = self.normed(q, k)
+        q = self.tempered(q, positions)
         attended = self.attn(q, k, v)
         if gate:
             attended = attended * gate[0].sigmoid()
@@ -187,6 +214,13 @@ class DecoderAttention(SlicedModule):
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
+
+    def tempered(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Return the query times the factor of its position, if there is one."""
+        if self.temperatures is None:
+            return query
+        factor = F.embedding(text_positions(positions), self.temperatures)
+        return get_ops().scale_rows(query, factor)
 
 
 class GatedMLP(nn.Module):
@@ -235,6 +269,7 @@ class LayerSpec:
         index: of the layer.
         rotary_emb: of the layer; None: it has no rotations.
         tp: the ranks that share it.
+        source: the earlier layer whose keys and values it reads; None: it has its own.
     """
 
     arch: ModelArch
@@ -242,6 +277,7 @@ class LayerSpec:
     index: int
     rotary_emb: RotaryEmbedding | None
     tp: TPGroup
+    source: Any = None
 
     @property
     def window(self) -> int | None:
@@ -388,7 +424,16 @@ class Decoder(nn.Module):
             if rope is not None and rotary_emb is None:
                 rotary_emb = RotaryEmbedding(rope, arch.derived_max_model_len, options.is_neox)
                 rotations.append((rope, rotary_emb))
-            self.layers.append(layer_type(LayerSpec(arch, options, index, rotary_emb, tp)))
+            source = arch.kv_sources[index]
+            spec = LayerSpec(
+                arch.of_layer(index),
+                options,
+                index,
+                rotary_emb,
+                tp,
+                None if source is None else self.layers[source],
+            )
+            self.layers.append(layer_type(spec))
         self.norm = options.norm(arch, size)
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -417,6 +462,9 @@ class Decoder(nn.Module):
 class DecoderForCausalLM(CausalLM):
     """A `Decoder` with an output head; a family is a subclass that gives the options."""
 
+    decoder_type: ClassVar[type[Decoder]] = Decoder
+    model: Any
+
     def __init__(
         self,
         arch: ModelArch,
@@ -426,7 +474,7 @@ class DecoderForCausalLM(CausalLM):
     ) -> None:
         super().__init__(arch, tp)
         self.logit_scale, self.logit_soft_cap = options.logit_scale, options.logit_soft_cap
-        self.model = Decoder(arch, options, layer_type, tp)
+        self.model = self.decoder_type(arch, options, layer_type, tp)
         self.lm_head = ParallelLMHead(
             arch.vocab_size, arch.hidden_size, tp, has_bias=options.head_bias
         )

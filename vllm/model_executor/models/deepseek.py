@@ -91,6 +91,17 @@ class LatentSelfAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
 
+def latent_attention(spec: LayerSpec) -> LatentSelfAttention:
+    """Return latent attention for a layer.
+
+    Raises:
+        ConfigError: the config has no rotations.
+    """
+    if spec.rotary_emb is None:
+        raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
+    return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+
+
 def _attention_scale(arch: ModelArch) -> float:
     """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
     families put into the cosines and sines of queries and keys."""
@@ -259,9 +270,7 @@ class DeepseekLayer(RoutedLayer):
     """A `RoutedLayer` with latent attention."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        if spec.rotary_emb is None:
-            raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
-        return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+        return latent_attention(spec)
 
 
 class DeepseekV3Layer(DeepseekLayer):
@@ -320,3 +329,7 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """GLM-4.7-Flash (Z.ai 2026): a small DeepSeek-V3."""
+
+
+class YoutuForCausalLM(DeepseekV2ForCausalLM):
+    """Youtu-LLM 2B (Tencent 2026): latent attention, and no experts."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -44,6 +45,18 @@ class Gemma2ForCausalLM(_Gemma):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, SandwichLayer, _options(arch))
+
+
+class VaultGemmaForCausalLM(_Gemma):
+    """VaultGemma 1B (Google 2025, arXiv 2510.15001): Gemma 2 without norms after attention
+    and MLP."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".pre_feedforward_layernorm.": ".post_attention_layernorm."
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderLayer, _options(arch))
 
 
 class Gemma3ForCausalLM(_Gemma):

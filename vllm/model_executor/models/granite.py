@@ -10,6 +10,7 @@ from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
+    LayerSpec,
     add_norm,
 )
 from vllm.model_executor.models.llama import llama_options
@@ -19,14 +20,21 @@ from vllm.ops.attention_options import AttentionOptions
 class GraniteLayer(DecoderLayer):
     """What attention and MLP put out is scaled before it is added to the residual stream."""
 
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.scale = self.residual_scale(spec.arch)
+
+    def residual_scale(self, arch: ModelArch) -> float:
+        """Return the factor of both outputs."""
+        return float(arch.hf_config.get("residual_multiplier", 1.0))
+
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        scale = float(self.arch.hf_config.get("residual_multiplier", 1.0))
         normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
-        attended = self.self_attn(positions, normed) * scale
+        attended = self.self_attn(positions, normed) * self.scale
         normed, residual = add_norm(self.post_attention_layernorm, attended, residual)
-        return self.mlp(normed) * scale, residual
+        return self.mlp(normed) * self.scale, residual
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

@@ -1,8 +1,16 @@
 """Llama 1 to 3.3, CodeLlama, and the many models of the same kind (Granite 3B Code, ...)."""
 
+from dataclasses import replace
+from typing import ClassVar
+
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderOptions,
+    layer_norm,
+    rms_norm,
+)
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -11,6 +19,77 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch))
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    """SmolLM 3 (Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner"): every
+    fourth layer has no rotations."""
+
+
+class CwmForCausalLM(LlamaForCausalLM):
+    """Code World Model (Meta 2025, arXiv 2510.02387): three of four layers have a window."""
+
+
+class SeedOssForCausalLM(DecoderForCausalLM):
+    """Seed-OSS 36B (ByteDance 2025): the biases of attention are switched one by one."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_output_bias = bool(arch.hf_config.get("attention_out_bias", False))
+        super().__init__(arch, tp, replace(llama_options(arch), output_bias=has_output_bias))
+
+
+class HeliumForCausalLM(DecoderForCausalLM):
+    """Helium 1 (Kyutai 2025): rotations of neighbouring elements."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), is_neox=False, output_bias=False)
+        super().__init__(arch, tp, options)
+
+
+class Ernie4_5ForCausalLM(DecoderForCausalLM):
+    """ERNIE 4.5, dense (Baidu 2025, "ERNIE 4.5 Technical Report"): rotations of neighbouring
+    elements."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_bias = bool(arch.hf_config.get("use_bias", False))
+        options = DecoderOptions(
+            qkv_bias=has_bias, output_bias=has_bias, mlp_bias=has_bias, is_neox=False
+        )
+        super().__init__(arch, tp, options)
+
+
+class ArceeForCausalLM(DecoderForCausalLM):
+    """Arcee AFM 4.5B (Arcee AI 2025): a squared ReLU in an MLP without gate."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, replace(llama_options(arch), is_gated=False))
+
+
+class Jais2ForCausalLM(DecoderForCausalLM):
+    """Jais 2 (Inception 2025): as Arcee's, with layer norms and biases."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), norm=layer_norm, is_gated=False)
+        super().__init__(arch, tp, options)
+
+
+class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
+    """Hunyuan 0.5B to 7B, dense (Tencent 2025): heads are normed after the rotation."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".query_layernorm.": ".q_norm.",
+        ".key_layernorm.": ".k_norm.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_norms = bool(arch.hf_config.get("use_qk_norm", True))
+        options = replace(
+            llama_options(arch),
+            mlp_bias=False,
+            head_norm=rms_norm if has_norms else None,
+            norms_rotated_heads=True,
+        )
+        super().__init__(arch, tp, options)
 
 
 def llama_options(arch: ModelArch) -> DecoderOptions:

@@ -5,10 +5,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.attention import text_positions
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.rotary import RotaryEmbedding
@@ -19,6 +17,7 @@ from vllm.model_executor.models.decoder import (
     DecoderLayer,
     DecoderOptions,
     LayerSpec,
+    QueryTemperature,
 )
 from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
@@ -34,8 +33,6 @@ class Llama4Attention(DecoderAttention):
 
     norm: Tensor | None
     """[head_size] ones: the norms of heads have no weights."""
-    temperatures: Tensor | None
-    """[positions, 1]: what the query of a position is multiplied by."""
 
     def __init__(
         self,
@@ -48,19 +45,16 @@ class Llama4Attention(DecoderAttention):
         if rotary_emb is not None and config.get("attention_chunk_size"):
             chunk_size = int(config["attention_chunk_size"])
             options = replace(options, attention=AttentionOptions(chunk_size=chunk_size))
+        if rotary_emb is None and config.get("attn_temperature_tuning", True):
+            scale = float(config.get("attn_scale") or 0.1)
+            step = float(config.get("floor_scale") or 8192)
+            options = replace(options, temperature=QueryTemperature(scale, step, offset=1))
         super().__init__(arch, options, None, rotary_emb, tp)
         self.norm_eps = arch.norm_eps
-        norm = temperatures = None
+        norm = None
         if rotary_emb is not None and config.get("use_qk_norm", True):
             norm = torch.ones(arch.head_size, device="cpu")
-        if rotary_emb is None and config.get("attn_temperature_tuning", True):
-            temperatures = _temperatures(
-                arch.derived_max_model_len,
-                float(config.get("floor_scale") or 8192),
-                float(config.get("attn_scale") or 0.1),
-            )
         self.register_buffer("norm", norm, persistent=False)
-        self.register_buffer("temperatures", temperatures, persistent=False)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         q, k, v = self.project(hidden_states)
@@ -68,17 +62,8 @@ class Llama4Attention(DecoderAttention):
             q, k = self.rotary_emb(positions, q, k)
         if self.norm is not None:
             q, k = (get_ops().rms_norm(x, self.norm, self.norm_eps) for x in (q, k))
-        if self.temperatures is not None:
-            factor = F.embedding(text_positions(positions), self.temperatures)
-            q = get_ops().scale_rows(q, factor)
+        q = self.tempered(q, positions)
         return self.o_proj(self.attn(q, k, v).flatten(1))
-
-
-def _temperatures(num_positions: int, floor_scale: float, attn_scale: float) -> Tensor:
-    """What the query of each position is multiplied by: [num_positions, 1]."""
-    position = torch.arange(1, num_positions + 1, dtype=torch.float32, device="cpu")
-    factors = torch.log1p(torch.floor(position / floor_scale)) * attn_scale + 1.0
-    return factors.to(torch.get_default_dtype())[:, None]
 
 
 class Llama4Layer(DecoderLayer):

@@ -2,7 +2,11 @@
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderOptions,
+    QueryTemperature,
+)
 
 
 class MistralForCausalLM(DecoderForCausalLM):
@@ -11,3 +15,16 @@ class MistralForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions())
+
+
+class Ministral3ForCausalLM(DecoderForCausalLM):
+    """Ministral 3 (Mistral AI 2025, arXiv 2601.08584): attention is sharper in long texts."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        temperature = None
+        scaling = {} if arch.rope is None else arch.rope.scaling
+        scale = scaling.get("llama_4_scaling_beta")
+        if scale:
+            step = float(scaling["original_max_position_embeddings"])
+            temperature = QueryTemperature(float(scale), step)
+        super().__init__(arch, tp, DecoderOptions(temperature=temperature))

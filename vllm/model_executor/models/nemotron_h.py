@@ -87,7 +87,9 @@ class NemotronHMixture(nn.Module):
             self.fc2_latent_proj = whole_linear(latent, hidden, tp, has_bias)
         self.has_latent = latent is not None
         size = arch.config_size("moe_intermediate_size")
-        self.experts = Experts(routing.num_experts, latent or hidden, size, tp, SQUARED_RELU_EXPERTS)
+        self.experts = Experts(
+            routing.num_experts, latent or hidden, size, tp, SQUARED_RELU_EXPERTS
+        )
         shared_size = int(config.get("moe_shared_expert_intermediate_size") or 0)
         self.shared_experts: PlainMLP | None = None
         if shared_size:

@@ -1,5 +1,7 @@
 """Qwen 1.5, 2 and 2.5: Llama with a bias on query, key and value."""
 
+from typing import ClassVar
+
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
@@ -11,3 +13,10 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(qkv_bias=True))
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608). Its layers that guess further tokens (multi-token
+    prediction) are not loaded."""
+
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)

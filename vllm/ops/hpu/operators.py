@@ -5,6 +5,7 @@ be captured in a graph. Attention is not here: its layouts are those of `attenti
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,12 +124,13 @@ class HPUOps(NativeOps):
         return (_widen(cos, is_neox), _widen(sin, is_neox)) if self._has_rotary else (cos, sin)
 
     def rotate(
-        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor | None, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Any]:
         if not self._has_rotary:
             return super().rotate(query, key, angles, is_neox)
         cos, sin = angles
-        return self._rotate(query, cos, sin, is_neox), self._rotate(key, cos, sin, is_neox)
+        rotated = None if key is None else self._rotate(key, cos, sin, is_neox)
+        return self._rotate(query, cos, sin, is_neox), rotated
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
         """Rotate the first elements of every head of x [T, H, D], as many as cos is wide."""

@@ -5,6 +5,7 @@ device implementation derives from this class and replaces what it does better.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,11 +150,11 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         self,
         positions: Tensor,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | None,
         cos_sin_cache: Tensor,
         is_neox: bool,
         sections: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Any]:
         check_rotary(positions, query, key, cos_sin_cache)
         angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox, sections)
         return self.rotate(query, key, angles, is_neox)
@@ -172,22 +173,24 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         return cos, sin
 
     def rotate(
-        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor | None, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Any]:
         cos, sin = angles
-        return _rotate(query, cos, sin, is_neox), _rotate(key, cos, sin, is_neox)
+        rotated = None if key is None else _rotate(key, cos, sin, is_neox)
+        return _rotate(query, cos, sin, is_neox), rotated
 
 
-def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+def check_rotary(
+    positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor
+) -> None:
     """Raise ValueError for what no `rotary_embedding` takes."""
     rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
     if rot_dim % 2 or rot_dim > head_size:
         raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
     num_tokens = positions.shape[-1]
-    if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
-        raise ValueError(
-            f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
-        )
+    num_keys = num_tokens if key is None else key.shape[0]
+    if query.shape[0] != num_tokens or num_keys != num_tokens:
+        raise ValueError(f"{num_tokens} positions for {query.shape[0]} queries and {num_keys} keys")
 
 
 def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None) -> Tensor:

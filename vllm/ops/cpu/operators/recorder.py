@@ -303,7 +303,9 @@ class Recorder(CPUOps):
         return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number."""
+        """Rows times a number; a tensor with one element counts as what it has now."""
+        if isinstance(factor, Tensor) and not isinstance(factor, Symbol) and factor.numel() == 1:
+            factor = factor.item()
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
         return self.row_operation("scale", x, scalar=factor)
@@ -330,13 +332,15 @@ class Recorder(CPUOps):
             operands["sections"] = self._dense(sections, rot_dim // 2, dtype=torch.int32)
             self.num_positions = max(self.num_positions, int(sections.max()) + 1)
         self.max_positions = min(self.max_positions or num_positions, num_positions)
-        for heads in (query, key):
+        for heads in (query,) if key is None else (query, key):
             if rot_dim % 2 or rot_dim > heads.sizes[-1]:
                 raise NotFusibleError(f"rotations of {rot_dim} elements of heads of {heads.sizes}")
             self._in_place(kind, heads, operands=dict(operands), option=rot_dim)
         return query, key
 
-    def attend(self, layer: Any, query: Any, key: Any, value: Any = None) -> Any:
+    def attend(
+        self, layer: Any, query: Any, key: Any, value: Any = None, stores: bool = True
+    ) -> Any:
         """Store keys and values, and attend to the cache of a layer, as launches do."""
         if not isinstance(query, Rows):
             raise NotFusibleError("tensors attend while symbols are recorded")
@@ -358,14 +362,15 @@ class Recorder(CPUOps):
             for n, scales in (("key_scales", layer.key_scales), ("value_scales", of_values)):
                 operands[n] = self._dense(scales, shape[2], dtype=torch.float32)
         self.num_groups = max(self.num_groups, group + 1)
-        self._in_place(
-            "write_cache",
-            key,
-            value,
-            operands=dict(operands),
-            group=group,
-            cache_type=of_cache,
-        )
+        if stores:
+            self._in_place(
+                "write_cache",
+                key,
+                value,
+                operands=dict(operands),
+                group=group,
+                cache_type=of_cache,
+            )
         operands.setdefault("value_cache", operands["key_cache"])
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
         for name, given in by_head.items():

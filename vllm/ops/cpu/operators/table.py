@@ -262,14 +262,16 @@ class CPUOps(NativeOps):
         self,
         positions: Tensor,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | None,
         cos_sin_cache: Tensor,
         is_neox: bool,
         sections: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Any]:
         kernels = self._kernels.get(query.dtype) if query.is_cpu else None
         if kernels is None:
             return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox, sections)
+        if key is None:
+            key = query[:, :0]
         if positions.dim() == 2:
             # The kernel takes one position per token: here the index of its angles.
             cos_sin_cache = angles_at(positions, cos_sin_cache, sections)

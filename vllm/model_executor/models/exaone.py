@@ -1,0 +1,48 @@
+"""EXAONE 3 to 4."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import DecoderForCausalLM, Layer, LayerSpec, rms_norm
+from vllm.model_executor.models.llama import LlamaForCausalLM, llama_options
+from vllm.model_executor.models.olmo import Olmo2Layer
+
+
+class ExaoneForCausalLM(LlamaForCausalLM):
+    """EXAONE 3, 3.5 and Deep (LG AI Research 2024, arXiv 2408.03541): a Llama with other names."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.ln_f.": "model.norm.",
+        "transformer.h.": "model.layers.",
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".attn.attention.": ".self_attn.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".mlp.c_fc_0.": ".mlp.gate_proj.",
+        ".mlp.c_fc_1.": ".mlp.up_proj.",
+        ".mlp.c_proj.": ".mlp.down_proj.",
+    }
+    ignored_tensors = ("rotary.inv_freq", "rotary_emb.inv_freq")
+
+
+class Exaone4Layer(Olmo2Layer):
+    """An `Olmo2Layer` whose heads are normed one by one."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return Layer.make_attention(self, spec)
+
+
+class Exaone4ForCausalLM(DecoderForCausalLM):
+    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407). In the model of 32B three of four layers
+    have a window, and the others no rotations."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), head_norm=rms_norm)
+        super().__init__(arch, tp, options, Exaone4Layer)

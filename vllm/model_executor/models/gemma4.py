@@ -1,0 +1,312 @@
+"""Gemma 4, text only."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup, divide
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.activation import get_gated_activation
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    whole_linear,
+)
+from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    Decoder,
+    DecoderForCausalLM,
+    DecoderOptions,
+    Layer,
+    LayerSpec,
+    add_norm,
+)
+from vllm.model_executor.models.llama import llama_options
+from vllm.ops import get_ops
+from vllm.ops.attention_options import AttentionOptions
+
+KeyAndValue = tuple[Tensor, Tensor]
+"""Of the tokens of a launch, [T, G, D] each."""
+
+
+class SharingAttention(nn.Module):
+    """Attention with normed queries, keys and values. The last layers of a model may have queries
+    only, and read the keys and values of an earlier layer.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Args:
+        spec: of the layer.
+        source: the attention of the earlier layer; None: the layer has keys and values.
+        has_values: False: the projection of keys also gives values.
+    """
+
+    ones: Tensor
+    """[head_size]: norms of values have no weights."""
+
+    def __init__(
+        self, spec: LayerSpec, source: "SharingAttention | None", has_values: bool = True
+    ) -> None:
+        super().__init__()
+        arch, tp, bias = spec.arch, spec.tp, spec.options.qkv_bias
+        self.head_size, self.norm_eps, self.rotary_emb = arch.head_size, arch.norm_eps, _rope(spec)
+        q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+        own = [] if source else ["k_proj", "v_proj"] if has_values else ["k_proj"]
+        replicas = max(1, tp.size // arch.num_kv_heads)
+        self.qkv_proj = ColumnParallelLinear(
+            arch.hidden_size,
+            {"q_proj": q_size, **dict.fromkeys(own, kv_size)},
+            tp,
+            num_replicas=dict.fromkeys(own, replicas),
+            bias=bias,
+        )
+        self.o_proj = RowParallelLinear(q_size, arch.hidden_size, tp, bias=spec.options.output_bias)
+        self.q_norm = RMSNorm(arch.head_size, arch.norm_eps)
+        self._source = None if source is None else (source,)  # a tuple, so that it is no submodule
+        if source is None:
+            self.k_norm = RMSNorm(arch.head_size, arch.norm_eps)
+            self.attn = Attention(
+                divide(arch.num_heads, tp.size),
+                arch.head_size,
+                divide(arch.num_kv_heads * replicas, tp.size),
+                replace(spec.options.attention, sliding_window=spec.window),
+            )
+        self.register_buffer("ones", torch.ones(arch.head_size, device="cpu"), persistent=False)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, given: KeyAndValue | None
+    ) -> tuple[Tensor, KeyAndValue]:
+        """Attend.
+
+        Args:
+            positions: [T]
+            hidden_states: [T, hidden]
+            given: keys and values of the earlier layer; None: the layer makes them.
+
+        Returns:
+            [T, hidden], and the keys and values that were read.
+        """
+        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
+        query, *own = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
+        query = self.q_norm(query)
+        is_own = given is None
+        attn = self.attn if self._source is None else self._source[0].attn
+        if given is None:
+            value = get_ops().rms_norm(own[-1], self.ones, self.norm_eps)
+            query, key = self.rotary_emb(positions, query, self.k_norm(own[0]))
+            given = key, value
+        else:
+            query = self.rotary_emb.rotate_query(positions, query)
+        return self.o_proj(attn(query, *given, stores=is_own).flatten(1)), given
+
+
+def _rope(spec: LayerSpec) -> Any:
+    if spec.rotary_emb is None:
+        raise ConfigError(f"{spec.arch.architecture} needs rope_parameters in config.json")
+    return spec.rotary_emb
+
+
+class TokenFeatures(nn.Module):
+    """Features that each layer gets of each token, in addition to the hidden states: a row of a
+    table, and a projection of the embedding.
+
+    L layers, P features for each.
+
+    Shape: embeddings [T, hidden], rows of the table [T, L * P] -> L tensors [T, P]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        size, count = arch.config_size("hidden_size_per_layer_input"), arch.num_layers
+        self.sizes, self.hidden_size = (count, size), arch.hidden_size
+        self.embed_tokens_per_layer = VocabParallelEmbedding(
+            arch.config_size("vocab_size_per_layer_input"), count * size, tp
+        )
+        self.per_layer_model_projection = whole_linear(arch.hidden_size, count * size, tp)
+        self.per_layer_projection_norm = RMSNorm(size, arch.norm_eps)
+
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        """Return the rows of the table for token ids [T]."""
+        return self.embed_tokens_per_layer.look_up(input_ids) * self.sizes[1] ** 0.5
+
+    def forward(self, embeddings: Tensor, rows: Tensor) -> Sequence[Tensor]:
+        projected = self.per_layer_model_projection(embeddings) * self.hidden_size**-0.5
+        normed = self.per_layer_projection_norm(projected.unflatten(-1, self.sizes)).flatten(1)
+        count, size = self.sizes
+        return ((normed + rows) * 0.5**0.5).split([size] * count, dim=-1)
+
+
+class FeatureGate(nn.Module):
+    """What the features of a layer add to its hidden states, with a gate.
+
+    P features.
+
+    Shape: hidden_states [T, hidden], features [T, P] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        size = arch.config_size("hidden_size_per_layer_input")
+        self.per_layer_input_gate = whole_linear(arch.hidden_size, size, tp)
+        self.act = get_gated_activation(arch.hidden_act)
+        self.per_layer_projection = whole_linear(size, arch.hidden_size, tp)
+        self.post_per_layer_input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+
+    def forward(self, hidden_states: Tensor, features: Tensor) -> Tensor:
+        gate = self.per_layer_input_gate(hidden_states)
+        gated = self.act(torch.cat((gate, features), dim=-1))
+        return self.post_per_layer_input_norm(self.per_layer_projection(gated))
+
+
+class Gemma4Layer(Layer):
+    """A layer with norms before and after attention and MLP, features of its tokens, and a factor
+    at its end."""
+
+    layer_scalar: nn.Parameter
+    """[1]"""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.post_attention_layernorm = spec.new_norm()
+        self.pre_feedforward_layernorm = spec.new_norm()
+        self.post_feedforward_layernorm = spec.new_norm()
+        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        has_features = bool(spec.arch.hf_config.get("hidden_size_per_layer_input"))
+        self.features = FeatureGate(spec.arch, spec.tp) if has_features else None
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        has_values = not (spec.arch.hf_config.get("attention_k_eq_v") and spec.window is None)
+        source = None if spec.source is None else spec.source.self_attn
+        return SharingAttention(spec, source, has_values)
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        arch = spec.arch
+        if spec.source is not None and arch.hf_config.get("use_double_wide_mlp"):
+            arch = replace(arch, intermediate_size=2 * arch.intermediate_size)
+        return super().make_mlp(replace(spec, arch=arch))
+
+    def forward(  # type: ignore[override]
+        self,
+        positions: Tensor,
+        hidden_states: Tensor,
+        features: Tensor | None,
+        given: KeyAndValue | None,
+    ) -> tuple[Tensor, KeyAndValue]:
+        """Run the layer.
+
+        Args:
+            positions: [T]
+            hidden_states: [T, hidden]
+            features: of the layer, [T, P]; None: it has none.
+            given: keys and values of an earlier layer; None: the layer makes them.
+
+        Returns:
+            [T, hidden], and the keys and values that were read.
+        """
+        x = hidden_states
+        attended, given = self.self_attn(positions, self.input_layernorm(x), given)
+        attended = self.post_attention_layernorm(attended)
+        normed, x = add_norm(self.pre_feedforward_layernorm, attended, x)
+        x = x + self.post_feedforward_layernorm(self.mlp(normed))
+        if self.features is not None:
+            x = x + self.features(x, features)
+        return x * self.layer_scalar, given
+
+
+class Gemma4Decoder(Decoder):
+    """A `Decoder` whose layers may have features of the tokens, and read earlier layers."""
+
+    def __init__(
+        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+    ) -> None:
+        super().__init__(arch, options, layer_type, tp)
+        self.kv_sources, self.hidden_size = arch.kv_sources, arch.hidden_size
+        has_features = bool(arch.hf_config.get("hidden_size_per_layer_input"))
+        self.features = TokenFeatures(arch, tp) if has_features else None
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        """Run consecutive layers: `CausalLM.run_layers`.
+
+        Raises:
+            ConfigError: some layers are to run, and depend on others.
+        """
+        is_whole = (first, end) == (0, len(self.layers))
+        if not is_whole and (self.features is not None or any(self.kv_sources)):
+            raise ConfigError(
+                "the layers of this model cannot run apart: they read the keys and values of "
+                "earlier layers, or a table by token ids. Leave out what divides them"
+            )
+        features: Sequence[Tensor | None] = [None] * len(self.layers)
+        if self.features is not None:
+            sizes = (self.hidden_size, hidden_states.shape[-1] - self.hidden_size)
+            hidden_states, rows = hidden_states.split(sizes, dim=-1)
+            hidden_states = hidden_states.contiguous()
+            features = self.features(hidden_states, rows)
+        read: dict[int, KeyAndValue] = {}
+        for index in range(first, end):
+            source = self.kv_sources[index]
+            given = None if source is None else read[source]
+            hidden_states, read[index] = self.layers[index](
+                positions, hidden_states, features[index], given
+            )
+        return self.norm(hidden_states) if end == len(self.layers) else hidden_states
+
+
+class Gemma4ForCausalLM(DecoderForCausalLM):
+    """Gemma 4, dense (Google 2026): windows and full attention with heads of other sizes, features
+    of tokens for each layer, and layers that read the keys and values of earlier ones."""
+
+    decoder_type = Gemma4Decoder
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        f"model.{name}.": f"model.features.{name}."
+        for name in (
+            "embed_tokens_per_layer",
+            "per_layer_model_projection",
+            "per_layer_projection_norm",
+        )
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        f".{name}.": f".features.{name}."
+        for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        if config.get("enable_moe_block"):
+            raise ConfigError(
+                f"{arch.architecture} with experts (enable_moe_block) has no modules here. Leave "
+                f"model_impl out to run it with the modules of transformers"
+            )
+        options = replace(
+            llama_options(arch),
+            attention=AttentionOptions(1.0),
+            table_scale=arch.hidden_size**0.5,
+            logit_soft_cap=config.get("final_logit_softcapping"),
+        )
+        super().__init__(arch, tp, options, Gemma4Layer)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return embeddings, and next to them what layers get of a table by token ids."""
+        embedded = super().embed(input_ids)
+        features = self.model.features
+        if features is None:
+            return embedded
+        return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Leave out the keys and values of layers that read other layers."""
+        found = _KEYS_AND_VALUES.match(name)
+        if found and self.arch.kv_sources[int(found[1])] is not None:
+            return ()
+        return ((name, source),)
+
+
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")

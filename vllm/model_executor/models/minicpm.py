@@ -1,0 +1,57 @@
+"""MiniCPM 1 to 4: embeddings, residuals and logits are scaled, as muP has it (arXiv 2203.03466)."""
+
+from dataclasses import replace
+from math import sqrt
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, Layer, LayerSpec
+from vllm.model_executor.models.deepseek import latent_attention
+from vllm.model_executor.models.granite import GraniteLayer
+from vllm.model_executor.models.llama import llama_options
+
+
+class MiniCPMLayer(GraniteLayer):
+    """A `GraniteLayer` whose scale depends on the number of layers."""
+
+    def residual_scale(self, arch: ModelArch) -> float:
+        depth = arch.hf_config.get("scale_depth")
+        return 1.0 if depth is None else float(depth) / sqrt(arch.num_layers)
+
+
+class MiniCPM3Layer(MiniCPMLayer):
+    """A `MiniCPMLayer` with latent attention."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return latent_attention(spec)
+
+
+class _MiniCPM(DecoderForCausalLM):
+    def __init__(
+        self, arch: ModelArch, tp: TPGroup, options: DecoderOptions, layer_type: type[Layer]
+    ) -> None:
+        config = arch.hf_config
+        base_size = float(config.get("dim_model_base") or arch.hidden_size)
+        options = replace(
+            options,
+            table_scale=float(config.get("scale_emb", 1.0)),
+            logit_scale=base_size / arch.hidden_size,
+        )
+        super().__init__(arch, tp, options, layer_type)
+
+
+class MiniCPMForCausalLM(_MiniCPM):
+    """MiniCPM 1B, 2B and 4 (Hu et al. 2024, arXiv 2404.06395; MiniCPM Team 2025, arXiv 2506.07900).
+    Attention is dense: MiniCPM 4 can leave out blocks of long texts, which is not done here."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, llama_options(arch), MiniCPMLayer)
+
+
+class MiniCPM3ForCausalLM(_MiniCPM):
+    """MiniCPM 3 (OpenBMB 2024): latent attention, whose rotations pair the halves of a head."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(), MiniCPM3Layer)
