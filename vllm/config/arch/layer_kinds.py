@@ -128,6 +128,12 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         return (True,) * num_layers
     if family.attention_period_keys is not None:
         period, first = (config.get(key) for key in family.attention_period_keys)
+        if not isinstance(period, int) or not isinstance(first, int) or period < 1:
+            keys = " and ".join(family.attention_period_keys)
+            raise ConfigError(
+                f"config.json: {keys} must be whole numbers, the first of them at least 1, got "
+                f"{period!r} and {first!r}. Correct the file"
+            )
         return tuple(index % period != first for index in range(num_layers))
     if family.attention_layers_key is not None:
         attends = config.get(family.attention_layers_key) or ()

@@ -1,6 +1,6 @@
 """BLOOM and MPT: ALiBi in place of positions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from vllm.ops.attention_options import AttentionOptions
 class BloomForCausalLM(DecoderForCausalLM):
     """BLOOM and BLOOMZ (BigScience 2022, arXiv 2211.05100)."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         f"{level}{name}": ours
         for level in ("transformer.", "")
         for name, ours in {

@@ -1,5 +1,6 @@
 """EXAONE 3 to 4."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from vllm.model_executor.models.olmo import Olmo2Layer
 class ExaoneForCausalLM(LlamaForCausalLM):
     """EXAONE 3, 3.5 and Deep (LG AI Research 2024, arXiv 2408.03541): a Llama with other names."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
         "transformer.ln_f.": "model.norm.",
         "transformer.h.": "model.layers.",

@@ -1,7 +1,7 @@
 """Gemma 4, text only."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -265,7 +265,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     of tokens for each layer, and layers that read the keys and values of earlier ones."""
 
     decoder_type = Gemma4Decoder
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         f"model.{name}.": f"model.features.{name}."
         for name in (
             "embed_tokens_per_layer",

@@ -1,6 +1,6 @@
 """GPT-2, and GPT BigCode (StarCoder, Granite 20B and 34B Code): learned positions, plain MLPs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
@@ -27,7 +27,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
     # The first checkpoints were saved without the level `transformer`.
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         f"{level}{name}": ours for level in ("transformer.", "") for name, ours in _LEVELS.items()
     }
     checkpoint_names: ClassVar[dict[str, str]] = {

@@ -1,6 +1,6 @@
 """InternLM 2 and 3."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
@@ -13,7 +13,7 @@ from vllm.model_executor.models.fused_weights import split_qkv_groups
 class InternLM2ForCausalLM(DecoderForCausalLM):
     """InternLM 2 and 2.5 (Cai et al. 2024, arXiv 2403.17297): a Llama with other names."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.tok_embeddings.": "model.embed_tokens.",
         "output.": "lm_head.",
     }

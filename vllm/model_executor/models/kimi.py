@@ -79,7 +79,9 @@ class KimiLinearLayer(DecoderLayer):
         if kinds[spec.index] == "dense" if kinds else spec.index < first:
             return super().make_mlp(spec)
         arch = _in_words_of_deepseek(spec.arch)
-        return DeepseekMixture(arch, kimi_routing(arch), spec.tp)
+        size = arch.config_size("moe_intermediate_size")
+        shared_size = size * int(arch.hf_config.get("n_shared_experts") or 0)
+        return DeepseekMixture(arch, kimi_routing(arch), size, shared_size, spec.tp)
 
 
 def kimi_routing(arch: ModelArch) -> Routing:

@@ -78,7 +78,8 @@ class Lfm2MoeLayer(Lfm2Layer):
         arch = spec.arch
         if spec.index < int(arch.hf_config.get("num_dense_layers") or 0):
             return GatedMLP(arch, False, spec.tp)
-        return DeepseekMixture(arch, _routing(arch), spec.tp)
+        size = arch.config_size("moe_intermediate_size")
+        return DeepseekMixture(arch, _routing(arch), size, 0, spec.tp)
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):

@@ -1,6 +1,6 @@
 """Llama 4, text only."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -97,7 +97,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd"): experts, attention in
     chunks, and some layers without rotations."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {"language_model.": ""}
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"language_model.": ""}
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".feed_forward.": ".mlp.",
         ".mlp.router.": ".mlp.gate.",

@@ -1,6 +1,6 @@
 """OPT: learned positions, layer norms with biases and a plain MLP."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class OPTForCausalLM(CausalLM):
     """OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068)."""
 
     # The checkpoints of 2022 were saved without the level `model`.
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {"decoder.": "model.decoder."}
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"decoder.": "model.decoder."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)

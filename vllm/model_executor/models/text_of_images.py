@@ -1,5 +1,6 @@
 """Language models of checkpoints that also have a part for images, which is not loaded."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
@@ -13,7 +14,7 @@ from vllm.model_executor.models.transformers_model import TransformersForCausalL
 class _LanguageModel(CausalLM):
     """Names in such checkpoints: transformers has moved the language model since 4.52."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "language_model.": "",
         "model.language_model.": "model.",
     }

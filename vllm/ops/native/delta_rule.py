@@ -50,7 +50,7 @@ def run_delta_rule(
     """
     length, num_groups = q.shape[1:3]
     if length == 1:
-        y, state = _step(*(x[:, 0] for x in (q, k, v, logs, beta)), state)
+        y, state = _step(q[:, 0], k[:, 0], v[:, 0], logs[:, 0], beta[:, 0], state)
         return y[:, None], state
     chunk = min(_CHUNK, length + -length % _BLOCK)
     padding = -length % chunk
