@@ -24,7 +24,7 @@ from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
-from vllm.entrypoints.openai.chat.thinking import switch_of
+from vllm.entrypoints.conversation.thinking import switch_of
 from vllm.entrypoints.openai.chat.tool_choice import (
     MakeId,
     NamedToolReader,
