@@ -8,8 +8,8 @@ from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.test_chat import TOKENIZER, engine_that_says, message_of, stream
 from tests.entrypoints.openai.tool_parsers.formats import ARGUMENTS
 from vllm.entrypoints.anthropic.serving import router as messages_router
-from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.conversation.thinking import merge_switches, switch_of, with_all_switches
+from vllm.entrypoints.openai.chat.serving import router as chat_router
 from vllm.entrypoints.openai.responses.serving import router as responses_router
 from vllm.entrypoints.openai.routes.tokenization import router as tokenize_router
 from vllm.entrypoints.shared.context import ServerContext

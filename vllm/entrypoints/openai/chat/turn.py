@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.engine.input.pooling_input import refuse_generation
+from vllm.entrypoints.conversation.thinking import switch_of
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
-from vllm.entrypoints.conversation.thinking import switch_of
 from vllm.entrypoints.openai.chat.tool_choice import (
     MakeId,
     NamedToolReader,
