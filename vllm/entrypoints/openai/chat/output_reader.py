@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
+from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
@@ -113,6 +114,7 @@ class OutputReader:
         self._has_answer = False
         """Whether there was content, or calls that had to be made."""
         self._has_begun = False
+        self._tokens: ThoughtTokens | None = None
         self._early_ids: list[int] | None = []
         """The tokens so far, until the answer begins; then None."""
 
@@ -136,6 +138,8 @@ class OutputReader:
         self._has_begun = True
         content = text
         if self._reasoning is not None:
+            if self._tokens is not None:
+                self._tokens.add(token_ids)
             with parser_failures("reasoning", self._names[0]):
                 delta.reasoning, content = self._split(text, token_ids, is_last, is_whole)
                 token_ids = self._answer_ids(token_ids, bool(content))
@@ -170,6 +174,17 @@ class OutputReader:
         tools = self._tools
         of_tools = () if tools is None else (*tools.markers, *tools.further_tokens)
         return [*(() if self._reasoning is None else self._reasoning.markers), *of_tools]
+
+    def count_thoughts(self, tokens: ThoughtTokens) -> None:
+        """Count the tokens that are thoughts; none of the output has been read."""
+        self._tokens = tokens
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Return how many tokens so far are thoughts, if they are counted; else 0."""
+        if self._tokens is None or self._reasoning is None:
+            return 0
+        return self._tokens.count(self._reasoning.spans)
 
     def hide(self, texts: Iterable[str]) -> None:
         """Leave special tokens out that are in the text only for the sake of the parsers."""

@@ -92,7 +92,13 @@ class _ChatFormat:
         usage = self.turn.usage
         if num_output_tokens is None:
             num_output_tokens = usage.completion_tokens
-        return usage_of(self._context, usage.prompt_tokens, num_output_tokens, usage.cached_tokens)
+        return usage_of(
+            self._context,
+            usage.prompt_tokens,
+            num_output_tokens,
+            usage.cached_tokens,
+            usage.reasoning_tokens,
+        )
 
     def first_chunk(self, index: int) -> bytes:
         """The role and the echoed message, without output tokens."""

@@ -25,6 +25,7 @@ from vllm.entrypoints.conversation.thinking import switch_of
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
+from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.chat.tool_choice import (
     MakeId,
     NamedToolReader,
@@ -115,13 +116,13 @@ class TurnUsage:
     """Numbers of tokens so far.
 
     Attributes:
-        reasoning_tokens: output tokens that were reasoning; 0 without a reasoning parser.
+        reasoning_tokens: output tokens of reasoning; None without a reasoning parser.
         cached_tokens: prompt tokens found in the prefix cache; None is not known yet.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | None = None
     cached_tokens: int | None = None
 
 
@@ -133,7 +134,6 @@ class ChatTurn:
         model: name of the model for the response.
         prompt: token ids, and their text.
         params: as sent to the engine.
-        usage: see there.
         prompt_logprobs: available once the output is complete, if requested.
     """
 
@@ -151,13 +151,21 @@ class ChatTurn:
         self.model = context.check_model(body.model)
         self.prompt = prompt
         self.params = params
-        self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
+        self._usage = TurnUsage(len(prompt["prompt_token_ids"]))
+        self._has_reasoning = context.reasoning_parser is not None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._engine = context.engine
         self._adapter = context.adapter(body.model)
         self._body = body
         self._trace_headers = trace_headers
         self._readers = readers
+
+    @property
+    def usage(self) -> TurnUsage:
+        """Return the numbers of tokens so far."""
+        if self._has_reasoning:
+            self._usage.reasoning_tokens = sum(r.num_thought_tokens for r in self._readers)
+        return self._usage
 
     @property
     def is_plain(self) -> bool:
@@ -183,7 +191,7 @@ class ChatTurn:
             async for output in outputs:
                 samples = output.outputs
                 self.prompt_logprobs = output.prompt_logprobs
-                self.usage.completion_tokens += output.num_dropped_tokens
+                self._usage.completion_tokens += output.num_dropped_tokens
         return [self._choose(sample, self._read(sample)) for sample in samples]
 
     async def _run(self, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput, None]:
@@ -202,7 +210,7 @@ class ChatTurn:
         async with aclosing(outputs):
             async for output in outputs:
                 if output.num_cached_tokens is not None:
-                    self.usage.cached_tokens = output.num_cached_tokens
+                    self._usage.cached_tokens = output.num_cached_tokens
                 yield output
 
     def _read(self, sample: CompletionOutput) -> TurnDelta:
@@ -210,9 +218,7 @@ class ChatTurn:
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
-        self.usage.completion_tokens += len(sample.token_ids)
-        if read.reasoning and not (read.content or read.tool_calls):
-            self.usage.reasoning_tokens += len(sample.token_ids)
+        self._usage.completion_tokens += len(sample.token_ids)
         reason = sample.finish_reason
         if reason == "stop" and reader.has_called and self._body.named_tool is None:
             reason = "tool_calls"
@@ -277,9 +283,13 @@ async def prepare_turn(
     # Before the parameters: a parser of the user may change the request.
     readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]
     special = SpecialTokens.of(context.engine.tokenizer)
-    kept = special.parts_of(readers[0].markers) if body.skip_special_tokens is not False else {}
+    is_skipping = body.skip_special_tokens is not False
+    kept = special.parts_of(readers[0].markers) if is_skipping else {}
     for reader in readers:
         reader.hide(kept.values())
+        if context.reasoning_parser is not None and context.engine.tokenizer is not None:
+            skipped = special.ids.difference(kept) if is_skipping else ()
+            reader.count_thoughts(ThoughtTokens(context.engine.tokenizer, skipped))
     if guided is not None:
         starts = [_grammar_start(reader, body, guided, special) for reader in readers]
         guided.start = starts[0] if starts[0].is_late else None
