@@ -147,7 +147,7 @@ class PromptTokenUsageInfo(ResponseModel):
 
 
 class CompletionTokenUsageInfo(ResponseModel):
-    """How many of the output tokens were reasoning."""
+    """Numbers of output tokens of a kind."""
 
     reasoning_tokens: int
 

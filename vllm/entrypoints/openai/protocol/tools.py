@@ -40,13 +40,21 @@ def leave_out_foreign(tools: Any) -> Any:
     if not isinstance(tools, list):
         return tools
     kept = []
-    for tool in tools:
+    for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if is_foreign(kind):
             note_ignored("tools of the type", kind, FOREIGN_TOOL)
+        elif kind not in (None, *_OWN_TYPES):
+            raise field_error(f"{index}.type", wrong_type(kind))
         else:
             kept.append(tool)
     return kept
+
+
+def wrong_type(kind: Any) -> str:
+    """Return what is wrong with the type of a tool, as the rest of a sentence that begins with its
+    field."""
+    return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {kind!r:.80}"
 
 
 class FunctionDefinition(RequestModel):
