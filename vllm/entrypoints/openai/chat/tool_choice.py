@@ -142,6 +142,20 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
     return {"index": index, "function": {"arguments": arguments}}
 
 
+def split_beginning(delta: ToolCallDelta) -> list[ToolCallDelta]:
+    """Split a delta that begins a call into the beginning and its first arguments or input.
+
+    >>> split_beginning(first_delta("a", 0, "f", "{"))[1]
+    {'index': 0, 'function': {'arguments': '{'}}
+    """
+    kind, key = ("custom", "input") if delta.get("custom") else ("function", "arguments")
+    call = delta.get(kind) or {}
+    if not call.get("name") or not call.get(key):
+        return [delta]
+    begun = {**delta, kind: {**call, key: ""}}
+    return [begun, {"index": delta["index"], kind: {key: call[key]}}]
+
+
 class NamedToolReader:
     """Reads an output that is the arguments of one call, or its input if the tool is custom.
 
