@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     RequiredToolReader,
     ToolCallDelta,
 )
+from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.entrypoints.shared.errors import GenerationError
 from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
@@ -213,6 +214,30 @@ class OutputReader:
             start = msgspec.structs.replace(start, calls_in_thoughts=())
         self._is_answer_stripped = start.is_late and allows_space
         return msgspec.structs.replace(start, allows_space=allows_space)
+
+    @property
+    def call_form(self) -> CallForm | None:
+        """Return the JSON of calls that the model may make; None: a grammar cannot hold them."""
+        return None if self._tools is None else self._tools.form
+
+    def call_start(self, names: Sequence[str]) -> GrammarStart:
+        """Return where a grammar for calls of `call_form` begins.
+
+        Args:
+            names: of the tools.
+        """
+        start = GrammarStart()
+        if self._reasoning is not None:
+            with parser_failures("reasoning", self._names[0]):
+                start = self._reasoning.grammar_start()
+        assert self._tools is not None and self._tools.form is not None
+        return msgspec.structs.replace(
+            start,
+            calls=self._tools.free_calls(names),
+            calls_in_thoughts=(),
+            grammar_starts=self._tools.form.starts or self._tools.markers,
+            allows_space=True,
+        )
 
     def _split(
         self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool

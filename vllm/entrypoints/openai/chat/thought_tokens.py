@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ThoughtTokens:
     """The positions of the tokens of one output in its text.
 
-    If the tokenizer does not work on bytes, the texts of single tokens give the positions. These may
-    be off by a few characters.
+    If the tokenizer does not work on bytes, the texts of single tokens give the positions. These
+    may be off by a few characters.
 
     Args:
         tokenizer: of the model.

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     ToolCallDelta,
     merge_deltas,
     note_free_grammars,
+    strict_schema,
     tool_constraint,
 )
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
@@ -41,10 +42,12 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
+from vllm.entrypoints.openai.shared.logprob_formats import bytes_of_tokens
 from vllm.entrypoints.openai.shared.prompts import output_budget
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import refuse_failed
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GrammarStart, GuidedDecodingParams
 from vllm.inputs import TokensPrompt
@@ -53,6 +56,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
     from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
     from vllm.entrypoints.shared.server_args import ServerArgs
@@ -282,17 +287,20 @@ async def prepare_turn(
     )
     # Before the parameters: a parser of the user may change the request.
     readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]
-    special = SpecialTokens.of(context.engine.tokenizer)
+    tokenizer = context.engine.tokenizer
+    special = SpecialTokens.of(tokenizer)
     is_skipping = body.skip_special_tokens is not False
     kept = special.parts_of(readers[0].markers) if is_skipping else {}
     for reader in readers:
         reader.hide(kept.values())
-        if context.reasoning_parser is not None and context.engine.tokenizer is not None:
+        if context.reasoning_parser is not None and tokenizer is not None:
             skipped = special.ids.difference(kept) if is_skipping else ()
-            reader.count_thoughts(ThoughtTokens(context.engine.tokenizer, skipped))
+            reader.count_thoughts(ThoughtTokens(tokenizer, skipped))
     if guided is not None:
         starts = [_grammar_start(reader, body, guided, special) for reader in readers]
         guided.start = starts[0] if starts[0].is_late else None
+    elif body.tool_choice == "auto":
+        guided = await off_loop.run(partial(_strict_calls, readers[0], body, special, tokenizer))
     defaults = context.engine.generation_defaults
     num_prompt_tokens = len(prompt["prompt_token_ids"])
     make_params = partial(
@@ -314,6 +322,27 @@ def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | No
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
     return tool_constraint(body)
+
+
+def _strict_calls(
+    reader: OutputReader,
+    body: ChatCompletionRequest,
+    special: SpecialTokens,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> GuidedDecodingParams | None:
+    """Return the constraint of calls that the model may make, if a tool is strict, and both the
+    format of the parser and the tokenizer allow it."""
+    form = reader.call_form
+    schema = None if form is None else strict_schema(body, form)
+    if schema is None:
+        return None
+    if tokenizer is None or bytes_of_tokens(tokenizer) is None:
+        note_ignored("strict", "of tools", "a grammar needs a tokenizer that works on bytes")
+        return None
+    start = reader.call_start([tool.function.name for tool in body.functions])
+    parts = special.parts_of((*start.thought_starts, *start.markers, *start.calls))
+    start = msgspec.structs.replace(start, special_tokens=parts)
+    return GuidedDecodingParams(json=schema, field="tools", start=start)
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:

@@ -5,6 +5,7 @@ templates and parsers a custom tool is a function with one argument, `input`: `a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -57,12 +58,26 @@ def wrong_type(kind: Any) -> str:
     return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {kind!r:.80}"
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """The JSON of a format after a marker, for grammars: an object for each call, or a list of
+    them."""
+
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    is_list: bool = False
+    starts: tuple[str, ...] = ()
+    """Texts after which it comes; none: the markers of the parser."""
+
+
 class FunctionDefinition(RequestModel):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Name
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = Field(default=None, exclude=True)
+    """Calls have to follow the schema. Not for the chat template."""
 
 
 class ChatCompletionToolsParam(RequestModel):

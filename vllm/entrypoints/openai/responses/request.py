@@ -215,7 +215,12 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"got {value!r:.80}",
                 param=f"{where}.{key}",
             )
-    names = ("name", "description", "parameters")
+    if not isinstance(tool.get("strict"), bool | None):
+        raise RequestError(
+            f"{where}.strict must be true or false, got {tool['strict']!r:.80}",
+            param=f"{where}.strict",
+        )
+    names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
