@@ -39,6 +39,8 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
         calls: an answer that begins with one of these is free text: calls of tools.
         calls_in_thoughts: inside of thoughts, one of these ends them and begins such calls.
         special_tokens: id -> text, of the special tokens that are part of these texts.
+        grammar_starts: the answer is free text, and after each of these the grammar holds once,
+            unless one of `calls` follows.
         allows_space: white space may come before these texts and the answer. The reader of the
             answer leaves it out.
     """
@@ -48,13 +50,19 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     thought_ends: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     calls_in_thoughts: tuple[str, ...] = ()
+    grammar_starts: tuple[str, ...] = ()
     special_tokens: dict[int, str] = {}
     allows_space: bool = False
 
     @property
     def is_late(self) -> bool:
         """Return whether anything may come before the grammar, or instead."""
-        return bool(self.is_thinking or self.thought_starts or self.calls)
+        return bool(self.is_thinking or self.thought_starts or self.calls or self.grammar_starts)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return the texts inside of free text after which the grammar begins."""
+        return self.thought_ends + self.grammar_starts
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):

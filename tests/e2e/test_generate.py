@@ -169,7 +169,7 @@ def test_a_logits_processor_decides_what_is_sampled(llm):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "prompt is empty"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt is empty"),
         ({"prompt_token_ids": []}, "no tokens"),
         ({"prompt_token_ids": [5] * 300}, "300 tokens"),
         ({"prompt_token_ids": [5, 4096]}, "4096"),

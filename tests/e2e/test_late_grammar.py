@@ -20,7 +20,9 @@ pytestmark = pytest.mark.e2e
 SPECIAL, SPECIAL_ID = "<pad>", 2
 """A token that the model knows and never writes, unless it is made to."""
 PLUGIN = f"""
-from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager
+from vllm.entrypoints.openai.protocol.tools import CallForm
+from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 
 
@@ -32,13 +34,14 @@ class LineParser(ReasoningParser):
 
 
 @ToolParserManager.register_module("word")
-class WordParser(ToolParser):
+class WordParser(JsonToolParser):
     markers = ("import",)
+    form = CallForm()
 
     def read_calls(self, marker):
-        self.start_call("f")
-        self.add_arguments("{{}}")
-        yield from ()
+        if not (yield from self.read_json(is_marked=True)):
+            self.start_call("f")
+            self.add_arguments("{{}}")
 """
 SCHEMA = {
     "type": "object",
@@ -120,3 +123,17 @@ def test_a_model_answers_or_calls(client):
     jsonschema.validate(json.loads(answer.message.content), SCHEMA)
     call = ask(client, **body, logit_bias={str(word): 100})
     assert call.message.tool_calls[0].function.name == "f"
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_only_calls_of_strict_tools_follow_their_schemas(client, is_strict):
+    function = {**TOOL["function"], "strict": is_strict}
+    tool = {**TOOL, "function": function}
+    word = client.post("/../tokenize", body={"prompt": "import"}, cast_to=object)["tokens"][-1]
+    choice = ask(client, tools=[tool], extra_body=NO_THOUGHTS, logit_bias={str(word): 50})
+    calls = choice.message.tool_calls
+    assert len(calls) > 2 and not choice.message.content
+    arguments = [json.loads(call.function.arguments) for call in calls[:-1]]
+    assert all(call.function.name == "f" for call in calls)
+    is_held = [jsonschema.Draft202012Validator(SCHEMA).is_valid(each) for each in arguments]
+    assert all(is_held) if is_strict else not any(is_held)

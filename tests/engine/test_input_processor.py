@@ -104,10 +104,10 @@ def test_a_bad_prompt_is_refused_with_what_is_wrong(prompt, message):
     assert "\n" not in str(failure.value)
 
 
-def test_an_empty_text_is_refused_with_the_token_that_begins_one():
-    with pytest.raises(RequestError, match=rf"the prompt is empty; .*\[{BOS}\]"):
-        process("")
-    assert process([BOS])[1].prompt_token_ids == [BOS]
+def test_an_empty_text_is_a_prompt_where_special_tokens_are_added():
+    assert process("")[1].prompt_token_ids == process([BOS])[1].prompt_token_ids == [BOS]
+    with pytest.raises(RequestError, match=rf"the prompt is empty, and .*\[{BOS}\]"):
+        process({"prompt": "", "add_special_tokens": False})
 
 
 def test_a_prompt_must_leave_room_for_one_output_token():

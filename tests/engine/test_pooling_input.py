@@ -41,6 +41,7 @@ def test_a_text_has_its_special_tokens(tokenizer):
     processor = make(tokenizer)
     assert ids_of(processor, "w7 w8") == [2, 7, 8, 3]
     assert ids_of(processor, {"prompt": "w7 w8", "add_special_tokens": False}) == [7, 8]
+    assert ids_of(processor, "") == ids_of(processor, "", truncate_prompt_tokens=2) == [2, 3]
 
 
 @pytest.mark.parametrize("most", [3, 10, 63])
@@ -80,7 +81,7 @@ def test_minus_one_is_as_long_as_the_model_takes(tokenizer):
         (WORDS, {}, "maximum context length is 64 tokens.*has 102 tokens"),
         (WORDS, {"truncate_prompt_tokens": 2}, "must be more than the 2 special tokens"),
         (WORDS, {"truncate_prompt_tokens": 65}, "must be at most max_model_len \\(64\\)"),
-        ("", {}, "prompt is empty"),
+        ({"prompt": "", "add_special_tokens": False}, {}, "prompt is empty, and no special"),
         ([], {}, "no tokens"),
         ("w7", {"dimensions": 8}, "embeddings of this model cannot be shortened"),
         ({"prompt_token_ids": [5, 6], "token_type_ids": [0]}, {}, "1 entries for 2 tokens"),
@@ -115,7 +116,15 @@ def test_the_wrong_kind_of_model_is_told_with_advice(tokenizer):
         make(tokenizer, None).process_pooling("a", "w7", PoolingParams())
 
 
-@pytest.mark.parametrize("texts", [("", "w7"), ("w7", ""), ("w7", "\ud800")])
+@pytest.mark.parametrize("texts", [("", "w7"), ("w7", ""), ("", "")])
+def test_a_text_of_a_pair_may_be_empty(texts, tokenizer):
+    want = tokenizer(*texts)
+    prompt = make(tokenizer).pooling.tokenize_pair(*texts)
+    assert prompt["prompt_token_ids"] == want["input_ids"]
+    assert prompt["token_type_ids"] == want["token_type_ids"]
+
+
+@pytest.mark.parametrize("texts", [("\ud800", "w7"), ("w7", "\ud800")])
 def test_both_texts_of_a_pair_have_to_be_text(texts, tokenizer):
     with pytest.raises(RequestError, match="a text to score is"):
         make(tokenizer).pooling.tokenize_pair(*texts)

@@ -311,6 +311,23 @@ def test_a_template_of_the_caller_gets_his_variables_and_tools():
     assert output.prompt == "glad look_up hello"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "- - -"),
+        ({"enable_thinking": False}, "False False 0"),
+        ({"thinking": True}, "True True -"),
+        ({"reasoning_effort": "none"}, "False False 0"),
+        ({"thinking": True, "reasoning_effort": "none"}, "True True -"),
+    ],
+)
+def test_a_switch_of_thinking_sets_the_switches_of_all_names(given, expected):
+    names = ("enable_thinking", "thinking", "thinking_budget")
+    template = " ".join(f"{{{{ {name} if {name} is defined else '-' }}}}" for name in names)
+    [prompt] = make_llm().preprocess_chat(HELLO, chat_template=template, chat_template_kwargs=given)
+    assert prompt["prompt"] == expected
+
+
 def test_a_malformed_conversation_is_refused_before_anything_runs():
     core = FakeEngineCore()
     with pytest.raises(ValueError, match="needs a role"):

@@ -10,7 +10,7 @@ import numpy as np
 from vllm.messages import EngineRequest, Grammar
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.structured_output.backends import BACKENDS, make_backend
-from vllm.structured_output.backends.interface import Backend, BackendMatcher
+from vllm.structured_output.backends.interface import Backend, BackendMatcher, LoadedGrammar
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.compile_worker import compile_spec
 from vllm.structured_output.row_matcher import RowMatcher
@@ -47,8 +47,12 @@ def compiled(kind: str, source: Any, **options: Any) -> Grammar:
     return compile_spec(spec(kind, source, **options), BYTES, backends())
 
 
+def loaded(grammar: Grammar) -> LoadedGrammar:
+    return backends()[grammar.backend].load(grammar.content)
+
+
 def open_matcher(grammar: Grammar) -> BackendMatcher:
-    return backends()[grammar.backend].load(grammar.content).matcher()
+    return loaded(grammar).matcher()
 
 
 def walk(matcher: BackendMatcher, rng: random.Random, max_tokens: int = 400) -> str | None:
@@ -101,7 +105,7 @@ def make_request(grammar: Grammar | None, **params: Any) -> EngineRequest:
 def row_matcher(kind: str, source: Any, output: bytes = b"", **params: Any) -> RowMatcher:
     grammar = compiled(kind, source)
     request = make_request(grammar, **params)
-    return RowMatcher(request, list(output), lambda: (BYTES, open_matcher(grammar)))
+    return RowMatcher(request, list(output), lambda: (BYTES, loaded(grammar)))
 
 
 def next_tokens(matcher: RowMatcher) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -55,7 +56,7 @@ def matcher_of(backend, start, regex="a[ab]*{?", output=(), **params):
     request.sampling_params.guided_decoding = guided
 
     def open_grammar():
-        return VOCABULARY, backend[grammar.backend].load(grammar.content).matcher()
+        return VOCABULARY, backend[grammar.backend].load(grammar.content)
 
     return RowMatcher(request, list(output), open_grammar)
 
@@ -200,3 +201,55 @@ def test_the_start_reaches_the_engine_core():
 
     guided = GuidedDecodingParams(json=json.dumps({"type": "object"}), start=ALL)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(guided), type=type(guided)) == guided
+
+
+WORD = GrammarStart(grammar_starts=("<tool_call>", "[CALL]"), **{**MARKS, "thought_ends": ()})
+THOUGHTFUL = msgspec.structs.replace(WORD, is_thinking=True, thought_ends=("</think>",))
+UNSURE = msgspec.structs.replace(THOUGHTFUL, is_thinking=False, thought_starts=("<think>",))
+OR_NAME = msgspec.structs.replace(WORD, calls=("name",))
+JSON = r"\[b*\]"
+"""A grammar that ends with a bracket, as JSON does."""
+FREE = set(range(len(VOCABULARY.tokens)))
+OPENED = SPACES | {ord("[")}
+INSIDE_CALL = {*b"b]"}
+
+
+@pytest.mark.parametrize(
+    ("start", "pieces", "expected"),
+    [
+        (WORD, [], FREE),
+        (WORD, [b"x<tool_call"], FREE - {WORDS[b">{"]}),
+        (WORD, [b"x<tool_call>"], OPENED),
+        (WORD, [CALL], OPENED),
+        (WORD, [CALL, WORDS[b"\n\n"], b"["], INSIDE_CALL),
+        (WORD, [CALL, b"[bb]"], FREE),
+        (WORD, [CALL, b"[b]</tool_call> and", OTHER, CALL, b"["], INSIDE_CALL),
+        (WORD, [CALL, b"[]", CALL, b"[]", b"x<tool_call>["], INSIDE_CALL),
+        (THOUGHTFUL, [b"x", CALL, b"x"], FREE),
+        (THOUGHTFUL, [b"x", CALL, THINK_END, b"x", CALL], OPENED),
+        (THOUGHTFUL, [b"x</think>", CALL, b"[b"], INSIDE_CALL),
+        (UNSURE, [b"\n<think>x", CALL], FREE),
+        (UNSURE, [THINK, CALL, b"x</think>\n", CALL], OPENED),
+        (UNSURE, [CALL], OPENED),
+        (UNSURE, [b"\nx", CALL, b"["], INSIDE_CALL),
+        (UNSURE, [b"<t", CALL], OPENED),
+        (OR_NAME, [CALL], SPACES | {*b"[n"}),
+        (OR_NAME, [CALL, b"name{", CALL, b"x"], FREE),
+    ],
+)
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_a_call_inside_of_free_text_follows_the_grammar(
+    backend, start, pieces, expected, with_drafts
+):
+    matcher = matcher_of(backend, start, JSON)
+    tokens = [token_id for piece in pieces for token_id in tokens_of(piece)]
+    if with_drafts:  # each token is first a draft, which is taken back
+        masks = np.empty((len(tokens) + 1, VOCABULARY.num_words), np.int32)
+        for place, token_id in enumerate(tokens):
+            matcher.fill_along(masks[: len(tokens) - place + 1], tokens[place:])
+            assert token_id in allowed(masks[0])
+            matcher.accept(token_id)
+        found = next_tokens(matcher)
+    else:
+        found = after(matcher, *pieces)
+    assert found == expected

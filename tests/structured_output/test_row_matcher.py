@@ -11,9 +11,9 @@ from tests.structured_output.helpers import (
     END,
     allowed,
     compiled,
+    loaded,
     make_request,
     next_tokens,
-    open_matcher,
     row_matcher,
 )
 from vllm.structured_output.row_matcher import RowMatcher
@@ -109,6 +109,9 @@ def test_a_failure_is_an_error_and_leaves_a_mask_to_sample_from(
 
 def test_whatever_a_library_raises_ends_that_request_only(capsys):
     class Broken:
+        def matcher(self):
+            return self
+
         def fill(self, mask):
             raise OSError("broken")
 
@@ -122,8 +125,7 @@ def test_whatever_a_library_raises_ends_that_request_only(capsys):
 def test_matchers_of_one_grammar_do_not_touch_each_other():
     grammar = compiled("regex", "ab|cd")
     first, second = (
-        RowMatcher(make_request(grammar), [], lambda: (BYTES, open_matcher(grammar)))
-        for _ in range(2)
+        RowMatcher(make_request(grammar), [], lambda: (BYTES, loaded(grammar))) for _ in range(2)
     )
     first.accept(ord("a"))
     assert next_tokens(first) == [ord("b")]
@@ -162,7 +164,7 @@ def test_masks_behind_drafts_are_those_of_an_output_that_has_them(backend, kind,
 
     def matcher_of(output: list[int]) -> RowMatcher:
         request = make_request(grammar, min_tokens=6)
-        return RowMatcher(request, output, lambda: (BYTES, open_matcher(grammar)))
+        return RowMatcher(request, output, lambda: (BYTES, loaded(grammar)))
 
     rng, output = random.Random(3), list[int]()
     matcher = matcher_of([])

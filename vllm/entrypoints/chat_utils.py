@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
+from vllm.entrypoints.conversation.thinking import with_all_switches
 from vllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions the model may call, as JSON schemas."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables for the template."""
+    """Further variables for the template. A switch of thinking sets the switches of all names."""
 
     def __post_init__(self) -> None:
         if self.content_format not in ("auto", "string", "openai"):
@@ -125,7 +126,7 @@ def rendering_arguments(
         "content_format": options.content_format,
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
-        "variables": dict(options.template_kwargs),
+        "variables": with_all_switches(options.template_kwargs),
     }
 
 

@@ -40,6 +40,9 @@ class ReasoningParser:
         tokenizer: the model's; None where there is none.
         is_thinking: what the request says. False: the model was told not to think, so that all of
             its text is the answer. None: it says nothing.
+
+    Attributes:
+        spans: (start, end) in characters of the output, of the thoughts so far.
     """
 
     starts: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -65,6 +68,7 @@ class ReasoningParser:
     def _begin(self) -> None:
         """Forget the output that was read, for another one."""
         self._stream = TextStream()
+        self.spans: list[tuple[int, int]] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._steps = self._parse()
@@ -132,8 +136,9 @@ class ReasoningParser:
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """(thoughts, answer) of a complete text."""
-        return self.split(text)
+        """(thoughts, answer) of a complete text, which is all of this output."""
+        first, last = self.feed(text, token_ids), self.finish()
+        return _join(first[0], last[0]), _join(first[1], last[1])
 
     def extract_reasoning_content(
         self, model_output: str, request: Any = None
@@ -228,12 +233,23 @@ class ReasoningParser:
             if (yield from stream.read_literal(start)):
                 return True
         # White space belongs to the text after it.
-        (self._content if self._is_start_needed else self._reasoning).append(stream.forget())
+        space = stream.forget()
+        if self._is_start_needed:
+            self._content.append(space)
+        else:
+            self._add_reasoning(space)
         return not self._is_start_needed
 
     def _add_reasoning(self, piece: str) -> None:
+        """Take text that was just read for thoughts."""
         self._stream.forget()
         self._reasoning.append(piece)
+        end = self._stream.num_read
+        start = end - len(piece)
+        if self.spans and self.spans[-1][1] == start:
+            start = self.spans.pop()[0]
+        if end > start:
+            self.spans.append((start, end))
 
     def _add_content(self, piece: str) -> None:
         self._stream.forget()

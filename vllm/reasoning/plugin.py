@@ -60,7 +60,16 @@ class ForeignReasoningParser:
         self._parser = parser
         self._request = request
         self._history = OutputHistory()
+        self._thoughts: list[str] = []
         self._is_inside: bool | None = None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Return (start, end) in characters of the output, of the thoughts so far: where their text
+        is in it, or at its beginning if the parser has changed them."""
+        thoughts = "".join(self._thoughts)
+        start = max(self._history.text.find(thoughts), 0)
+        return [(start, start + len(thoughts))] if thoughts else []
 
     def follow(self, prompt: str, *, is_continued: bool = False) -> None:
         """Say what the output follows. Only the grammar of the answer depends on it."""
@@ -93,11 +102,13 @@ class ForeignReasoningParser:
         if delta is None:
             return None, None
         reasoning = getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None)
+        self._thoughts.append(reasoning or "")
         return reasoning, delta.content
 
     def finish(self) -> tuple[str | None, str | None]:
         """See `ReasoningParser.finish`; only a parser derived from ours holds something back."""
         held_back: tuple[str | None, str | None] = self._parser.finish()
+        self._thoughts.append(held_back[0] or "")
         return held_back
 
     @property
@@ -117,6 +128,7 @@ class ForeignReasoningParser:
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
         """See `ReasoningParser.read_whole`."""
         reasoning, content = _method(self._parser, _WHOLE)(text, request=self._request)
+        self._history.text, self._thoughts = text, [reasoning or ""]
         return reasoning, content
 
 

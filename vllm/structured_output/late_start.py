@@ -85,6 +85,11 @@ class LateMatcher:
         )
         self._history: list[_State] = []
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether the output is any text now, and not part of the grammar."""
+        return self._state.phase in (_Phase.THOUGHTS, _Phase.CALLS)
+
     # ---- the contract -------------------------------------------------------------------------
 
     def fill(self, mask: IntArray) -> None:

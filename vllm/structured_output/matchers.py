@@ -16,7 +16,6 @@ from vllm.structured_output.backends import BACKENDS, check_vocabulary, import_b
 from vllm.structured_output.backends.interface import (
     Backend,
     BackendError,
-    BackendMatcher,
     LoadedGrammar,
 )
 from vllm.structured_output.backends.vocabulary import Vocabulary
@@ -107,7 +106,7 @@ class GrammarMatchers:
         open_grammar = partial(self._open, request.grammar)
         return RowMatcher(request, output_token_ids, open_grammar)
 
-    def _open(self, grammar: Grammar | None) -> tuple[Vocabulary, BackendMatcher]:
+    def _open(self, grammar: Grammar | None) -> tuple[Vocabulary, LoadedGrammar]:
         if grammar is None:
             raise BackendError(
                 "the grammar of this request was not compiled before it was sent to the engine core"
@@ -117,7 +116,7 @@ class GrammarMatchers:
         if loaded is None:  # dropped from the cache since it was prepared, or it cannot be loaded
             loaded = self._load(grammar)
         assert self._vocabulary is not None
-        return self._vocabulary, loaded.matcher()
+        return self._vocabulary, loaded
 
     def _find(self, grammar: Grammar) -> LoadedGrammar | None:
         if grammar.key not in self._loaded:
@@ -127,7 +126,7 @@ class GrammarMatchers:
 
     def _is_indexed(self, start: GrammarStart | None) -> bool:
         return start is None or (
-            self._vocabulary is not None and self._vocabulary.is_indexed(start.thought_ends)
+            self._vocabulary is not None and self._vocabulary.is_indexed(start.markers)
         )
 
     def _load_early(
@@ -136,7 +135,7 @@ class GrammarMatchers:
         try:
             self._load(grammar)
             if start is not None and self._vocabulary is not None:
-                self._vocabulary.index(start.thought_ends)
+                self._vocabulary.index(start.markers)
         # an error of a library: only the request fails, with the error of its matcher
         except Exception as error:
             logger.debug("a grammar could not be loaded: %r", error)

@@ -8,8 +8,13 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.messages import NO_ALLOWED_TOKEN, EngineRequest, IntArray
-from vllm.structured_output.backends.interface import BackendError, BackendMatcher, OutputMatcher
+from vllm.structured_output.backends.interface import (
+    BackendError,
+    LoadedGrammar,
+    OutputMatcher,
+)
 from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
+from vllm.structured_output.call_matcher import CallMatcher
 from vllm.structured_output.late_start import LateMatcher
 
 logger = init_logger(__name__)
@@ -31,15 +36,15 @@ class RowMatcher:
     Args:
         request: has a grammar.
         output_token_ids: generated so far.
-        open_grammar: makes the vocabulary and a matcher at the beginning of the grammar; called
-            once, by the first `fill`. Raises BackendError or RequestError.
+        open_grammar: makes the vocabulary and the grammar; called once, by the first `fill`.
+            Raises BackendError or RequestError.
     """
 
     def __init__(
         self,
         request: EngineRequest,
         output_token_ids: Sequence[int],
-        open_grammar: Callable[[], tuple[Vocabulary, BackendMatcher]],
+        open_grammar: Callable[[], tuple[Vocabulary, LoadedGrammar]],
     ) -> None:
         params = request.sampling_params
         self._request_id = request.request_id
@@ -53,7 +58,7 @@ class RowMatcher:
         self._grammar_start = None if guided is None else guided.start
         self._num_tokens = len(output_token_ids)
         self._unread = list(output_token_ids)
-        self._open_grammar: Callable[[], tuple[Vocabulary, BackendMatcher]] | None = open_grammar
+        self._open_grammar: Callable[[], tuple[Vocabulary, LoadedGrammar]] | None = open_grammar
         self._error: str | None = None
         self._spent_s = 0.0
 
@@ -101,10 +106,13 @@ class RowMatcher:
             self._matcher = self._start(vocabulary, grammar)
             self._prepare(vocabulary)
 
-    def _start(self, vocabulary: Vocabulary, grammar: BackendMatcher) -> OutputMatcher:
-        if self._grammar_start is None or not self._grammar_start.is_late:
-            return grammar
-        return LateMatcher(self._grammar_start, vocabulary, grammar)
+    def _start(self, vocabulary: Vocabulary, grammar: LoadedGrammar) -> OutputMatcher:
+        start = self._grammar_start
+        if start is None or not start.is_late:
+            return grammar.matcher()
+        if start.grammar_starts:
+            return CallMatcher(start, vocabulary, grammar)
+        return LateMatcher(start, vocabulary, grammar.matcher())
 
     def _spend(self, seconds: float) -> None:
         self._spent_s += seconds
@@ -170,7 +178,7 @@ class RowMatcher:
         self._all_ends = pack(sorted(self._end_ids))
         self._stops = pack(sorted(self._stop_token_ids - self._end_ids))
         self._ends = self._all_ends
-        is_late = isinstance(self._matcher, LateMatcher)
+        is_late = isinstance(self._matcher, (CallMatcher, LateMatcher))
         self._text = ~self._all_ends if is_late else vocabulary.text_mask & ~self._all_ends
         if self._allowed_token_ids is not None:
             allowed = pack(self._allowed_token_ids)

@@ -34,6 +34,49 @@ def test_an_error_has_the_body_of_the_api(method, path, status, kind):
     assert "sesame" not in response.text
 
 
+MESSAGE_ERROR = "error", "not_found_error"
+OTHER_ERROR = None, "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected", "body"),
+    [
+        ("POST", "/v1/chat/completion", "POST /v1/chat/completions?", OTHER_ERROR),
+        ("POST", "/chat/completions", "POST /v1/chat/completions?", OTHER_ERROR),
+        ("POST", "/v1/v1/chat/completions", "POST /v1/chat/completions?", OTHER_ERROR),
+        ("POST", "/v1/chat/completions/v1/messages", "POST /v1/messages?", MESSAGE_ERROR),
+        ("POST", "/v1/message", "POST /v1/messages?", MESSAGE_ERROR),
+        ("POST", "/v1/messages/count_token", "POST /v1/messages/count_tokens?", MESSAGE_ERROR),
+        ("GET", "/model", "GET /v1/models?", OTHER_ERROR),
+        ("POST", "/v1/respones", "POST /v1/responses?", OTHER_ERROR),
+        ("GET", "/nothing/like/it", "GET /docs shows all routes", OTHER_ERROR),
+        ("GET", "/a%0Ab", "GET /docs shows all routes", OTHER_ERROR),
+        ("GET", "/" + "x" * 9999, "GET /docs shows all routes", OTHER_ERROR),
+    ],
+)
+def test_an_unknown_path_is_named_with_what_is_near(method, path, expected, body):
+    answer = make_client().request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, answer.json().get("type"), error["type"]) == (404, *body)
+    assert error["message"].startswith(f"there is no route {method} {path[:200]}; ")
+    assert expected in error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "methods"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
+        ("GET", "/v1/messages", "POST"),
+    ],
+)
+def test_a_wrong_method_is_named_with_those_of_the_path(method, path, methods):
+    answer = make_client().request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+    message = f"there is no route {method} {path}; this path takes {methods}"
+    assert answer.json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("path", ["/version/", "//version", "/version//", "//version/"])
 def test_a_slash_too_many_does_no_harm(path):
     client = make_client(root_path="/behind")

@@ -53,6 +53,8 @@ def message_of(chunks, index=0):
         message["content"] += delta.get("content") or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
         for call in delta.get("tool_calls", ()):
+            of_call = call.get("function") or call["custom"]
+            assert "name" not in of_call or not (of_call.get("arguments") or of_call.get("input"))
             if call["index"] == len(message["tool_calls"]):
                 message["tool_calls"].append(
                     {"id": call["id"], "type": call["type"], "function": call["function"]}

@@ -304,7 +304,7 @@ def check_embeddings(client, engine):
 
 WRONG = [
     ({"prompt": None}, "prompt", 400),
-    ({"prompt": ""}, "prompt", 400),
+    ({"prompt": "", "add_special_tokens": False}, "prompt", 400),
     ({"prompt": []}, "prompt", 400),
     ({"prompt": [[]]}, "prompt", 400),
     ({"prompt": [10**9]}, "prompt", 400),

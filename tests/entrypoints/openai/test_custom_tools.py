@@ -167,6 +167,14 @@ REFUSED = [
     ({"tools": [custom(format={"type": "grammar"})]}, "tools", "needs grammar with syntax and"),
     ({"tools": [custom(), custom()]}, "tools", "two tools have the name 'sql'"),
     ({"tools": [custom(name="")]}, "tools", "name"),
+    *[
+        (
+            {"tools": [*TOOLS, {"type": kind, "function": {"name": "f"}}]},
+            "tools",
+            f"tools.2.type must be a string such as function or custom, got {kind!r}",
+        )
+        for kind in (7, "", [1])
+    ],
     ({"tools": [custom()], "tool_choice": custom("x")}, "tool_choice", "no custom tool has the"),
     (
         {

@@ -167,3 +167,84 @@ def test_markers_that_are_special_tokens_are_found_and_hidden(skips):
 
 def test_without_parsers_no_special_token_is_kept():
     assert ask(SpecialEngine("x"), {})[1].kept_special_token_ids is None
+
+
+# ---- calls of strict tools --------------------------------------------------------------------
+
+STRICT = {"type": "function", "function": {"name": "g", "parameters": SCHEMA, "strict": True}}
+
+
+def call_schema(name, arguments, key="arguments", name_key="name"):
+    return {
+        "type": "object",
+        "properties": {name_key: {"type": "string", "enum": [name]}, key: arguments},
+        "required": [name_key, key],
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("parser", "starts", "key", "is_list"),
+    [
+        ("hermes", ("<tool_call>",), "arguments", False),
+        ("llama3_json", ("<|python_tag|>",), "parameters", False),
+        ("granite", ("<|tool_call|>", "<tool_call>"), "arguments", True),
+        ("granite-20b-fc", ("<function_call>",), "arguments", False),
+        ("internlm", ("<|action_start|><|plugin|>",), "parameters", False),
+        ("gigachat3", ("function call<|role_sep|>",), "arguments", False),
+        ("jamba", ("<tool_calls>",), "arguments", True),
+        ("mistral", ("[TOOL_CALLS]",), "arguments", True),
+    ],
+)
+def test_calls_of_strict_tools_are_held_to_their_schemas(parser, starts, key, is_list):
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": parser, **QWEN}
+    _, params = ask(ScriptedEngine("x"), settings, tools=[TOOL, STRICT])
+    guided = params.guided_decoding
+    free = call_schema("f", {"type": "object"}, key)
+    wanted = {"anyOf": [free, call_schema("g", SCHEMA, key)]}
+    assert json.loads(guided.json) == (
+        {"type": "array", "minItems": 1, "items": wanted} if is_list else wanted
+    )
+    assert (guided.field, guided.start.grammar_starts) == ("tools", starts)
+    assert guided.start.thought_starts == ("<think>",) and not guided.start.is_thinking
+    assert guided.start.calls == (("f", "g") if parser == "mistral" else ())
+
+
+@pytest.mark.parametrize(
+    ("parser", "body"),
+    [
+        ("hermes", {"tools": [TOOL]}),
+        ("hermes", {"tools": [STRICT], "tool_choice": "none"}),
+        ("qwen3_coder", {"tools": [STRICT]}),
+        ("phi4_mini", {"tools": [STRICT]}),
+        ("minimax", {"tools": [STRICT]}),
+        ("deepseek_v3", {"tools": [STRICT]}),
+    ],
+)
+def test_other_calls_are_free(parser, body):
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": parser}
+    assert ask(ScriptedEngine("x"), settings, **body)[1].guided_decoding is None
+
+
+def test_a_strict_tool_of_any_api_is_held_and_the_template_does_not_see_it():
+    show = "{{ tools | tojson }}" + TEMPLATE
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "tools": [STRICT]},
+        "/v1/responses": {"input": "x", "tools": [{"type": "function", **STRICT["function"]}]},
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 9,
+            "tools": [{"name": "g", "input_schema": SCHEMA, "strict": True}],
+        },
+    }
+    for path, body in bodies.items():
+        engine = ScriptedEngine("x")
+        client = make_client(engine, **TOOLS, chat_template=show)
+        answer = client.post(path, json={"model": "", **body})
+        assert answer.status_code == 200, answer.text
+        [(prompt, params, *_)] = engine.requests.values()
+        assert json.loads(params.guided_decoding.json) == call_schema("g", SCHEMA)
+        assert "parameters" in prompt and "strict" not in prompt
+    wrong = {**bodies["/v1/responses"], "tools": [{"type": "function", "name": "g", "strict": 7}]}
+    refused = client.post("/v1/responses", json={"model": "", **wrong})
+    assert "strict must be true or false, got 7" in refused.json()["error"]["message"]

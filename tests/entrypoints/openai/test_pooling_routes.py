@@ -58,6 +58,7 @@ def embedding(models: dict[str, LLM], prompt: Any) -> list[float]:
     [
         ("w7 w8", ["w7 w8"]),
         (["w7", "w8 w9"], ["w7", "w8 w9"]),
+        (["w7", ""], ["w7", [2, 3]]),
         ([2, 7, 3], [[2, 7, 3]]),
         ([[2, 7, 3], [2, 8, 9, 3]], [[2, 7, 3], [2, 8, 9, 3]]),
     ],
@@ -159,7 +160,12 @@ def test_documents_come_best_first(path, post, models):
         ("classify", "/rerank", {"query": "w7", "documents": ["w8"]}, "with one label"),
         ("embed", "/classify", {"input": "w7"}, "POST /v1/embeddings"),
         ("embed", "/v1/embeddings", {"input": "w7 " * 99}, "has 101 tokens"),
-        ("embed", "/v1/embeddings", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
+        (
+            "embed",
+            "/v1/embeddings",
+            {"input": ["w7", ""], "add_special_tokens": False},
+            "prompt 1 of 2: the prompt is empty",
+        ),
         *[
             (kind, path, {"input": []}, "input is empty: send at least one entry")
             for kind, path in (
@@ -170,7 +176,6 @@ def test_documents_come_best_first(path, post, models):
             )
         ],
         ("classify", "/classify", {"input": [[]]}, "the prompt has no tokens"),
-        ("classify", "/classify", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
         ("score", "/score", {"text_1": "w7", "text_2": []}, "text_2 has no texts"),
         ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 has no texts"),
         *[

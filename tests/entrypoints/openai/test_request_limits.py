@@ -105,7 +105,7 @@ CASES = [
     on_completions("max_n", lambda k: {"n": k}),
     on_completions("max_n", lambda k: {"best_of": k, "n": 1}),
     on_completions("max_batch_prompts", lambda k: {"prompt": ["a"] * k}),
-    on_completions("max_batch_prompts", lambda k: {"prompt": [[5]] * k, "n": 2}),
+    on_completions("max_batch_prompts", lambda k: {"prompt": [[5]] * k}),
     on_completions(
         "max_batch_sequences", lambda k: {"prompt": [[5]] * (k // 64 + k % 64), "n": 64}
     ),

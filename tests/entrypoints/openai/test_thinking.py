@@ -8,9 +8,10 @@ from tests.entrypoints.openai.fakes import client_of
 from tests.entrypoints.openai.test_chat import TOKENIZER, engine_that_says, message_of, stream
 from tests.entrypoints.openai.tool_parsers.formats import ARGUMENTS
 from vllm.entrypoints.anthropic.serving import router as messages_router
+from vllm.entrypoints.conversation.thinking import merge_switches, switch_of, with_all_switches
 from vllm.entrypoints.openai.chat.serving import router as chat_router
-from vllm.entrypoints.openai.chat.thinking import merge_switches, switch_of, with_all_switches
 from vllm.entrypoints.openai.responses.serving import router as responses_router
+from vllm.entrypoints.openai.routes.tokenization import router as tokenize_router
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.reasoning import ReasoningParserManager
@@ -176,6 +177,18 @@ def test_an_effort_of_a_request_replaces_the_server_s_none():
     given = {"reasoning_effort": "high"}
     assert merge_switches({"reasoning_effort": "none"}, given) == given
     assert switch_of(merge_switches({"reasoning_effort": "none"}, {"a": 1})) is False
+    assert merge_switches({"reasoning_effort": "none"}, {"thinking": True}) == {
+        "reasoning_effort": "none",
+        "thinking": True,
+    }
+
+
+def test_tokenize_renders_the_switches_of_a_conversation():
+    with client_of(engine_that_says("x"), tokenize_router, chat_template=TEMPLATE) as client:
+        for (path, body), expected in ASKED:
+            if path == "/v1/chat/completions":
+                tokens = client.post("/tokenize", json=body).json()["tokens"]
+                assert TOKENIZER.decode(tokens).strip() == expected, body
 
 
 def test_arguments_that_are_no_switches_are_left_alone():

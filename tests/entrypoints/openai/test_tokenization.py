@@ -30,6 +30,7 @@ def test_a_text_is_tokenised_as_a_completion_and_back(client):
     assert bare["token_strs"] is None
     text = client.post("/detokenize", json={"tokens": bare["tokens"]}).json()
     assert text == {"prompt": "a b"}
+    assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == body["tokens"][:1]
 
 
 def test_a_conversation_has_its_special_tokens_once(client):
@@ -52,7 +53,7 @@ def test_many_tokens_become_text_too(client):
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
-        ("/tokenize", {"prompt": ""}, 400, "prompt"),
+        ("/tokenize", {"prompt": "", "add_special_tokens": False}, 400, "prompt"),
         ("/tokenize", {"messages": "x"}, 400, "messages"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue"),

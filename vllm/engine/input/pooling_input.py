@@ -143,8 +143,8 @@ class PoolingInput:
         """Two texts as one prompt, as the tokenizer joins them for a cross-encoder.
 
         Raises:
-            RequestError: one of them is empty or not valid text, there is no tokenizer, or there
-                is no room for the special tokens in what they are truncated to.
+            RequestError: one of them is not valid text, there is no tokenizer, or there is no room
+                for the special tokens in what they are truncated to.
         """
         tokenizer = self._prompts.tokenizer
         if tokenizer is None:
@@ -226,8 +226,6 @@ class PoolingInput:
 
 
 def _check_text(text: str) -> None:
-    if not text:
-        raise RequestError("a text to score is empty")
     try:
         text.encode()
     except UnicodeEncodeError as error:

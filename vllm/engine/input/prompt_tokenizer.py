@@ -144,13 +144,17 @@ class PromptTokenizer:
                 "(skip_tokenizer_init): send token ids",
                 param="prompt",
             )
-        if not text:
-            bos = self.tokenizer.bos_token_id
-            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
-            raise RequestError(f"the prompt is empty{hint}", param="prompt")
         self.check_length(text, max_tokens)
         # verbose: the tokenizer would warn about prompts longer than its own limit.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        if not text and not encoded["input_ids"]:
+            bos = self.tokenizer.bos_token_id
+            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
+            raise RequestError(
+                f"the prompt is empty, and no special tokens are added to it; at least one token "
+                f"is needed{hint}",
+                param="prompt",
+            )
         return self._check_prompt_ids(encoded["input_ids"])
 
     def check_length(self, text: str, max_tokens: int | None) -> None:

@@ -197,6 +197,8 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
         )
     if tool.get("description") is not None:
         function["description"] = read_string(where, tool, "description", may_be_empty=True)
+    if tool.get("strict") is True:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

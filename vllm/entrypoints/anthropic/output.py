@@ -53,7 +53,7 @@ class MessageWriter:
         """Whether one of the blocks is a tool call."""
         return self._call_index >= 0
 
-    def begin(self, usage: Mapping[str, int]) -> list[Event]:
+    def begin(self, usage: Mapping[str, Any]) -> list[Event]:
         """Begin the message.
 
         Args:
@@ -96,7 +96,7 @@ class MessageWriter:
         return events
 
     def finish(
-        self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, int]
+        self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, Any]
     ) -> list[Event]:
         """End the message.
 
@@ -157,15 +157,22 @@ class MessageWriter:
 
 
 def describe_usage(
-    num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
-) -> dict[str, int]:
-    """`usage` of a message: cached prompt tokens are counted separately."""
-    return {
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    num_cached_tokens: int,
+    num_thinking_tokens: int | None = None,
+) -> dict[str, Any]:
+    """`usage` of a message: cached prompt tokens are counted separately. Details of the output are
+    left out where None thinking tokens are known."""
+    usage: dict[str, Any] = {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
     }
+    if num_thinking_tokens is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": num_thinking_tokens}
+    return usage
 
 
 def describe_stop(

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -104,11 +105,16 @@ def _write_delta(turn: ChatTurn, writer: MessageWriter, delta: TurnDelta) -> lis
     return events
 
 
-def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, int]:
+def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, Any]:
     usage = turn.usage
     if num_output_tokens is None:
         num_output_tokens = usage.completion_tokens
-    return describe_usage(usage.prompt_tokens, num_output_tokens, usage.cached_tokens or 0)
+    return describe_usage(
+        usage.prompt_tokens,
+        num_output_tokens,
+        usage.cached_tokens or 0,
+        usage.reasoning_tokens,
+    )
 
 
 async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:

@@ -48,6 +48,7 @@ from vllm.entrypoints.operations import (
 )
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.direct_routes import DirectRoutes
+from vllm.entrypoints.server.unknown_routes import UnknownRoutes
 from vllm.entrypoints.shared.asgi import CatchErrors
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import add_error_handlers
@@ -94,6 +95,7 @@ def build_app(context: ServerContext) -> FastAPI:
     for router in routers:
         app.include_router(router)
     add_error_handlers(app)
+    UnknownRoutes(routers).add_to(app)
     app.add_middleware(DirectRoutes, server=app, routers=routers)
     _add_middleware(app, context, routers)
     metrics_route.count_http(app, routers)

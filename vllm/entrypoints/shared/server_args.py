@@ -106,7 +106,7 @@ class ServerArgs:
     max_logits_processors: int = 16
     """Maximum number of logits processors in a request."""
 
-    max_batch_prompts: int = 1024
+    max_batch_prompts: int = 2048
     """Maximum number of prompts, inputs or documents in one request."""
 
     max_batch_sequences: int = 2048

@@ -57,11 +57,13 @@ class TextStream:
         text: what may be read is here from `position` on.
         position: where reading goes on.
         is_complete: nothing will be added any more.
+        num_read: characters that were read since the beginning of the text.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.position = 0
+        self.num_read = 0
         self.is_complete = False
         self._taken: list[str] = []
 
@@ -75,6 +77,7 @@ class TextStream:
         """Read this many characters, which must be available."""
         piece = self.text[self.position : self.position + num_characters]
         self.position += num_characters
+        self.num_read += len(piece)
         self._taken.append(piece)
         return piece
 

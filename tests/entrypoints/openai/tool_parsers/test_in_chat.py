@@ -38,10 +38,13 @@ def joined(stream):
         if not line.startswith("data: {"):
             continue
         delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+        news = [key for key in message if delta.get(key)]
+        assert len(news) <= 1 and len(delta.get("tool_calls", ())) <= 1, delta
         for key in ("content", "reasoning_content"):
             message[key] += delta.get(key) or ""
         for call in delta.get("tool_calls") or ():
             if "id" in call:
+                assert call["function"]["name"] and call["function"]["arguments"] == ""
                 message["tool_calls"].append(call)
             else:
                 function = message["tool_calls"][call["index"]]["function"]

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
+from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
     ToolCallDelta,
 )
+from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.entrypoints.shared.errors import GenerationError
 from vllm.guided_decoding_params import GrammarStart
 from vllm.logger import init_logger
@@ -113,6 +115,7 @@ class OutputReader:
         self._has_answer = False
         """Whether there was content, or calls that had to be made."""
         self._has_begun = False
+        self._tokens: ThoughtTokens | None = None
         self._early_ids: list[int] | None = []
         """The tokens so far, until the answer begins; then None."""
 
@@ -136,6 +139,8 @@ class OutputReader:
         self._has_begun = True
         content = text
         if self._reasoning is not None:
+            if self._tokens is not None:
+                self._tokens.add(token_ids)
             with parser_failures("reasoning", self._names[0]):
                 delta.reasoning, content = self._split(text, token_ids, is_last, is_whole)
                 token_ids = self._answer_ids(token_ids, bool(content))
@@ -171,6 +176,17 @@ class OutputReader:
         of_tools = () if tools is None else (*tools.markers, *tools.further_tokens)
         return [*(() if self._reasoning is None else self._reasoning.markers), *of_tools]
 
+    def count_thoughts(self, tokens: ThoughtTokens) -> None:
+        """Count the tokens that are thoughts; none of the output has been read."""
+        self._tokens = tokens
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Return how many tokens so far are thoughts, if they are counted; else 0."""
+        if self._tokens is None or self._reasoning is None:
+            return 0
+        return self._tokens.count(self._reasoning.spans)
+
     def hide(self, texts: Iterable[str]) -> None:
         """Leave special tokens out that are in the text only for the sake of the parsers."""
         if texts := list(texts):
@@ -198,6 +214,30 @@ class OutputReader:
             start = msgspec.structs.replace(start, calls_in_thoughts=())
         self._is_answer_stripped = start.is_late and allows_space
         return msgspec.structs.replace(start, allows_space=allows_space)
+
+    @property
+    def call_form(self) -> CallForm | None:
+        """Return the JSON of calls that the model may make; None: a grammar cannot hold them."""
+        return None if self._tools is None else self._tools.form
+
+    def call_start(self, names: Sequence[str]) -> GrammarStart:
+        """Return where a grammar for calls of `call_form` begins.
+
+        Args:
+            names: of the tools.
+        """
+        start = GrammarStart()
+        if self._reasoning is not None:
+            with parser_failures("reasoning", self._names[0]):
+                start = self._reasoning.grammar_start()
+        assert self._tools is not None and self._tools.form is not None
+        return msgspec.structs.replace(
+            start,
+            calls=self._tools.free_calls(names),
+            calls_in_thoughts=(),
+            grammar_starts=self._tools.form.starts or self._tools.markers,
+            allows_space=True,
+        )
 
     def _split(
         self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat, rendering_arguments
+from vllm.entrypoints.conversation.thinking import merge_switches
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
-from vllm.entrypoints.openai.chat.thinking import merge_switches
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.conversation.rules import as_text
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chat.tool_choice import split_beginning
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
@@ -92,17 +93,28 @@ class _ChatFormat:
         usage = self.turn.usage
         if num_output_tokens is None:
             num_output_tokens = usage.completion_tokens
-        return usage_of(self._context, usage.prompt_tokens, num_output_tokens, usage.cached_tokens)
+        return usage_of(
+            self._context,
+            usage.prompt_tokens,
+            num_output_tokens,
+            usage.cached_tokens,
+            usage.reasoning_tokens,
+        )
 
     def first_chunk(self, index: int) -> bytes:
         """The role and the echoed message, without output tokens."""
         message = {"role": self.role, "content": self.echoed}
         return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
-    def chunk(self, delta: TurnDelta) -> bytes | None:
-        """The chunk for new text or calls of an answer; None if there is nothing to send."""
+    def chunks(self, delta: TurnDelta) -> list[bytes]:
+        """The chunks for new text or calls of an answer; none if there is nothing to send."""
         if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
-            return None
+            return []
+        if delta.tool_calls or (delta.reasoning and delta.content):
+            return list(map(self._chunk_of, _pieces(delta)))
+        return [self._chunk_of(delta)]
+
+    def _chunk_of(self, delta: TurnDelta) -> bytes:
         message: dict[str, Any] = {}
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
@@ -160,6 +172,21 @@ class _ChatFormat:
         )
 
 
+def _pieces(delta: TurnDelta) -> list[TurnDelta]:
+    """Split a delta as OpenAI does: reasoning, content and calls come one after the other, and a
+    call begins with empty arguments. Clients rely on it."""
+    pieces = []
+    if delta.reasoning:
+        pieces.append(TurnDelta(delta.index, reasoning=delta.reasoning))
+    if delta.content:
+        pieces.append(TurnDelta(delta.index, content=delta.content))
+    for call in delta.tool_calls:
+        pieces += [TurnDelta(delta.index, tool_calls=[part]) for part in split_beginning(call)]
+    pieces[0].logprobs = delta.logprobs
+    pieces[-1].finish_reason, pieces[-1].stop_reason = delta.finish_reason, delta.stop_reason
+    return pieces
+
+
 async def _stream(answer_format: _ChatFormat) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error before the first one is raised."""
     is_started = False
@@ -170,7 +197,7 @@ async def _stream(answer_format: _ChatFormat) -> AsyncGenerator[bytes, None]:
                     is_started = True
                     for index in range(answer_format.num_answers):
                         yield answer_format.first_chunk(index)
-                if (chunk := answer_format.chunk(delta)) is not None:
+                for chunk in answer_format.chunks(delta):
                     yield chunk
         if answer_format.includes_usage:
             yield answer_format.usage_chunk()

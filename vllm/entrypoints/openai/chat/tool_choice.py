@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
-from vllm.entrypoints.openai.protocol.tools import FunctionDefinition
+from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GuidedDecodingParams
 
 _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
+_REQUIRED_CALLS = CallForm(arguments_key="parameters", is_list=True)
 ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and the new parts of id, type and function."""
 MakeId = Callable[[], str]
@@ -68,26 +69,55 @@ def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
         return next(t.parameters or _ANY_OBJECT for t in tools if t.name == name)
     if body.tool_choice != "required":
         return None
+    schemas = [tool.parameters for tool in tools]
+    return _calls_schema(body, schemas, _REQUIRED_CALLS)
+
+
+def strict_schema(body: ChatCompletionRequest, form: CallForm) -> dict[str, Any] | None:
+    """Return the JSON schema of calls that the model may make, in the format of its parser. None:
+    no tool is strict.
+
+    The arguments of the other tools are any object.
+
+    Raises:
+        RequestError: the parameters of a tool are nested too deeply.
+    """
+    tools = [tool.function for tool in body.functions]
+    if not any(tool.strict for tool in tools):
+        return None
+    return _calls_schema(body, [t.parameters if t.strict else None for t in tools], form)
+
+
+def _calls_schema(
+    body: ChatCompletionRequest, schemas: Sequence[dict[str, Any] | None], form: CallForm
+) -> dict[str, Any]:
+    """Return the schema of calls in a format, from the schemas of the arguments of each tool."""
     definitions: dict[str, Any] = {}
-    calls = [_call_schema(index, tool, definitions) for index, tool in enumerate(tools)]
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-    }
-    if body.parallel_tool_calls is False:
-        schema["maxItems"] = 1
+    names = [tool.function.name for tool in body.functions]
+    calls = [
+        _call_schema(index, name, arguments, form, definitions)
+        for index, (name, arguments) in enumerate(zip(names, schemas, strict=True))
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if form.is_list:
+        schema = {"type": "array", "minItems": 1, "items": schema}
+        if body.parallel_tool_calls is False:
+            schema["maxItems"] = 1
     if definitions:
         schema["$defs"] = definitions
     return schema
 
 
 def _call_schema(
-    index: int, tool: FunctionDefinition, definitions: dict[str, Any]
+    index: int,
+    name: str,
+    schema: dict[str, Any] | None,
+    form: CallForm,
+    definitions: dict[str, Any],
 ) -> dict[str, Any]:
-    """The schema of one call. Definitions inside it move to the top level, where references expect
-    them."""
-    parameters = dict(tool.parameters or _ANY_OBJECT)
+    """Return the schema of one call. Definitions inside it move to the top level, where references
+    expect them."""
+    parameters = dict(schema or _ANY_OBJECT)
     prefixes = {}
     own_names: list[str] = []
     for place in ("$defs", "definitions"):
@@ -100,10 +130,12 @@ def _call_schema(
         parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
         for name in own_names:
             definitions[name] = _move_references(definitions[name], prefixes, _MAX_SCHEMA_DEPTH)
+    keys = [form.name_key, form.arguments_key]
+    values = [{"type": "string", "enum": [name]}, parameters]
     return {
         "type": "object",
-        "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
-        "required": ["name", "parameters"],
+        "properties": dict(zip(keys, values, strict=True)),
+        "required": keys,
         "additionalProperties": False,
     }
 
@@ -140,6 +172,20 @@ def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCall
 def next_delta(index: int, arguments: str) -> ToolCallDelta:
     """A later delta of a call."""
     return {"index": index, "function": {"arguments": arguments}}
+
+
+def split_beginning(delta: ToolCallDelta) -> list[ToolCallDelta]:
+    """Split a delta that begins a call into the beginning and its first arguments or input.
+
+    >>> split_beginning(first_delta("a", 0, "f", "{"))[1]
+    {'index': 0, 'function': {'arguments': '{'}}
+    """
+    kind, key = ("custom", "input") if delta.get("custom") else ("function", "arguments")
+    call = delta.get(kind) or {}
+    if not call.get("name") or not call.get(key):
+        return [delta]
+    begun = {**delta, kind: {**call, key: ""}}
+    return [begun, {"index": delta["index"], kind: {key: call[key]}}]
 
 
 class NamedToolReader:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.engine.input.pooling_input import refuse_generation
+from vllm.entrypoints.conversation.thinking import switch_of
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
-from vllm.entrypoints.openai.chat.thinking import switch_of
+from vllm.entrypoints.openai.chat.thought_tokens import ThoughtTokens
 from vllm.entrypoints.openai.chat.tool_choice import (
     MakeId,
     NamedToolReader,
@@ -32,6 +33,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     ToolCallDelta,
     merge_deltas,
     note_free_grammars,
+    strict_schema,
     tool_constraint,
 )
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
@@ -40,10 +42,12 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
+from vllm.entrypoints.openai.shared.logprob_formats import bytes_of_tokens
 from vllm.entrypoints.openai.shared.prompts import output_budget
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import refuse_failed
+from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 from vllm.guided_decoding_params import GrammarStart, GuidedDecodingParams
 from vllm.inputs import TokensPrompt
@@ -52,6 +56,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
     from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
     from vllm.entrypoints.shared.server_args import ServerArgs
@@ -115,13 +121,13 @@ class TurnUsage:
     """Numbers of tokens so far.
 
     Attributes:
-        reasoning_tokens: output tokens that were reasoning; 0 without a reasoning parser.
+        reasoning_tokens: output tokens of reasoning; None without a reasoning parser.
         cached_tokens: prompt tokens found in the prefix cache; None is not known yet.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | None = None
     cached_tokens: int | None = None
 
 
@@ -133,7 +139,6 @@ class ChatTurn:
         model: name of the model for the response.
         prompt: token ids, and their text.
         params: as sent to the engine.
-        usage: see there.
         prompt_logprobs: available once the output is complete, if requested.
     """
 
@@ -151,13 +156,21 @@ class ChatTurn:
         self.model = context.check_model(body.model)
         self.prompt = prompt
         self.params = params
-        self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
+        self._usage = TurnUsage(len(prompt["prompt_token_ids"]))
+        self._has_reasoning = context.reasoning_parser is not None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._engine = context.engine
         self._adapter = context.adapter(body.model)
         self._body = body
         self._trace_headers = trace_headers
         self._readers = readers
+
+    @property
+    def usage(self) -> TurnUsage:
+        """Return the numbers of tokens so far."""
+        if self._has_reasoning:
+            self._usage.reasoning_tokens = sum(r.num_thought_tokens for r in self._readers)
+        return self._usage
 
     @property
     def is_plain(self) -> bool:
@@ -183,7 +196,7 @@ class ChatTurn:
             async for output in outputs:
                 samples = output.outputs
                 self.prompt_logprobs = output.prompt_logprobs
-                self.usage.completion_tokens += output.num_dropped_tokens
+                self._usage.completion_tokens += output.num_dropped_tokens
         return [self._choose(sample, self._read(sample)) for sample in samples]
 
     async def _run(self, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput, None]:
@@ -202,7 +215,7 @@ class ChatTurn:
         async with aclosing(outputs):
             async for output in outputs:
                 if output.num_cached_tokens is not None:
-                    self.usage.cached_tokens = output.num_cached_tokens
+                    self._usage.cached_tokens = output.num_cached_tokens
                 yield output
 
     def _read(self, sample: CompletionOutput) -> TurnDelta:
@@ -210,9 +223,7 @@ class ChatTurn:
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
-        self.usage.completion_tokens += len(sample.token_ids)
-        if read.reasoning and not (read.content or read.tool_calls):
-            self.usage.reasoning_tokens += len(sample.token_ids)
+        self._usage.completion_tokens += len(sample.token_ids)
         reason = sample.finish_reason
         if reason == "stop" and reader.has_called and self._body.named_tool is None:
             reason = "tool_calls"
@@ -276,13 +287,20 @@ async def prepare_turn(
     )
     # Before the parameters: a parser of the user may change the request.
     readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]
-    special = SpecialTokens.of(context.engine.tokenizer)
-    kept = special.parts_of(readers[0].markers) if body.skip_special_tokens is not False else {}
+    tokenizer = context.engine.tokenizer
+    special = SpecialTokens.of(tokenizer)
+    is_skipping = body.skip_special_tokens is not False
+    kept = special.parts_of(readers[0].markers) if is_skipping else {}
     for reader in readers:
         reader.hide(kept.values())
+        if context.reasoning_parser is not None and tokenizer is not None:
+            skipped = special.ids.difference(kept) if is_skipping else ()
+            reader.count_thoughts(ThoughtTokens(tokenizer, skipped))
     if guided is not None:
         starts = [_grammar_start(reader, body, guided, special) for reader in readers]
         guided.start = starts[0] if starts[0].is_late else None
+    elif body.tool_choice == "auto":
+        guided = await off_loop.run(partial(_strict_calls, readers[0], body, special, tokenizer))
     defaults = context.engine.generation_defaults
     num_prompt_tokens = len(prompt["prompt_token_ids"])
     make_params = partial(
@@ -304,6 +322,27 @@ def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | No
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
     return tool_constraint(body)
+
+
+def _strict_calls(
+    reader: OutputReader,
+    body: ChatCompletionRequest,
+    special: SpecialTokens,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> GuidedDecodingParams | None:
+    """Return the constraint of calls that the model may make, if a tool is strict, and both the
+    format of the parser and the tokenizer allow it."""
+    form = reader.call_form
+    schema = None if form is None else strict_schema(body, form)
+    if schema is None:
+        return None
+    if tokenizer is None or bytes_of_tokens(tokenizer) is None:
+        note_ignored("strict", "of tools", "a grammar needs a tokenizer that works on bytes")
+        return None
+    start = reader.call_start([tool.function.name for tool in body.functions])
+    parts = special.parts_of((*start.thought_starts, *start.markers, *start.calls))
+    start = msgspec.structs.replace(start, special_tokens=parts)
+    return GuidedDecodingParams(json=schema, field="tools", start=start)
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:

@@ -10,7 +10,6 @@ from vllm.entrypoints.openai.shared.logprob_formats import (
     BytesOf,
     CompletionLogprobs,
     bytes_of_tokens,
-    skipped_tokens,
 )
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.inputs import EmbedsPrompt, TokensPrompt
@@ -88,7 +87,7 @@ class CompletionPrompt:
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or self.body.logprobs is None or not self.body.skip_special_tokens:
             return ()
-        return skipped_tokens(tokenizer)
+        return SpecialTokens.of(tokenizer).ids
 
     @property
     def bytes_of(self) -> BytesOf | None:

@@ -146,6 +146,12 @@ class PromptTokenUsageInfo(ResponseModel):
     cached_tokens: int | None = None
 
 
+class CompletionTokenUsageInfo(ResponseModel):
+    """Numbers of output tokens of a kind."""
+
+    reasoning_tokens: int
+
+
 class UsageInfo(ResponseModel):
     """Numbers of tokens of a request, over all its prompts and outputs."""
 
@@ -153,6 +159,7 @@ class UsageInfo(ResponseModel):
     total_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: PromptTokenUsageInfo | None = None
+    completion_tokens_details: CompletionTokenUsageInfo | None = None
 
 
 class RequestResponseMetadata(ResponseModel):
@@ -207,13 +214,16 @@ class StreamOptions(RequestModel):
 
 
 def usage_dict(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
     """`UsageInfo` as a plain dict, for the hot path.
 
     Args:
         prompt_tokens, completion_tokens: counts.
-        cached_tokens: None leaves the details out.
+        cached_tokens, reasoning_tokens: None leaves the details of the prompt or of the output out.
     """
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -223,6 +233,8 @@ def usage_dict(
     }
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return usage
 
 

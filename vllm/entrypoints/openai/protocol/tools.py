@@ -5,6 +5,7 @@ templates and parsers a custom tool is a function with one argument, `input`: `a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -40,13 +41,33 @@ def leave_out_foreign(tools: Any) -> Any:
     if not isinstance(tools, list):
         return tools
     kept = []
-    for tool in tools:
+    for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if is_foreign(kind):
             note_ignored("tools of the type", kind, FOREIGN_TOOL)
+        elif kind not in (None, *_OWN_TYPES):
+            raise field_error(f"{index}.type", wrong_type(kind))
         else:
             kept.append(tool)
     return kept
+
+
+def wrong_type(kind: Any) -> str:
+    """Return what is wrong with the type of a tool, as the rest of a sentence that begins with its
+    field."""
+    return f"must be a string such as {' or '.join(_OWN_TYPES)}, got {kind!r:.80}"
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The JSON of a format after a marker, for grammars: an object for each call, or a list of
+    them."""
+
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    is_list: bool = False
+    starts: tuple[str, ...] = ()
+    """Texts after which it comes; none: the markers of the parser."""
 
 
 class FunctionDefinition(RequestModel):
@@ -55,6 +76,8 @@ class FunctionDefinition(RequestModel):
     name: Name
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = Field(default=None, exclude=True)
+    """Calls have to follow the schema. Not for the chat template."""
 
 
 class ChatCompletionToolsParam(RequestModel):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import API_NUMBERS
-from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign
+from vllm.entrypoints.openai.protocol.tools import FOREIGN_TOOL, is_foreign, wrong_type
 from vllm.entrypoints.openai.responses.input import Message, read_string
 from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.entrypoints.shared.validation_text import describe_validation
@@ -204,7 +204,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if kind != "function":
         raise RequestError(
-            f"{where}.type must be a string such as function or custom, got {kind!r:.80}",
+            f"{where}.type {wrong_type(kind)}",
             param=f"{where}.type",
         )
     for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):
@@ -215,7 +215,12 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"got {value!r:.80}",
                 param=f"{where}.{key}",
             )
-    names = ("name", "description", "parameters")
+    if not isinstance(tool.get("strict"), bool | None):
+        raise RequestError(
+            f"{where}.strict must be true or false, got {tool['strict']!r:.80}",
+            param=f"{where}.strict",
+        )
+    names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
 

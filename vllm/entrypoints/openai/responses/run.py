@@ -23,10 +23,7 @@ def engine_id(request: Request, response_id: str) -> str:
 
 
 async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
-    """The complete response; raises what the turn raises.
-
-    It is read like a stream, because the reasoning tokens are only counted in this way.
-    """
+    """Write the complete response from the events of a stream; raises what the turn raises."""
     async with aclosing(write_events(turn, writer)) as events:
         async for _ in events:
             pass
@@ -143,7 +140,7 @@ def _finish(turn: ChatTurn, writer: ResponseWriter, reason: str) -> list[Event]:
         num_prompt_tokens=turn.usage.prompt_tokens,
         num_output_tokens=turn.usage.completion_tokens,
         num_cached_tokens=turn.usage.cached_tokens or 0,
-        num_reasoning_tokens=turn.usage.reasoning_tokens,
+        num_reasoning_tokens=turn.usage.reasoning_tokens or 0,
     )
     if reason == "length":
         return writer.finish("incomplete", usage=usage, incomplete_reason="max_output_tokens")

@@ -53,8 +53,8 @@ def usage_of(
     prompt_tokens: int,
     completion_tokens: int,
     cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The usage of a response, with cached tokens if the server reports them."""
-    if not context.args.enable_prompt_tokens_details:
-        return usage_dict(prompt_tokens, completion_tokens)
-    return usage_dict(prompt_tokens, completion_tokens, cached_tokens or 0)
+    cached = (cached_tokens or 0) if context.args.enable_prompt_tokens_details else None
+    return usage_dict(prompt_tokens, completion_tokens, cached, reasoning_tokens)

@@ -32,6 +32,7 @@ BytesOf = Callable[[int], bytes]
 
 
 @functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=2)
 def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
     """The exact bytes of tokens, or None where the tokenizer does not work on bytes."""
     from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
@@ -78,16 +79,6 @@ def _chat_entry(
     raw = text.encode("utf-8", "replace") if bytes_of is None else bytes_of(token_id)
     value = max(logprob.logprob, MIN_LOGPROB)
     return {"token": text, "logprob": value, "bytes": list(raw)}
-
-
-@functools.lru_cache(maxsize=2)
-def skipped_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Return the ids of tokens that an output has no text for, unless the request asks for them."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return frozenset(tokenizer.all_special_ids)
-    added = backend.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 class CompletionLogprobs:

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.protocol.chat import (
     ToolCall,
     random_tool_call_id,
 )
+from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.utils.text.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class ToolParser:
     """Texts that come before calls. None of them may contain another one."""
     further_tokens: ClassVar[tuple[str, ...]] = ()
     """Further texts of the format that may be special tokens of the model."""
+    form: ClassVar[CallForm | None] = None
+    """The JSON after a marker, which a grammar can hold to schemas. None: other text may follow."""
     bare: ClassVar[str] = ""
     """First characters of calls without a marker, which are only found at the beginning of a
     text."""
@@ -121,6 +124,14 @@ class ToolParser:
             names: of the tools.
         """
         return self.markers
+
+    def free_calls(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts after a marker with which calls begin that are not of the `form`.
+
+        Args:
+            names: of the tools.
+        """
+        return ()
 
     def feed(self, delta_text: str, delta_token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
         """Read new text.

@@ -4,7 +4,9 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
+from typing import ClassVar
 
+from vllm.entrypoints.openai.protocol.tools import CallForm
 from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import JSON, read_group
 from vllm.utils.text.text_stream import Wait
@@ -17,6 +19,7 @@ class HermesToolParser(JsonToolParser):
 
     markers = ("<tool_call>",)
     closing = ("</tool_call>",)
+    form = CallForm()
 
 
 class LlamaJsonToolParser(JsonToolParser):
@@ -25,6 +28,7 @@ class LlamaJsonToolParser(JsonToolParser):
     markers = ("<|python_tag|>",)
     bare = "{"
     separator = ";"
+    form = CallForm(arguments_key="parameters")
 
 
 class GraniteToolParser(JsonToolParser):
@@ -33,12 +37,14 @@ class GraniteToolParser(JsonToolParser):
     markers = ("<|tool_call|>", "<tool_call>")
     closing = ("</tool_call>",)
     bare = "["
+    form = CallForm(is_list=True)
 
 
 class Granite20bToolParser(JsonToolParser):
     """`<function_call> {...}`, repeated for each call: granite-20b-functioncalling."""
 
     markers = ("<function_call>",)
+    form = CallForm()
 
 
 class InternLMToolParser(JsonToolParser):
@@ -47,6 +53,7 @@ class InternLMToolParser(JsonToolParser):
     markers = ("<|action_start|>",)
     further_tokens = ("<|plugin|>", "<|action_end|>")
     closing = ("<|action_end|>",)
+    form = CallForm(arguments_key="parameters", starts=("<|action_start|><|plugin|>",))
 
     def read_calls(self, marker: str) -> Wait[None]:
         """See `ToolParser.read_calls`."""
@@ -68,6 +75,7 @@ class GigaChat3ToolParser(JsonToolParser):
     """`<|message_sep|>`, an empty line, `function call<|role_sep|>`, `{...}`: GigaChat 3."""
 
     markers = ("<|message_sep|>", "function call<|role_sep|>")
+    form = CallForm(starts=("function call<|role_sep|>",))
 
     def read_calls(self, marker: str) -> Wait[None]:
         """Read the call after a marker; see the base class."""
@@ -83,12 +91,14 @@ class JambaToolParser(JsonToolParser):
 
     markers = ("<tool_calls>",)
     closing = ("</tool_calls>",)
+    form: ClassVar[CallForm | None] = CallForm(is_list=True)
 
 
 class MiniMaxToolParser(JambaToolParser):
     """`<tool_calls>` with an object on each line: MiniMax M1."""
 
     separator = ""
+    form: ClassVar[CallForm | None] = None
 
 
 class Phi4MiniToolParser(JsonToolParser):
@@ -142,6 +152,11 @@ class MistralToolParser(JsonToolParser):
 
     markers = ("[TOOL_CALLS]",)
     further_tokens = ("[CALL_ID]", "[ARGS]")
+    form = CallForm(is_list=True)
+
+    def free_calls(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the names, which come next in the later format."""
+        return tuple(names)
 
     def make_id(self) -> str:
         """A new id; the models' chat templates take nothing but nine letters and digits."""

@@ -33,6 +33,8 @@ class ForeignToolParser:
         parser: a parser for this output alone.
     """
 
+    form = None
+    """A grammar cannot know the format."""
     reads_tokens = True
     """Such a parser may look for the tokens of markers."""
 

@@ -1,8 +1,8 @@
 """The switches of thinking: what requests say, and the arguments of chat templates.
 
-Requests of all APIs end up with arguments of the chat template. Each family of models has a name of
-its own for the switch, and a client cannot know which; so one that is given sets all of them. A
-template ignores the names that it does not know.
+Requests of all APIs, and `LLM.chat`, end up with arguments of the chat template. Each family of
+models has a name of its own for the switch, and a client cannot know which; so one that is given
+sets all of them when the template is rendered. A template ignores the names that it does not know.
 """
 
 from collections.abc import Mapping
@@ -36,13 +36,11 @@ def with_all_switches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def merge_switches(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a template for a request, which go before the server's defaults.
 
-    A switch of the request replaces the server's switches under all their names.
+    A switch of the request replaces the server's switches of all names.
     """
-    if not defaults and not given:
-        return {}
     replaced = {*given, *(_SWITCHES if switch_of(given) is not None else ())}
     kept = {name: value for name, value in defaults.items() if name not in replaced}
-    return {**with_all_switches(kept), **with_all_switches(given)}
+    return {**kept, **given}
 
 
 def switch_of(kwargs: Mapping[str, Any]) -> bool | None:

@@ -1,0 +1,95 @@
+"""Answers requests for a path or a method that no route has: names it, and the nearest route."""
+
+import difflib
+from collections.abc import Iterable
+from http import HTTPStatus
+from urllib.parse import quote
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from vllm.entrypoints.shared.asgi import route_path
+from vllm.entrypoints.shared.errors import error_response
+
+_MAX_PATH_CHARS = 200
+_LIST_OF_ROUTES = "/docs"
+_SIMILARITY = 0.75
+"""From 0 to 1; a typing error or two in a short path."""
+
+
+class UnknownRoutes:
+    """The routes of a server, and the errors for requests that none of them takes.
+
+    Args:
+        routers: of the server.
+    """
+
+    def __init__(self, routers: Iterable[APIRouter]) -> None:
+        self._routes = [r for router in routers for r in router.routes if isinstance(r, Route)]
+        self._methods: dict[str, set[str]] = {}
+        for route in self._routes:
+            self._methods.setdefault(route.path, set()).update(route.methods or ())
+
+    def add_to(self, app: FastAPI) -> None:
+        """Answer 404 and 405 of the router of an application with these errors."""
+
+        async def answer(request: Request, error: Exception) -> Response:
+            path = route_path(request.scope)
+            assert isinstance(error, HTTPException)
+            if error.detail == HTTPStatus(error.status_code).phrase:  # not of a user's middleware
+                find = self.no_path if error.status_code == 404 else self.no_method
+                error, path = find(request)
+            return error_response(path, error)
+
+        for status in (404, 405):
+            app.add_exception_handler(status, answer)
+
+    def no_path(self, request: Request) -> tuple[HTTPException, str]:
+        """Return the error for a path without a route, and a path of the API that was meant."""
+        path = route_path(request.scope)
+        near = self.nearest(path)
+        message = f"there is no route {_shown(request)}"
+        if near is not None:
+            methods = self._methods[near]
+            method = request.method if request.method in methods else min(methods)
+            message += f"; did you mean {method} {near}?"
+        elif _LIST_OF_ROUTES in self._methods:
+            message += f"; GET {_LIST_OF_ROUTES} shows all routes"
+        return HTTPException(404, message), near or path
+
+    def no_method(self, request: Request) -> tuple[HTTPException, str]:
+        """Return the error for a method that the routes of the path do not take, and the path."""
+        path = route_path(request.scope)
+        known = set[str]().union(
+            *(r.methods or () for r in self._routes if r.matches(request.scope)[0] != Match.NONE)
+        )
+        accepted = ", ".join(sorted(known))
+        message = f"there is no route {_shown(request)}; this path takes {accepted}"
+        return HTTPException(405, message, {"Allow": accepted}), path
+
+    def nearest(self, path: str) -> str | None:
+        """Return the path of the route that a request may have meant, or None.
+
+        That is one with a part of a prefix too few or too many, such as `/v1`, or with a spelling
+        that differs little.
+        """
+        path = path[:_MAX_PATH_CHARS]
+        parts = path.strip("/").split("/")
+        same_end = [
+            known
+            for known in self._methods
+            if (own := known.strip("/").split("/")) != [""]
+            and parts != [""]
+            and own[-len(parts) :] == parts[-len(own) :]
+        ]
+        if same_end:
+            return max(same_end, key=len)
+        return next(iter(difflib.get_close_matches(path, self._methods, 1, _SIMILARITY)), None)
+
+
+def _shown(request: Request) -> str:
+    """Return the method and the path of a request in one line."""
+    path = quote(route_path(request.scope)[:_MAX_PATH_CHARS], errors="replace")
+    return f"{request.method[:20]} {path}"
