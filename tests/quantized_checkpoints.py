@@ -113,8 +113,8 @@ def write(
     folders = folder / name, folder / f"{name}-dense"
     settings = dict(format_.settings)
     if skipped:
-        is_compressed = settings["quant_method"] == "compressed-tensors"
-        key = "ignore" if is_compressed else "modules_to_not_convert"
+        has_ignore = settings["quant_method"] in ("compressed-tensors", "modelopt")
+        key = "ignore" if has_ignore else "modules_to_not_convert"
         settings[key] = [*settings.get(key, []), *skipped]
     if stores_head:
         settings |= {

@@ -40,6 +40,13 @@ TABLE = {
     "mamba": ({}, MIXER),
     "mamba2": ({}, ()),
     "bamba": (WIDE, ()),
+    "falcon_h1": (WIDE, ()),
+    "jamba": (WIDE | {"num_hidden_layers": 3}, MIXER),
+    "lfm2": (WIDE | {"block_auto_adjust_ff_dim": False, "num_hidden_layers": 3}, ()),
+    "nemotron_h": (
+        WIDE | {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
+        (),
+    ),
     "granite_hybrid_dense": ({"shared_intermediate_size": 96, "num_hidden_layers": 4}, ()),
     "qwen3_next": (WIDE | _DELTA_NET, ()),
     "qwen3_5": (WIDE | _DELTA_NET, ()),
@@ -68,6 +75,8 @@ FEW: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("fp8-block",),
     "ernie4_5_moe": (),
     "hunyuan_moe": (),
+    **dict.fromkeys(("falcon_h1", "jamba", "lfm2"), ()),
+    "nemotron_h": ("fp8-static",),
 }
 """Formats that are not left to the exhaustive run; of other families one of each layout."""
 SOME = ("fp8-block", "gptq-4-order", "awq", "ct-w4a16-asym-order")
@@ -127,6 +136,18 @@ def test_parts_of_a_fused_layer_are_those_of_its_dequantized_weight(
     assert len(stored) >= 2 * 2
     for path, weight in want.items():
         assert torch.equal(got[path], weight), path
+
+
+def test_modelopt_names_mixers_as_the_checkpoint_does(dense, tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    left = ("backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer")
+    quantized, twin = write("modelopt", tmp_path, dense("nemotron_h"), left)
+    got, want = (weights_of(load(folder)) for folder in (quantized, twin))
+    for path, weight in want.items():
+        assert torch.equal(got[path], weight), path
+    model = load(quantized)
+    for path, is_dense in (("0.self_attn.in_proj", True), ("0.self_attn.out_proj", False)):
+        assert hasattr(model.get_submodule(f"model.layers.{path}"), "weight") == is_dense
 
 
 @pytest.mark.parametrize("family", ["phi3", "falcon_40b"])
