@@ -546,15 +546,14 @@ _GEMMA4 = _GEMMA | {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
 }
+_GEMMA4_SHARING = (
+    _GEMMA4
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    | {"num_kv_shared_layers": 2}
+    | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0}
+)
 _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known(
-        "gemma4",
-        "Gemma4TextConfig",
-        _GEMMA4
-        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
-        | {"num_kv_shared_layers": 2}
-        | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0},
-    ),
+    **_if_known("gemma4", "Gemma4TextConfig", _GEMMA4_SHARING),
     **_if_known(
         "gemma4_wide",
         "Gemma4TextConfig",

@@ -20,7 +20,9 @@ from tests.tiny_models import (
     _DELTA_NET,
     _DELTA_NET_ROPE,
     _GEMMA2,
+    _GEMMA4_SHARING,
     _LLAMA3_ROPE,
+    _YARN_ROPE,
     is_version_4,
     randomize,
 )
@@ -57,6 +59,11 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _GEMMA2 | {"num_hidden_layers": 7, "rope_parameters": _ROPES, "tie_word_embeddings": True},
         {"vision_config": _VISION, "mm_tokens_per_image": 4},
     ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4",
+        _GEMMA4_SHARING | {"tie_word_embeddings": True},
+        {"vision_config": _VISION | {"head_dim": 8, "position_embedding_size": 16}},
+    ),
     "Llama4ForConditionalGeneration": (
         "llama4",
         _DECODER
@@ -82,6 +89,12 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Architecture -> model type of the whole, config of its language model, the rest."""
+_MINISTRAL = {
+    "model_type": "ministral3",
+    "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5},
+}
+_OTHER_TEXTS = {"Ministral 3": ("Mistral3ForConditionalGeneration", _MINISTRAL)}
+"""Architectures with language models of other types."""
 
 pytestmark = pytest.mark.skipif(
     is_version_4(), reason="this transformers has other configs for parts"
@@ -95,9 +108,10 @@ def whole(tmp_path_factory):
 
     def of(name: str) -> Path:
         if name not in made:
-            model_type, text, rest = _WHOLE[name]
-            config = transformers.AutoConfig.for_model(model_type, text_config=text, **rest)
-            model = getattr(transformers, name)(config)
+            architecture, more = _OTHER_TEXTS.get(name, (name, {}))
+            model_type, text, rest = _WHOLE[architecture]
+            config = transformers.AutoConfig.for_model(model_type, text_config=text | more, **rest)
+            model = getattr(transformers, architecture)(config)
             randomize(model, 0)
             made[name] = tmp_path_factory.mktemp(model_type)
             model.save_pretrained(made[name])
@@ -142,8 +156,10 @@ def test_every_architecture_is_in_the_table():
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+ONLY_SINCE = ("Gemma4ForConditionalGeneration",)
+"""Architectures that older versions of transformers did not have."""
 CASES = [
-    *((name, "vllm") for name in _WHOLE),
+    *((name, "vllm") for name in (*_WHOLE, *_OTHER_TEXTS)),
     *((name, "transformers") for name in BY_TRANSFORMERS),
 ]
 
@@ -155,13 +171,15 @@ def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path
     reference = TransformersReference(folder)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     settings = SETTINGS | {"model_impl": model_impl}
-    for layout in ("before", "since"):
+    for layout in ("since",) if name in ONLY_SINCE else ("before", "since"):
         llm = LLM(model=str(with_names(folder, tmp_path / layout, layout)), **settings)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert_all_greedy(outputs, prompts, params, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
-    message = f"{name} serves text input only: the part of the checkpoint for images is not loaded"
-    assert lines == [message] * 2
+    architecture, _ = _OTHER_TEXTS.get(name, (name, None))
+    rest = "serves text input only: the part of the checkpoint for images is not loaded"
+    message = f"{architecture} {rest}"
+    assert lines == [message] * (1 if name in ONLY_SINCE else 2)
 
 
 def test_what_the_modules_of_transformers_cannot_run_is_refused(whole):
@@ -183,7 +201,10 @@ def test_only_the_part_for_images_is_left_out(whole, tmp_path):
     ("text", "message"),
     [
         (None, "has no 'text_config', which describes its language model"),
-        ({"model_type": "ministral3"}, "must be of model_type 'mistral', got 'ministral3'"),
+        (
+            {"model_type": "ministral"},
+            "must be of model_type 'mistral' or 'ministral3', got 'ministral'",
+        ),
         ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be a whole number from 1 to 1024"),
     ],
 )

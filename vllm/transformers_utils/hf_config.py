@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.arch.sizes import check_kinds, check_sizes
-from vllm.config.families import TEXT_TYPES, family_of, usual_architecture
+from vllm.config.families import (
+    TEXT_TYPES,
+    family_of,
+    family_of_architecture,
+    usual_architecture,
+)
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
@@ -214,9 +219,11 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"Download the file again"
         )
     model_type = text.get("model_type") or wanted
-    if model_type != wanted:
+    accepted = (wanted, *family_of_architecture(str(name)).also_text_types)
+    if model_type not in accepted:
         raise ConfigError(
-            f"config.json: the language model of {name} must be of model_type {wanted!r}, got "
+            f"config.json: the language model of {name} must be of model_type "
+            f"{' or '.join(map(repr, accepted))}, got "
             f"{model_type!r}, which has no modules here"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}

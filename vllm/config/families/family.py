@@ -87,6 +87,8 @@ class Family:
     """All tokens of a prompt see each other, and none is generated."""
     text_type: str | None = None
     """`model_type` of the language model in `text_config`, of a family with a part for images."""
+    also_text_types: tuple[str, ...] = ()
+    """Other values of it, which the same class runs."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

@@ -744,6 +744,13 @@ _WITH_IMAGES = (
         tokenizer="GemmaTokenizer",
     ),
     Family(
+        model_type="gemma4",
+        module="text_of_images",
+        architectures=("Gemma4ForConditionalGeneration",),
+        text_type="gemma4_text",
+        tokenizer="",
+    ),
+    Family(
         model_type="llama4",
         module="text_of_images",
         architectures=("Llama4ForConditionalGeneration",),
@@ -755,6 +762,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
+        also_text_types=("ministral3",),
     ),
     Family(
         model_type="qwen3_5",

@@ -265,17 +265,12 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     of tokens for each layer, and layers that read the keys and values of earlier ones."""
 
     decoder_type = Gemma4Decoder
-    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
-        f"model.{name}.": f"model.features.{name}."
-        for name in (
-            "embed_tokens_per_layer",
-            "per_layer_model_projection",
-            "per_layer_projection_norm",
-        )
-    }
-    checkpoint_names: ClassVar[dict[str, str]] = {
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
         f".{name}.": f".features.{name}."
-        for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+        for name in (
+            *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        )
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

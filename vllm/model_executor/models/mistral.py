@@ -14,17 +14,16 @@ class MistralForCausalLM(DecoderForCausalLM):
     `arch.layer_windows`."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, DecoderOptions())
-
-
-class Ministral3ForCausalLM(DecoderForCausalLM):
-    """Ministral 3 (Mistral AI 2025, arXiv 2601.08584): attention is sharper in long texts."""
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         temperature = None
         scaling = {} if arch.rope is None else arch.rope.scaling
-        scale = scaling.get("llama_4_scaling_beta")
-        if scale:
-            step = float(scaling["original_max_position_embeddings"])
-            temperature = QueryTemperature(float(scale), step)
+        if scaling.get("llama_4_scaling_beta"):
+            scale, step = (
+                float(scaling[name])
+                for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+            )
+            temperature = QueryTemperature(scale, step)
         super().__init__(arch, tp, DecoderOptions(temperature=temperature))
+
+
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """Ministral 3 (Mistral AI 2025, arXiv 2601.08584): attention is sharper in long texts."""

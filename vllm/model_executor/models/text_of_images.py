@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
+from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -29,13 +30,22 @@ class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
 
 
+class Gemma4ForConditionalGeneration(_LanguageModel, Gemma4ForCausalLM):
+    """Gemma 4 E2B, E4B and 31B (Google 2026), of which text input is served."""
+
+    ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
+        f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+    )
+
+
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
     """Llama 4 Scout and Maverick with their part for images (Meta 2025), of which text input is
     served."""
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
-    """Mistral Small 3.1 and 3.2 (Mistral AI 2025), of which text input is served."""
+    """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025), of which text input is
+    served."""
 
 
 class _Qwen(_LanguageModel):
