@@ -48,8 +48,8 @@ TABLE = {
         (),
     ),
     "granite_hybrid_dense": ({"shared_intermediate_size": 96, "num_hidden_layers": 4}, ()),
-    "qwen3_next": (WIDE | _DELTA_NET, ()),
-    "qwen3_5": (WIDE | _DELTA_NET, ()),
+    "qwen3_next": (WIDE | _DELTA_NET, ("in_proj_ba",)),
+    "qwen3_5": (WIDE | _DELTA_NET, ("in_proj_b", "in_proj_a")),
     "deepseek_v3": (
         WIDE
         | {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 24, "moe_intermediate_size": 64},

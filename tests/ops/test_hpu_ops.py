@@ -116,6 +116,8 @@ def test_rms_norm_of_any_shape_keeps_shape_and_dtype(ops, shape, dtype):
     x, weight = torch.randn(shape).to(dtype), torch.randn(32).to(dtype)
     want = NATIVE.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), want, **TOLERANCES[dtype])
+    want = NATIVE.rms_norm(x, weight, 1e-5, 1)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5, 1), want, **TOLERANCES[dtype])
 
 
 def test_rms_norm_of_heads_in_a_packed_tensor_on_the_card(bridge):

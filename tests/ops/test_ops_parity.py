@@ -101,6 +101,7 @@ class PagedCache:
 def test_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype):
     x, weight = torch.randn(num_tokens, hidden, dtype=dtype) * 3, torch.randn(hidden, dtype=dtype)
     assert_close(ops.rms_norm(x, weight, 1e-6), NATIVE.rms_norm(x, weight, 1e-6))
+    assert_close(ops.rms_norm(x, weight, 1e-6, 1), NATIVE.rms_norm(x, weight, 1e-6, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,6 +125,16 @@ def test_fused_add_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype
     got, got_residual = ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert torch.equal(got_residual, want_residual)
     assert_close(got, want)
+    want, _ = NATIVE.fused_add_rms_norm(x, residual, weight, 1e-5, 1)
+    assert_close(ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, 1)[0], want)
+
+
+def test_a_norm_adds_one_to_its_weight_without_rounding_the_sum(ops):
+    x, weight = torch.randn(3, 64).bfloat16(), (torch.randn(64) * 0.01).bfloat16()
+    want = NATIVE.rms_norm(x.float(), weight.float() + 1, 1e-6).bfloat16()
+    assert torch.equal(NATIVE.rms_norm(x, weight, 1e-6, 1), want)
+    rounded = NATIVE.rms_norm(x, weight + 1, 1e-6)
+    assert (ops.rms_norm(x, weight, 1e-6, 1) != want).sum() < (rounded != want).sum() / 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -322,6 +322,7 @@ _QWENS = (
         module="qwen3_next",
         architectures=("Qwen3_5MoeForCausalLM",),
         tokenizer="Qwen3_5Tokenizer",
+        replaces_tokenizer=True,
     ),
     Family(
         model_type="mimo",
@@ -770,6 +771,7 @@ _WITH_IMAGES = (
         architectures=("Qwen3_5ForConditionalGeneration",),
         text_type="qwen3_5_text",
         tokenizer="Qwen3_5Tokenizer",
+        replaces_tokenizer=True,
     ),
     Family(
         model_type="qwen3_5_moe",
@@ -777,6 +779,7 @@ _WITH_IMAGES = (
         architectures=("Qwen3_5MoeForConditionalGeneration",),
         text_type="qwen3_5_moe_text",
         tokenizer="Qwen3_5Tokenizer",
+        replaces_tokenizer=True,
     ),
 )
 _ENCODERS = (

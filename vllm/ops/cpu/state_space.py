@@ -40,7 +40,7 @@ def scan_tokens(
         "c": (c, torch.float32, shared),
     }
     dense = _dense(given)
-    y = torch.empty(num_sequences, num_heads, head_size)
+    y = torch.empty(num_sequences, num_heads, head_size, dtype=torch.float32)
     bad = kernels.scan_tokens(
         *(tensor.data_ptr() for tensor in dense),
         y.data_ptr(),
@@ -91,7 +91,7 @@ def delta_tokens(
         }
     )
     dense[6] = dense[6].exp()
-    y = torch.empty(*of_heads, value_size)
+    y = torch.empty(*of_heads, value_size, dtype=torch.float32)
     bad = kernels.delta_tokens(
         *(tensor.data_ptr() for tensor in dense),
         y.data_ptr(),

@@ -128,7 +128,7 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
     keys = k.unflatten(-2, (-1, _BLOCK))
     pairs = pairs * (inner <= inner[:, None])[..., None] * keys.unsqueeze(-3)
     from_start = steps.cumsum(-2).exp()
-    is_own = torch.eye(len(starts), dtype=logs.dtype, device=k.device)[:, None, :, None]
+    is_own = (starts[:, None] == starts)[:, None, :, None]
     products = []
     for x in (q, k):
         x = x.unflatten(-2, (-1, _BLOCK))
@@ -182,7 +182,7 @@ def invert_unit_lower(lower: Tensor) -> Tensor:
     """
     size = lower.shape[-1]
     places = torch.arange(size, device=lower.device)
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    inverse = (places[:, None] == places).to(lower.dtype)
     block = 1
     while block < size:
         number = places // block
