@@ -68,6 +68,7 @@ def test_logits_are_those_of_transformers(tiny_model, family, length):
         ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
         ("phimoe", {"rope_parameters": LONGROPE_OF_PHIMOE}),
         ("deepseek_v3", LIKE_KIMI_K2),
+        ("glm4_moe_lite", {"num_attention_heads": 3, "num_key_value_heads": 3}),
         ("hunyuan_moe", {"moe_intermediate_size": [48, 48], "n_group": False, "moe_topk": 2}),
         ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "n_shared_experts": 1}),
     ],
