@@ -46,6 +46,10 @@ class Glm4MoeForCausalLM(RoutedForCausalLM):
         super().__init__(arch, tp, options, BalancedLayer)
 
 
+class SolarOpenForCausalLM(Glm4MoeForCausalLM):
+    """Solar Open 100B (Upstage 2025): a GLM-4.5 in which all layers have experts."""
+
+
 class Dots1Layer(RoutedLayer):
     """A `RoutedLayer` with the router of DeepSeek V3, whatever the config calls it."""
 
