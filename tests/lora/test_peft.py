@@ -42,7 +42,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
     **{
         family: {"target_modules": [*_ATTENTION, "down_proj"]}
-        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe")
+        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe", "solar_open")
     },
     # peft refuses the others.
     "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
