@@ -292,6 +292,7 @@ _ROUTED = _DECODER | {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+_NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
 _LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
@@ -306,6 +307,11 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
         _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
     ),
     **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
+    **_if_known(
+        "solar_open",
+        "SolarOpenConfig",
+        {name: value for name, value in _ROUTED.items() if name not in _NOT_OF_SOLAR},
+    ),
     **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
 }
 _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {

@@ -445,3 +445,17 @@ def test_resolvers_run_after_those_whose_results_they_read():
         known[name] = written
     assert {field.name for field in fields(VllmConfig)} <= known.keys()
     assert {name: known[name] for name in get_type_hints(VllmConfig)} == get_type_hints(VllmConfig)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("deepseek_v32", "DeepseekV32ForCausalLM"), ("glm_moe_dsa", "GlmMoeDsaForCausalLM")],
+)
+def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, model_type, name):
+    changes = {"model_type": model_type, "architectures": [name], "index_topk": 512}
+    resolve(model=write_model(tmp_path, **changes))
+    lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
+    assert lines == [
+        f"{name} runs with dense attention: in texts of more than index_topk (512) tokens the "
+        f"original attends to some of the tokens only, so that its outputs differ there"
+    ]

@@ -44,7 +44,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
     **{
         family: {"target_modules": [*_ATTENTION, "down_proj"]}
-        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe")
+        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe", "solar_open")
     },
     "kimi_linear": {
         "target_modules": [*_LATENT, "k_proj", "v_proj", "b_proj", "f_a_proj", "g_b_proj"]

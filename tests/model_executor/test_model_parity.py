@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
 from tests.reference_model import load_reference
@@ -68,6 +68,8 @@ def test_logits_are_those_of_transformers(tiny_model, family, length):
         ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
         ("phimoe", {"rope_parameters": LONGROPE_OF_PHIMOE}),
         ("deepseek_v3", LIKE_KIMI_K2),
+        ("glm4_moe_lite", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+        ("hunyuan_moe", {"moe_intermediate_size": [48, 48], "n_group": False, "moe_topk": 2}),
         ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "n_shared_experts": 1}),
     ],
 )
@@ -87,6 +89,23 @@ def test_experts_are_read_one_by_one_or_joined(tiny_model, tmp_path, family):
     stored, input_ids = load_file(tmp_path / "model.safetensors"), prompt_of(20)
     assert any(name.endswith(".experts.gate_up_proj") for name in stored)
     got, want = (logits_of(load(each), input_ids) for each in (tmp_path, tiny_model(family)))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe", "model.layers.3.eh_proj.weight"),
+        ("deepseek_v32", "model.layers.2.self_attn.indexer.wk.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"),
+    ],
+)
+def test_layers_that_predict_drafts_are_not_loaded(tiny_model, tmp_path, family, name):
+    source = tiny_model(family)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {name: torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(source / "config.json")
+    got, want = (logits_of(load(folder), prompt_of(20)) for folder in (tmp_path, source))
     assert torch.equal(got, want)
 
 

@@ -97,7 +97,7 @@ class ModelArch:
         _check_sizes(config)
         hidden_size = _number(config, *_HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
-        head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
+        head_size = _first(config, _HEAD_SIZE) or _divide(config, hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
@@ -225,6 +225,7 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEAD_SIZE = ("head_dim", "qk_rope_head_dim")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),

@@ -724,6 +724,12 @@ _OTHERS = (
         tokenizer=_GENERIC,
     ),
     Family(
+        model_type="solar_open",
+        module="routed",
+        architectures=("SolarOpenForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="stablelm",
         module="stablelm",
         architectures=("StableLmForCausalLM",),
