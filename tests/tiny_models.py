@@ -308,18 +308,22 @@ _LFM2 = _DECODER | {
     "norm_eps": 1e-5,
     "conv_bias": True,
 }
-_FALCON_H1 = _DECODER | _MIXERS | {
-    "mamba_d_ssm": 128,
-    "embedding_multiplier": 3.0,
-    "lm_head_multiplier": 0.7,
-    "mlp_multipliers": [0.8, 1.3],
-    "key_multiplier": 0.6,
-    "attention_in_multiplier": 1.2,
-    "attention_out_multiplier": 0.9,
-    "ssm_multipliers": [0.7, 1.2, 1.5, 0.8, 1.1],
-    "ssm_in_multiplier": 1.3,
-    "ssm_out_multiplier": 0.8,
-}
+_FALCON_H1 = (
+    _DECODER
+    | _MIXERS
+    | {
+        "mamba_d_ssm": 128,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.7,
+        "mlp_multipliers": [0.8, 1.3],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.7, 1.2, 1.5, 0.8, 1.1],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+    }
+)
 _JAMBA = _DECODER | {
     "num_hidden_layers": 3,
     "attn_layer_period": 3,

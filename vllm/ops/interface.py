@@ -129,7 +129,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2 of each element (arXiv 2109.08668).
+        """Square the positive elements, and replace the others by zero (arXiv 2109.08668).
 
         Args:
             x: [..., N]. Not changed.

@@ -60,8 +60,8 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
-    them.
+    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
+    to them.
 
     Raises:
         ConfigError: the kinds of too few layers are given.
@@ -70,8 +70,8 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
     if not family.has_attention or family.has_states_beside_attention:
         return (True,) * num_layers
     if family.attention_period_keys is not None:
-        period, first = (config.get(key) for key in family.attention_period_keys)
-        return tuple(index % period != first for index in range(num_layers))
+        period, first = (int(config.get(key) or 0) for key in family.attention_period_keys)
+        return tuple(not period or index % period != first for index in range(num_layers))
     if family.attention_layers_key is not None:
         attends = config.get(family.attention_layers_key) or ()
         return tuple(index not in attends for index in range(num_layers))
