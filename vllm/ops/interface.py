@@ -129,7 +129,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor:
-        """Square the positive elements, and replace the others by zero (arXiv 2109.08668).
+        """Return the squares of positive elements, and zero for the others (arXiv 2109.08668).
 
         Args:
             x: [..., N]. Not changed.

@@ -262,10 +262,10 @@ class Mamba2Mixer(SlicedModule, StateLayer):
             self.slices[name] = {"": Slice(0, 0, self.num_heads, sizes.num_heads)}
         scales = None
         if any(scale != 1.0 for scale in sizes.in_scales.values()):
-            values = [sizes.in_scales.get(name, 1.0) for name in sizes.in_parts]
+            factors = [sizes.in_scales.get(name, 1.0) for name in sizes.in_parts]
             # Real memory even while a model is built on the meta device: no checkpoint fills it.
             counts = torch.tensor(self.in_proj.split_sizes, device="cpu")
-            of_parts = torch.tensor(values, dtype=torch.float32, device="cpu")
+            of_parts = torch.tensor(factors, dtype=torch.float32, device="cpu")
             scales = of_parts.repeat_interleave(counts)
         self.register_buffer("in_scales", scales, persistent=False)
         self.norm: GatedRMSNorm | None = None
