@@ -22,7 +22,7 @@ NVIDIA = {
     "max_position_embeddings": 64,
     "rope_theta": 10000.0,
 }
-"""What the config class of NVIDIA completes, which knows no kinds of layers but the pattern."""
+"""A config as the class of NVIDIA completes it: the pattern is all it has of kinds of layers."""
 
 
 def test_a_pattern_says_the_kinds_of_layers():
