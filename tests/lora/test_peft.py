@@ -168,7 +168,7 @@ OF_EXPERTS: list[dict[str, Any]] = [
 ]
 """Parameters with the matrices of all experts of a layer, and that of the router."""
 WITHOUT_GATES = ("nemotron_h",)
-"""Whose experts have `up_proj` instead of `gate_up_proj`."""
+"""Families with the parameter `up_proj` instead of `gate_up_proj`."""
 ROUTERS = {
     "gpt_oss": ["router.weight"],
     "llama4": ["router.weight"],

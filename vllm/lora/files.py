@@ -52,7 +52,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of all experts of a layer, in the order in which peft wraps them; experts without
 gates have `up_proj` instead of `gate_up_proj`."""
 ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
-"""The same for messages."""
+"""The parameters as messages list them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights with which peft has changed the weights of the model, too."""
 _MAX_PATTERN_CHARS = 256
