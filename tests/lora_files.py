@@ -139,10 +139,13 @@ def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedMod
 
 def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
     """A matrix of an expert in the parameter that has those of all."""
-    path, number, matrix = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+    module = module.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
+    path, number, matrix = module.rsplit(".", 2)
     experts = model.get_submodule(path)
     if matrix in ("w2", "down_proj"):
         return experts.down_proj[int(number)]
+    if hasattr(experts, "up_proj"):  # without gates
+        return experts.up_proj[int(number)]
     return experts.gate_up_proj[int(number)].chunk(2)[matrix in ("w3", "up_proj")]
 
 

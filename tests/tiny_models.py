@@ -407,6 +407,7 @@ _JAMBA = _DECODER | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "use_associative_scan": False,
+    "use_mamba_kernels": not is_version_4(),  # which version 4 needs a GPU for
 }
 _NEMOTRON_H = _DECODER | {
     "hybrid_override_pattern": "M-*E",

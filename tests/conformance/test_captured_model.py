@@ -46,8 +46,7 @@ _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
-    *("BambaForCausalLM", "MambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM"),
-    "NemotronHForCausalLM",
+    *("BambaForCausalLM", "MambaForCausalLM"),
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
 _PREFILLS = (

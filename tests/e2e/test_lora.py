@@ -211,7 +211,7 @@ def broken(folder: Path, kind: str) -> Path:
         ('peft_type="IA3"', "peft_type is 'IA3'"),
         (
             'target_parameters=["mlp.bias"]',
-            "only weights, and gate_up_proj and down_proj of experts",
+            "only weights, and gate_up_proj, up_proj and down_proj of experts",
         ),
         ('rank_pattern={"(": 4}', "no regular expression"),
         ('rank_pattern={"a{99999999999999999999}": 4}', "no regular expression: .* too large"),

@@ -123,6 +123,8 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
                 ("minimax_m2", 4, 2),
                 ("phimoe", 2, 2),
                 ("granite_hybrid", 2, 2),
+                ("nemotron_h", 2, 2),  # experts without gates
+                ("lfm2_moe", 2, 3),
             ]
         ),
     ],

@@ -183,6 +183,7 @@ def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtyp
     assert_close(ops.gelu_and_mul(wider, is_tanh), NATIVE.gelu_and_mul(wider, is_tanh))
     for alone in (x, wider):
         assert_close(ops.gelu(alone, is_tanh), NATIVE.gelu(alone, is_tanh))
+        assert_close(ops.squared_relu(alone), NATIVE.squared_relu(alone))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,6 +296,7 @@ def test_not_a_number_is_not_hidden(ops):
         for is_tanh in (False, True):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
+            assert ops.squared_relu(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
         for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
             assert got.isnan().nonzero().tolist() == [[0, 5]]

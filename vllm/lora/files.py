@@ -48,8 +48,11 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "adapters with pooled inputs",
 }
 """Keys of adapter_config.json that ask for what is not supported."""
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Parameters of all experts of a layer, in the order in which peft wraps them."""
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of all experts of a layer, in the order in which peft wraps them; experts without
+gates have `up_proj` instead of `gate_up_proj`."""
+ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
+"""The parameters as messages list them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights with which peft has changed the weights of the model, too."""
 _MAX_PATTERN_CHARS = 256
@@ -239,7 +242,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     if not is_known:
         raise RequestError(
             f"{path}: target_parameters is {shown(given)}; only weights, and "
-            f"{' and '.join(EXPERT_PARAMETERS)} of experts, are supported. Merge the adapter into "
+            f"{ACCEPTED_PARAMETERS} of experts, are supported. Merge the adapter into "
             f"the weights of its model (merge_and_unload of peft)"
         )
     return tuple(given)

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.lora.files import (
-    EXPERT_PARAMETERS,
+    ACCEPTED_PARAMETERS,
     NAME_PREFIX,
     AdapterConfig,
     check_files,
@@ -100,7 +100,7 @@ class AdapterReader:
                                 f"target_parameters of the config is "
                                 f"{shown(list(config.parameters))}, which does not name it. "
                                 f"Correct the config: accepted are "
-                                f"{' and '.join(EXPERT_PARAMETERS)} of {stem}"
+                                f"{ACCEPTED_PARAMETERS} of {stem}"
                             )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):

@@ -131,7 +131,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2 of each element (arXiv 2109.08668).
+        """Return the squares of positive elements, and zero for the others (arXiv 2109.08668).
 
         Args:
             x: [..., N]. Not changed.

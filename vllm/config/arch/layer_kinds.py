@@ -117,8 +117,8 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
-    them.
+    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
+    to them.
 
     Raises:
         ConfigError: the kinds of too few layers are given.

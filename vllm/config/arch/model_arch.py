@@ -76,8 +76,8 @@ class ModelArch:
     kv_sources: tuple[int | None, ...]
     """Per layer: the earlier layer whose keys and values it reads; None: it has its own."""
     state_layers: tuple[bool, ...]
-    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
-    them."""
+    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
+    to them."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
@@ -264,7 +264,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
-    """Nemotron-H has as many layers as it says the kinds of, and may say no number."""
+    """Return the number of layers; a config of Nemotron-H may only list their kinds."""
     if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
         return len(kinds)
     return _number(config, *_NUM_LAYERS)

@@ -111,9 +111,9 @@ class Family:
     """Key of the config that lists the layers with attention; the others keep a state."""
     attention_period_keys: tuple[str, str] | None = None
     """Keys of the config with n and i: layer i, and every n-th one from there, has attention; the
-    others keep a state."""
+    others keep a recurrent state."""
     has_states_beside_attention: bool = False
-    """Every layer keeps a state, and keys and values."""
+    """Every layer keeps a recurrent state, and keys and values."""
     dense_up_to_key: str | None = None
     """Key of the config with the number of tokens up to which each attends to all before it. In
     longer texts the original attends to some of them; here attention stays dense."""

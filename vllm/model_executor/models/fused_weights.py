@@ -87,7 +87,7 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
 
 
 def add_one_to_norms(name: str, source: Source) -> Iterable[tuple[str, Source]]:
-    """The weight of a norm whose checkpoint has it less 1; other tensors as they are."""
+    """Add 1 to the weight of a norm; return other tensors as they are."""
     if name.endswith("norm.weight"):
         source = source.mapped(_plus_one)
     return ((name, source),)
