@@ -99,6 +99,8 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         ".w1.": ".gate_proj.",
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
+        ".forget_gate.f_a_proj.": ".f_a_proj.",  # as transformers calls them
+        ".forget_gate.f_b_proj.": ".f_b_proj.",
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
