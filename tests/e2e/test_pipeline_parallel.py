@@ -114,6 +114,8 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
                 ("gpt_oss", 4, 2),
                 ("llama4", 2, 2),
                 ("granite_hybrid", 2, 2),
+                ("qwen3_next", 2, 2),
+                ("kimi_linear", 2, 2),
             ]
         ),
     ],

@@ -87,7 +87,10 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         )
 
 
-_OBJECTS = ("auto_map", "quantization_config", "rope_parameters", "rope_scaling")
+_OBJECTS = (
+    *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
+    "linear_attn_config",
+)
 _TEXTS = ("dtype", "torch_dtype", "model_type")
 _NOT_NEGATIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
