@@ -125,6 +125,8 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
                 ("granite_hybrid", 2, 2),
                 ("nemotron_h", 2, 2),  # experts without gates
                 ("lfm2_moe", 2, 3),
+                ("qwen3_next", 2, 2),
+                ("kimi_linear", 2, 2),
             ]
         ),
     ],

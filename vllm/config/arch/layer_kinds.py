@@ -121,7 +121,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
     to them.
 
     Raises:
-        ConfigError: the kinds of too few layers are given.
+        ConfigError: the kinds of too few layers are given, or they are no list.
     """
     family = family_of(config.get("model_type"))
     if not family.has_attention or family.has_states_beside_attention:
@@ -141,7 +141,12 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
     layer_types = read_layer_kinds(config)
     if not layer_types:
         # As Kimi Linear is published; the first layer is number 1.
-        numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or ()
+        numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
+        if not isinstance(numbers, list):
+            raise ConfigError(
+                f"config.json: 'kda_layers' of linear_attn_config must be a list of layers, got "
+                f"{numbers!r}. Correct the file"
+            )
         return tuple(index + 1 in numbers for index in range(num_layers))
     if len(layer_types) < num_layers:
         raise ConfigError(

@@ -104,7 +104,10 @@ def _is_whole(value: object, least: int, most: int) -> bool:
     return not isinstance(value, bool) and is_whole and least <= value <= most  # type: ignore[operator]
 
 
-_OBJECTS = ("auto_map", "quantization_config", "rope_parameters", "rope_scaling")
+_OBJECTS = (
+    *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
+    "linear_attn_config",
+)
 _TEXTS = ("dtype", "torch_dtype", "model_type")
 _NOT_NEGATIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),

@@ -225,7 +225,7 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(
             "VLLM_MERGED_PREFILL=1 lays prompts end to end in one row, and the model has "
-            "layers with states (Mamba, DeltaNet), which would mix them up. Leave it out"
+            "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
     if settings["enable_prefix_caching"]:

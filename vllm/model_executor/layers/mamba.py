@@ -35,7 +35,7 @@ _ACTIVATIONS = ("silu", "swish")
 def check_activation(name: str) -> None:
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act {name!r} in config.json is not supported for layers with states; "
+            f"hidden_act {name!r} in config.json is not supported for recurrent layers; "
             f"supported: {', '.join(_ACTIVATIONS)}"
         )
 

@@ -57,11 +57,11 @@ def split_groups(
 def split_sizes_of_groups(
     name: str, source: Source, fused: str, sizes: Mapping[str, int], num_groups: int
 ) -> Iterator[tuple[str, Source]]:
-    """`split_groups` of parts whose heads are of different sizes.
+    """Split a layer as `split_groups`, into parts whose heads are of different sizes.
 
     Args:
         name, source, fused, num_groups: as there.
-        sizes: what takes the place of `fused` -> output features of that part in a group.
+        sizes: replacement of `fused` -> output features of that part in a group.
     """
     group = sum(sizes.values())
     return _split(name, source, fused, sizes, group, num_groups * group)
