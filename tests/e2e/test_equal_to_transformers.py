@@ -204,6 +204,7 @@ GROUPS = {
     "cohere2": 5,
     "gpt_oss": 2,
     "exaone4": 4,
+    "gemma3n": 2,
     "cwm": 2,
     "vaultgemma": 2,
 }

@@ -110,7 +110,7 @@ class ModelArch:
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
+            intermediate_size=_read_intermediate_size(config) or 4 * hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -281,6 +281,12 @@ def _num_unused_positions(config: Mapping[str, Any]) -> int:
     if family_of(config.get("model_type")).positions_follow_padding:
         return int(config.get("pad_token_id") or 0) + 1
     return 0
+
+
+def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
+    """Return the size of the MLPs; where layers have their own, the largest."""
+    value = _first(config, _INTERMEDIATE_SIZE)
+    return max(value) if isinstance(value, list) else value
 
 
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:

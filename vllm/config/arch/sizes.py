@@ -50,8 +50,16 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         "num_experts_per_tok",
     ): (0, _MAX_EXPERTS),
 }
+_PER_LAYER = ("intermediate_size",)
+"""Keys that may have a list with a size for each layer."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _is_within(value: Any, least: int, most: int) -> bool:
+    """Whether a value is an integer in a range."""
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return not isinstance(value, bool) and is_whole and least <= value <= most
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
@@ -67,8 +75,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
             value = config.get(name)
             if value is None:
                 continue
-            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-            if isinstance(value, bool) or not is_whole or not least <= value <= most:
+            values = value if name in _PER_LAYER and isinstance(value, list) else [value]
+            if not values or not all(_is_within(each, least, most) for each in values):
                 raise ConfigError(
                     f"config.json: '{name}' must be a whole number from {least} to {most}, got "
                     f"{value!r}. Correct the file, or give another value with hf_overrides"
