@@ -375,7 +375,6 @@ _GEMMAS = (
         module="gemma4",
         architectures=("Gemma4ForCausalLM",),
         full_attention_every=6,
-        left_to_transformers=("enable_moe_block",),
         tokenizer="",
     ),
 )

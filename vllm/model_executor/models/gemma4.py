@@ -292,8 +292,14 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         config = arch.hf_config
         if config.get("enable_moe_block"):
             raise ConfigError(
-                f"{arch.architecture} with experts (enable_moe_block) has no modules here. Leave "
-                f"model_impl out to run it with the modules of transformers"
+                f"enable_moe_block in config.json must be false for {arch.architecture}, got true: "
+                f"experts with the activation of Gemma are not supported. Use a dense model, such "
+                f"as E2B, E4B or 31B"
+            )
+        if config.get("use_bidirectional_attention") == "all":
+            raise ConfigError(
+                f"use_bidirectional_attention in config.json must be null or 'vision' for "
+                f"{arch.architecture}, got 'all': tokens of text must not see later ones"
             )
         options = replace(
             llama_options(arch),
