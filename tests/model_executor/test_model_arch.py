@@ -263,6 +263,8 @@ def test_layers_have_the_heads_that_the_config_gives_them():
     own["1"]["num_key_value_heads"] = 3
     with pytest.raises(ConfigError, match="layer 1 has head_dim 64 and num_key_value_heads 3"):
         ModelArch.from_hf(config)
+    with pytest.raises(ConfigError, match="must be an object with an object for each layer, got"):
+        ModelArch.from_hf(config | {"per_layer_config": ["wide"]})
 
 
 def test_an_exaone_4_without_windows_has_rotations_in_all_layers():

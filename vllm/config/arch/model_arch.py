@@ -361,7 +361,9 @@ def _read_rope(
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     stretch = parameters.get("alpha")
-    if rope_type == "dynamic" and stretch:  # of Hunyuan: the base is stretched, however long a text
+    if (
+        rope_type == "dynamic" and stretch and head_size > 2
+    ):  # of Hunyuan: the base is stretched, however long a text
         theta *= float(stretch) ** (head_size / (head_size - 2))
         rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.models.decoder import DecoderOptions, GatedMLP, Layer, LayerSpec, add_norm
@@ -154,6 +155,11 @@ class Gemma3nLayer(Layer):
             arch = replace(arch, intermediate_size=int(sizes[spec.index]))
         pattern = config.get("activation_sparsity_pattern") or ()
         sparsity = float(pattern[spec.index]) if pattern else 0.0
+        if not 0 <= sparsity < 1:
+            raise ConfigError(
+                f"activation_sparsity_pattern in config.json must have parts of 1, at least 0 and "
+                f"below 1, got {sparsity}. Correct the file"
+            )
         if sparsity:
             return SparseMLP(arch, sparsity, spec.tp)
         return super().make_mlp(replace(spec, arch=arch))

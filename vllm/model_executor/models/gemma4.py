@@ -233,6 +233,7 @@ class Gemma4Decoder(Decoder):
     ) -> None:
         super().__init__(arch, options, layer_type, tp)
         self.kv_sources, self.hidden_size = arch.kv_sources, arch.hidden_size
+        self.is_one_stage = arch.is_one_stage
         has_features = bool(arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = TokenFeatures(arch, tp) if has_features else None
 
@@ -243,7 +244,7 @@ class Gemma4Decoder(Decoder):
             ConfigError: some layers are to run, and depend on others.
         """
         is_whole = (first, end) == (0, len(self.layers))
-        if not is_whole and (self.features is not None or any(self.kv_sources)):
+        if not is_whole and self.is_one_stage:
             raise ConfigError(
                 "the layers of this model cannot run apart: they read the keys and values of "
                 "earlier layers, or a table by token ids. Leave out what divides them"
