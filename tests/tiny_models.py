@@ -559,6 +559,19 @@ _GEMMA4_SHARING = (
     | {"num_kv_shared_layers": 2}
     | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0}
 )
+_GEMMA3N = _GEMMA | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE - 96,
+    "intermediate_size": [176, 144, 176, 144],
+    "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "final_logit_softcapping": 8.0,
+}
 _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("gemma4", "Gemma4TextConfig", _GEMMA4_SHARING),
     **_if_known(
@@ -568,6 +581,7 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
     **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
     **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
     **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
@@ -589,7 +603,7 @@ RARE_FAMILIES = (
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
-ONE_STAGE = tuple(name for name in _SHARING if name != "gemma4_wide")
+ONE_STAGE = ("gemma3n", "gemma4")
 """Families whose layers read earlier layers, so that a pipeline cannot divide them."""
 
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS, *_WITHOUT_PROGRAM)

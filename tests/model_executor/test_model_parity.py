@@ -1,5 +1,7 @@
 """Every family against transformers, float32, whole prompts without a cache."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -7,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model, sparing
+from vllm.errors import ConfigError
 
 MIXTURES = (
     *("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "phimoe"),
@@ -117,3 +120,11 @@ def test_a_window_hides_older_keys(tiny_model):
     before, after = logits_of(model, input_ids), logits_of(model, changed)
     assert torch.equal(before[31:], after[31:])
     assert not torch.equal(before[30], after[30])
+
+
+def test_experts_of_gemma_4_are_refused(tmp_path):
+    folder = make_tiny_model("gemma4_wide", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
+    with pytest.raises(ConfigError, match=r"enable_moe_block in config\.json must be false"):
+        load(folder)

@@ -112,7 +112,7 @@ class ModelArch:
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
+            intermediate_size=_read_intermediate_size(config) or 4 * hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -299,6 +299,12 @@ def _num_unused_positions(config: Mapping[str, Any]) -> int:
     return 0
 
 
+def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
+    """Return the size of the MLPs; where layers have their own, the largest."""
+    value = _first(config, _INTERMEDIATE_SIZE)
+    return max(value) if isinstance(value, list) else value
+
+
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
@@ -371,7 +377,9 @@ def _read_rope(
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     stretch = parameters.get("alpha")
-    if rope_type == "dynamic" and stretch:  # of Hunyuan: the base is stretched, however long a text
+    if (
+        rope_type == "dynamic" and stretch and head_size > 2
+    ):  # of Hunyuan: the base is stretched, however long a text
         theta *= float(stretch) ** (head_size / (head_size - 2))
         rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)

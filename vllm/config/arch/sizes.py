@@ -58,7 +58,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
 }
 _MAY_BE_OFF = ("n_group", "topk_group")
 """False is the same as absent."""
-_MAY_BE_LISTS = ("moe_intermediate_size", "num_experts")
+_MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts")
 """A number for each layer."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -78,7 +78,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
             if value is None or (value is False and name in _MAY_BE_OFF):
                 continue
             is_list = name in _MAY_BE_LISTS and isinstance(value, list)
-            if not all(_is_whole(each, least, most) for each in (value if is_list else [value])):
+            values = value if is_list else [value]
+            if not values or not all(_is_whole(each, least, most) for each in values):
                 raise ConfigError(
                     f"config.json: '{name}' must be a whole number from {least} to {most}, got "
                     f"{value!r}. Correct the file, or give another value with hf_overrides"

@@ -92,8 +92,6 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
-    left_to_transformers: tuple[str, ...] = ()
-    """Keys of the config. Where one of them is on, the modules of transformers run the model."""
     has_mtp_layers: bool = False
     """Checkpoints may have layers behind the last one that guess further tokens, in the form of
     DeepSeek V3, for speculative decoding."""

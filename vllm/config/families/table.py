@@ -383,11 +383,17 @@ _GEMMAS = (
         norms_add_one=True,
     ),
     Family(
+        model_type="gemma3n_text",
+        module="gemma3n",
+        architectures=("Gemma3nForCausalLM",),
+        full_attention_every=5,
+        tokenizer="GemmaTokenizer",
+    ),
+    Family(
         model_type="gemma4_text",
         module="gemma4",
         architectures=("Gemma4ForCausalLM",),
         full_attention_every=6,
-        left_to_transformers=("enable_moe_block",),
         tokenizer="",
     ),
 )
@@ -748,6 +754,13 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        tokenizer="GemmaTokenizer",
+    ),
+    Family(
+        model_type="gemma3n",
+        module="text_of_images",
+        architectures=("Gemma3nForConditionalGeneration",),
+        text_type="gemma3n_text",
         tokenizer="GemmaTokenizer",
     ),
     Family(

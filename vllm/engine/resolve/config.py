@@ -383,10 +383,7 @@ def _read_arch(
             token=load.hf_token,
         )
     )
-    implementation = asked.model_impl
-    if implementation == "auto" and _is_left_to_transformers(arch):
-        implementation = "transformers"
-    runs_as = _class_of(arch.architecture, implementation)
+    runs_as = _class_of(arch.architecture, asked.model_impl)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
     if arch.architecture in TEXT_TYPES:
@@ -404,12 +401,6 @@ def _read_arch(
             arch.hf_config.get(dense_key),
         )
     return replace(arch, architecture=runs_as)
-
-
-def _is_left_to_transformers(arch: ModelArch) -> bool:
-    """Whether the config has something on that the modules of the family do not have."""
-    family = family_of(arch.model_type)
-    return any(arch.hf_config.get(key) for key in family.left_to_transformers)
 
 
 def model_name(asked: ModelConfig) -> str:

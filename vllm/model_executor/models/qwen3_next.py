@@ -121,7 +121,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     """Qwen 3.5 and 3.6 with experts (Qwen team 2026), text only."""
 
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {"model.language_model.": "model."}
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         ".linear_attn.": ".self_attn.",
         ".in_proj_qkv.": ".in_proj_qkvz.",
