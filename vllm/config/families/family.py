@@ -36,8 +36,32 @@ class GGUFFacts:
     """A file with `expert_count` is of this family."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """Key and value for config.json."""
-    biases: Mapping[str, str] = field(default_factory=dict)
-    """Key for config.json -> module of the first layer. The key is true if that has a bias."""
+    norm_key: str = "rms_norm_eps"
+    """Key for config.json with what norms add to a variance."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys and values for config.json that are the same for all models."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Key for config.json, with a dot for one inside of another -> metadata of the architecture. A
+    key is left out where the metadata has none, or 0."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Key for config.json -> tensor of the first layer. The key is true if that is there."""
+    omits_head_size: bool = False
+    """config.json must not have `head_dim`: it follows from other sizes."""
+    fewer_norms: tuple[str, str] | None = None
+    """Key for config.json with the number of norms before attention and MLP, 1 or 2, and the tensor
+    of the first layer that makes it 2."""
+    has_rotations: bool = True
+    """False: positions are told by a table or by ALiBi."""
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of rotations in YaRN that the metadata does not say."""
+    alibi_layers: int | None = None
+    """Number of layers of the model that has ALiBi. The metadata does not say it."""
+    has_fused_gate: bool = False
+    """`ffn_up` has the gate projection, and the up projection behind it."""
+    head_norms: Literal["one", "per_head", "all_heads"] = "one"
+    """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
+    window_period: int | None = None
+    """Every n-th layer has full attention, the others a window. None: as in `Family`."""
     has_neighbour_rotations: bool = False
     """Queries and keys are stored for rotations of neighbouring elements of a head."""
     has_post_norms: bool = False
@@ -165,7 +189,7 @@ class Family:
     in_params_json: Literal["dense", "experts"] | None = None
     """Which models in the format of Mistral AI are of this family."""
     norms_add_one: bool = False
-    """Norms multiply by 1 + weight. GGUF files have the sum."""
+    """Norms multiply by 1 + weight."""
 
     # ---- quantization
     awq_pairs: tuple[tuple[str, ...], ...] = ()

@@ -68,6 +68,8 @@ class Source:
     format of the layer, which says so to `picked`."""
     path: Path | None = None
     """Of the file that it is in, for errors; None: unknown."""
+    is_converted: bool = False
+    """Name and layout are those of the parameter, not those of a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "Source":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""

@@ -189,6 +189,9 @@ def _converted(
 ) -> Iterator[tuple[str, str, Source, Path | None]]:
     """Name in the checkpoint, name in the model, tensor, its file; without what is ignored."""
     for checkpoint_name, whole in tensors:
+        if whole.is_converted:
+            yield checkpoint_name, checkpoint_name, whole, whole.path
+            continue
         is_ignored = checkpoint_name.endswith(model.ignored_tensors)
         if not is_ignored and not checkpoint_name.startswith(model.ignored_prefixes):
             with _naming(whole.path):
