@@ -15,9 +15,16 @@ from tests.e2e.reference import (
     assert_all_greedy,
     random_prompts,
 )
-from tests.tiny_models import _DECODER, _GEMMA2, _LLAMA3_ROPE, is_version_4, randomize
+from tests.tiny_models import (
+    _DECODER,
+    _GEMMA2,
+    _LLAMA3_ROPE,
+    _YARN_ROPE,
+    is_version_4,
+    randomize,
+)
 from vllm import LLM, SamplingParams
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, text_types_of
 from vllm.errors import ConfigError, WeightLoadError
 
 MAX_TOKENS = 5
@@ -55,6 +62,13 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Architecture -> model type of the whole, config of its language model, the rest."""
+_WHOLE["Mistral3ForConditionalGeneration with ministral3"] = (
+    "mistral3",
+    _DECODER
+    | {"model_type": "ministral3", "head_dim": 32}
+    | {"rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.1}},
+    _WHOLE["Mistral3ForConditionalGeneration"][2],
+)
 
 pytestmark = pytest.mark.skipif(
     is_version_4(), reason="this transformers has other configs for parts"
@@ -70,7 +84,7 @@ def whole(tmp_path_factory):
         if name not in made:
             model_type, text, rest = _WHOLE[name]
             config = transformers.AutoConfig.for_model(model_type, text_config=text, **rest)
-            model = getattr(transformers, name)(config)
+            model = getattr(transformers, name.partition(" ")[0])(config)
             randomize(model, 0)
             made[name] = tmp_path_factory.mktemp(model_type)
             model.save_pretrained(made[name])
@@ -106,12 +120,14 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
 
 
 def test_every_architecture_is_in_the_table():
-    assert set(_WHOLE) == set(TEXT_TYPES)
+    kinds = {name: text_types_of(name) for name in TEXT_TYPES}
+    others = {f"{name} with {kind}" for name, found in kinds.items() for kind in found[1:]}
+    assert set(_WHOLE) == {*kinds, *others}
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 CASES = [
-    *((name, "vllm") for name in _WHOLE),
+    *((name, "vllm" if name in TEXT_TYPES else "auto") for name in _WHOLE),
     *((name, "transformers") for name in BY_TRANSFORMERS),
 ]
 
@@ -128,7 +144,11 @@ def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert_all_greedy(outputs, prompts, params, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
-    message = f"{name} serves text input only: the part of the checkpoint for images is not loaded"
+    architecture = name.partition(" ")[0]
+    message = (
+        f"{architecture} serves text input only: the part of the checkpoint for images is not "
+        f"loaded"
+    )
     assert lines == [message] * 2
 
 
@@ -151,7 +171,7 @@ def test_only_the_part_for_images_is_left_out(whole, tmp_path):
     ("text", "message"),
     [
         (None, "has no 'text_config', which describes its language model"),
-        ({"model_type": "ministral3"}, "must be of model_type 'mistral', got 'ministral3'"),
+        ({"model_type": "qwen2"}, "must be of model_type 'mistral' or 'ministral3', got 'qwen2'"),
         ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be a whole number from 1 to 1024"),
     ],
 )

@@ -58,6 +58,19 @@ DIALECTS = {
     "auto-round as GPTQ": ("gptq-4", auto_round("auto_round:auto_gptq"), {}),
     "old auto-round": ("gptq-4", auto_round("auto_round:gptq:exllamav2", "backend"), {}),
     "auto-round as AWQ": ("awq", auto_round("auto_round:auto_awq"), {}),
+    "a longer name of e4m3": ("fp8-static", lambda s: s | {"fmt": "float8_e4m3fn"}, {}),
+    "null for defaults": (
+        "gptq-4",
+        lambda s: s | dict.fromkeys(("checkpoint_format", "lm_head", "is_marlin_format")),
+        {},
+    ),
+    "the name in capitals": ("gptq-4", lambda s: s | {"quant_method": "GPTQ"}, {}),
+    "values in capitals": ("awq", lambda s: s | {"version": "GEMM"}, {}),
+    "an underline in the name": (
+        "ct-w4a16",
+        lambda s: s | {"quant_method": "compressed_tensors", "format": "pack_quantized"},
+        {},
+    ),
     "actorder weight": ("ct-w4a16", lambda s: with_order(s, "weight"), {}),
     "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
 }

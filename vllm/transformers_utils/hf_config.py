@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.arch.sizes import check_kinds, check_sizes
-from vllm.config.families import TEXT_TYPES, family_of, usual_architecture
+from vllm.config.families import TEXT_TYPES, family_of, text_types_of, usual_architecture
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
+from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
 
 _OF_THE_WHOLE = (
@@ -75,9 +76,8 @@ def complete_hf_config(
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
     """
+    raw = with_usual_spellings(raw)
     family = family_of(raw.get("model_type"))
-    if family.also_typed:
-        raw = {**raw, "model_type": family.model_type}
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
@@ -115,14 +115,19 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
-def is_known_to_transformers(architecture: str) -> bool:
-    """Whether the installed transformers has a decoder of this name, or the language model of a
-    checkpoint of this name."""
+def is_known_to_transformers(architecture: str, model_type: object = None) -> bool:
+    """Return whether the installed transformers has a decoder of this name, or the language model
+    of a checkpoint of this name.
+
+    Args:
+        architecture: name in config.json.
+        model_type: of the language model; None: the usual one.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = usual_architecture(architecture)
     if architecture in TEXT_TYPES:
-        return TEXT_TYPES[architecture] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return (model_type or TEXT_TYPES[architecture]) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
@@ -206,7 +211,7 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     name = names[0] if isinstance(names, list) and names else None
     wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
     text = raw.get("text_config")
-    if wanted is None or (text is None and raw.get("model_type") == wanted):
+    if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     if not isinstance(text, Mapping):
         raise ConfigError(
@@ -214,10 +219,12 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"Download the file again"
         )
     model_type = text.get("model_type") or wanted
-    if model_type != wanted:
+    accepted = text_types_of(str(name))
+    if model_type not in accepted:
         raise ConfigError(
-            f"config.json: the language model of {name} must be of model_type {wanted!r}, got "
-            f"{model_type!r}, which has no modules here"
+            f"config.json: the language model of {name} must be of model_type "
+            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint of the "
+            f"language model alone"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     return {**text, **whole, "model_type": model_type}

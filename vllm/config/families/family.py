@@ -73,6 +73,11 @@ class Family:
     also_typed: tuple[str, ...] = ()
     """Other values of `model_type` in published checkpoints."""
 
+    values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """One of these -> values that its config.json does not have, and that it means."""
+    old_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of older config.json files -> their names in transformers."""
+
     # ---- names and classes
     architectures: tuple[str, ...] = ()
     """Classes of generating models, and of encoders; the first one is the usual one."""
@@ -87,6 +92,8 @@ class Family:
     """All tokens of a prompt see each other, and none is generated."""
     text_type: str | None = None
     """`model_type` of the language model in `text_config`, of a family with a part for images."""
+    also_text_types: tuple[str, ...] = ()
+    """Others that such checkpoints may have; they run with the modules of transformers."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

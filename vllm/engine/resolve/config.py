@@ -28,7 +28,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, text_types_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
@@ -383,7 +383,7 @@ def _read_arch(
             token=load.hf_token,
         )
     )
-    runs_as = _class_of(arch.architecture, asked.model_impl)
+    runs_as = _class_of(arch.architecture, asked.model_impl, arch.model_type)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
     if arch.architecture in TEXT_TYPES:
@@ -419,19 +419,25 @@ def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelIm
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(f"config.json of '{folder}' has no 'architectures'")
-    _class_of(names[0], model_impl)
+    _class_of(names[0], model_impl, raw.get("model_type"))
 
 
-def _class_of(architecture: str, model_impl: ModelImpl) -> str:
-    """The name in the registry of what runs an architecture.
+def _class_of(architecture: str, model_impl: ModelImpl, model_type: object) -> str:
+    """Return the name in the registry of what runs an architecture.
+
+    Args:
+        architecture: name in config.json.
+        model_impl: as the user set it.
+        model_type: of the model, or of its language model.
 
     Raises:
         ConfigError: nothing does.
     """
     is_ours = architecture in ModelRegistry.supported()
+    is_ours &= model_type not in text_types_of(architecture)[1:]
     if is_ours and model_impl != "transformers":
         return architecture
-    is_theirs = is_known_to_transformers(architecture)
+    is_theirs = is_known_to_transformers(architecture, model_type)
     if is_theirs and model_impl != "vllm":
         return TEXT_BY_TRANSFORMERS if architecture in TEXT_TYPES else BY_TRANSFORMERS
     if is_ours:
