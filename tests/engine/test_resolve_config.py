@@ -248,7 +248,7 @@ def test_the_machine_of_an_engine_on_ray_needs_no_card():
         (
             {"hf_overrides": {"architectures": ["Nope"]}},
             "architecture 'Nope' is not supported, and the installed transformers has no decoder "
-            "of that name either; supported architectures: Aq",
+            "of that name either. Use a checkpoint of",
         ),
         (
             {"hf_overrides": {"architectures": ["NemotronForCausalLM"]}, "model_impl": "vllm"},

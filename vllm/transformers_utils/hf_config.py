@@ -1,6 +1,6 @@
 """Reads config.json, and completes it with the defaults of the model type from transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,21 @@ _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rop
 """Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
 
 
-def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def read_hf_config(
+    folder: Path,
+    overrides: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None] = lambda raw: None,
+) -> dict[str, Any]:
     """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
     transformers.
 
     Of a model with a part for images it is the config of the language model (`_text_config`).
+
+    Args:
+        folder: of the file.
+        overrides: values to use instead of the ones in the file.
+        check: called before the kinds and sizes of values are checked, which other models may have
+            otherwise.
 
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
@@ -39,7 +49,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     elif (folder / PARAMS).is_file():
         raw = read_params(folder)
     else:
-        raise ConfigError(f"model folder '{folder}' has no config.json")
+        raise ConfigError(f"model folder '{folder}' has no config.json{_found_instead(folder)}")
     if "quantization_config" not in raw:
         raw |= _other_quantization(raw, folder)
     own = raw.get("quantization_config")
@@ -48,9 +58,23 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(own, dict) and own == raw.get("quantization"):
         own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
     raw = _with_overrides(_text_config(raw), overrides)
+    check(raw)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
     return raw
+
+
+_OTHER_FILES = {
+    "adapter_config.json": "an adapter of a model: give the model that it was trained on, and the "
+    "adapter with lora_modules or a LoRARequest",
+    "model_index.json": "a pipeline of diffusers, which makes images. Use a language model",
+}
+"""File of what is no model -> what it is."""
+
+
+def _found_instead(folder: Path) -> str:
+    found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
+    return "" if found is None else f", but {found}: it is {_OTHER_FILES[found]}"
 
 
 def complete_hf_config(
@@ -223,8 +247,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in accepted:
         raise ConfigError(
             f"config.json: the language model of {name} must be of model_type "
-            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint of the "
-            f"language model alone"
+            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint with "
+            f"nothing but the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     return {**text, **whole, "model_type": model_type}

@@ -1,6 +1,6 @@
-"""Keys and values of older config.json files -> those that transformers reads today.
+"""Reads keys and values of older config.json files by the names that transformers has for them.
 
-What single families spelled in another way is in their entries of the table of families.
+The spellings of single families are in the table of families.
 """
 
 from collections.abc import Mapping

@@ -207,6 +207,16 @@ _LARGEST = {
 """Sizes far above those of all models; a larger one is a damaged or a hostile file."""
 
 
+def missing_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the sizes of a decoder that a config does not have, each by its usual name."""
+    required, family = [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)], family_of(config["model_type"])
+    if not family.heads_are_channels:
+        required.append(_NUM_HEADS)
+    if family.default_max_positions is None:
+        required.append(_MAX_POSITIONS)
+    return [names[0] for names in required if _first(config, names) is None]
+
+
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 

@@ -365,7 +365,7 @@ def _refusal(arch: ModelArch, reason: str) -> ConfigError:
 
 class AttentionOfTransformers(Attention):
     """Attention with the options that its module hands over when it runs for the first time, which
-    is before there is a cache: what the module has as attributes may be those of other layers."""
+    is before there is a cache: the attributes of the module may be the options of other layers."""
 
     has_run = False
 

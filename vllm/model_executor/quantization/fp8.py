@@ -41,7 +41,7 @@ from vllm.model_executor.quantization.settings import (
 from vllm.ops.stored_weight import Fp8Weight
 
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
-"""Names of the one format of numbers that such checkpoints have."""
+"""Names of the one element type that such checkpoints have."""
 
 
 class Fp8(CheckpointFormat[bool]):

@@ -54,7 +54,7 @@ def wrong(key: str, value: Any, accepted: str) -> ConfigError:
 
 
 def group_size_of(settings: Settings, key: str) -> int:
-    """Inputs that share a scale; -1, also where the key is absent or null: all.
+    """Return how many inputs share a scale; -1, which an absent key and null mean as well: all.
 
     Raises:
         ConfigError: it is neither -1 nor a positive number.
