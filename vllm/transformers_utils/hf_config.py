@@ -57,6 +57,11 @@ def read_hf_config(
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
     if isinstance(own, dict) and own == raw.get("quantization"):
         own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
+    if isinstance(own, dict) and own and "quant_method" not in own:
+        # ModelOpt has said its name in a file of its own only, or as the producer.
+        own |= _other_quantization({}, folder).get("quantization_config", {}) | own
+        if isinstance(producer := own.get("producer"), dict) and "name" in producer:
+            own.setdefault("quant_method", producer["name"])
     raw = _with_overrides(_text_config(raw), overrides)
     check(raw)
     check_kinds(raw)

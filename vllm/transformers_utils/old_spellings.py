@@ -10,6 +10,13 @@ from vllm.config.families import family_of
 
 _ROPES = ("rope_parameters", "rope_scaling")
 _TYPES = ("rope_type", "type")
+_DTYPES = ("dtype", "torch_dtype")
+_DTYPE_NAMES = {
+    "auto": None,
+    **dict.fromkeys(("bf16",), "bfloat16"),
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float"), "float32"),
+}
 _FACTORS = {"short_factor", "long_factor"}
 _LONGROPE = "longrope"
 
@@ -32,6 +39,11 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
     for old, name in family.old_keys.items():
         if old in usual:
             usual.setdefault(name, usual[old])
+    for key in _DTYPES:
+        dtype = usual.get(key)
+        if isinstance(dtype, str):
+            short = dtype.lower().removeprefix("torch.")
+            usual[key] = _DTYPE_NAMES.get(short, short)
     for key in _ROPES:
         if isinstance(usual.get(key), Mapping):
             usual[key] = _usual_rope(usual[key])

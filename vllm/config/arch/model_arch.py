@@ -275,8 +275,13 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+def named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the data type that a config names; None: it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _read_dtype(config: Mapping[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = str(named_dtype(config) or "float32")
     return name.removeprefix("torch.")
 
 

@@ -28,6 +28,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
+from vllm.config.arch.model_arch import named_dtype
 from vllm.config.families import TEXT_TYPES, text_types_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
@@ -73,6 +74,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.weight_dtype import dtype_of_files
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -339,6 +341,8 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
+    if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
+        arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
