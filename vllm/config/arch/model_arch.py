@@ -209,7 +209,10 @@ _LARGEST = {
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes of a decoder that a config does not have, each by its usual name."""
-    required, family = [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)], family_of(config["model_type"])
+    required, family = (
+        [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)],
+        family_of(config.get("model_type")),
+    )
     if not family.heads_are_channels:
         required.append(_NUM_HEADS)
     if family.default_max_positions is None:
