@@ -28,7 +28,7 @@ from tests.tiny_models import (
     randomize,
 )
 from vllm import LLM, SamplingParams
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, text_types_of
 from vllm.errors import ConfigError, WeightLoadError
 
 MAX_TOKENS = 5
@@ -154,6 +154,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
 
 def test_every_architecture_is_in_the_table():
     assert {*_WHOLE, "Gemma3nForConditionalGeneration"} == set(TEXT_TYPES)
+    others = {kind for name in TEXT_TYPES for kind in text_types_of(name)[1:]}
+    assert others == {more["model_type"] for _, more in _OTHER_TEXTS.values()}
 
 
 def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):

@@ -54,10 +54,28 @@ DIALECTS = {
     ),
     "compression_config": ("ct-w8a8", lambda s: s, {"key": "compression_config"}),
     "hf_quant_config.json": ("modelopt", nested, {"file": "hf_quant_config.json"}),
+    "modelopt as the producer": (
+        "modelopt",
+        lambda s: {"quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.33"}},
+        {},
+    ),
     "nested modelopt": ("modelopt", lambda s: nested(s) | {"quant_method": "modelopt"}, {}),
     "auto-round as GPTQ": ("gptq-4", auto_round("auto_round:auto_gptq"), {}),
     "old auto-round": ("gptq-4", auto_round("auto_round:gptq:exllamav2", "backend"), {}),
     "auto-round as AWQ": ("awq", auto_round("auto_round:auto_awq"), {}),
+    "a longer name of e4m3": ("fp8-static", lambda s: s | {"fmt": "float8_e4m3fn"}, {}),
+    "null for defaults": (
+        "gptq-4",
+        lambda s: s | dict.fromkeys(("checkpoint_format", "lm_head", "is_marlin_format")),
+        {},
+    ),
+    "the name in capitals": ("gptq-4", lambda s: s | {"quant_method": "GPTQ"}, {}),
+    "values in capitals": ("awq", lambda s: s | {"version": "GEMM"}, {}),
+    "an underline in the name": (
+        "ct-w4a16",
+        lambda s: s | {"quant_method": "compressed_tensors", "format": "pack_quantized"},
+        {},
+    ),
     "actorder weight": ("ct-w4a16", lambda s: with_order(s, "weight"), {}),
     "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
 }
@@ -78,6 +96,53 @@ def test_other_dialects_mean_the_same_weights(checkpoint, tmp_path, dialect):
     assert len(stored) == 8
     for path, layer in stored:
         assert torch.equal(weight_of(layer), twins[path].weight), path
+
+
+def test_settings_without_a_name_are_completed_by_the_file_beside_them(checkpoint, tmp_path):
+    folder, _ = checkpoint("modelopt")
+    copy = changed_settings(folder, tmp_path, lambda s: {"ignore": ["lm_head"]})
+    (copy / "hf_quant_config.json").write_text(json.dumps(nested({})))
+    stored = [m for m in load(copy).modules() if isinstance(m, ParallelLinear)]
+    twin = [m for m in load(folder).modules() if isinstance(m, ParallelLinear)]
+    assert len(stored) == 8
+    assert all(torch.equal(weight_of(a), weight_of(b)) for a, b in zip(stored, twin, strict=True))
+
+
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_modules_of_a_block_that_gptq_does_not_list_are_dense(tmp_path, has_lists):
+    folder, dense = write("gptq-4", tmp_path, skipped=("mlp",))
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"]
+    listed = {"modules_in_block_to_quantize": [parts[:3], parts[3:]] if has_lists else parts}
+
+    def change(settings):
+        return {k: v for k, v in settings.items() if k != "modules_to_not_convert"} | listed
+
+    model = load(changed_settings(folder, tmp_path, change))
+    twins = dict(load(dense).named_modules())
+    for path, layer in model.named_modules():
+        if isinstance(layer, ParallelLinear):
+            found = layer.weight if ".mlp." in path else weight_of(layer)
+            assert torch.equal(found, twins[path].weight), path
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gptq-4",
+            {"dynamic": {r"+:.*\.1\..*v_proj": {"bits": 8}}},
+            r"q_proj, .*k_proj, .*v_proj .*the rule '\+:.*v_proj' is for "
+            r"model.layers.1.self_attn.v_proj\); they run as one layer",
+        ),
+        ("gptq-4", {"dynamic": {"-:.*up_proj": {}}}, r"the rule '-:.*up_proj' is for .*up_proj"),
+        ("ct-w4a16", {"ignore": ["re:.*v_proj"]}, r"leaves some of .*v_proj unquantized"),
+    ],
+)
+def test_a_rule_for_one_part_of_a_layer_is_named(checkpoint, tmp_path, name, change, message):
+    """Its pattern may fit the name of the fused layer, qkv_proj or gate_up_proj, as well."""
+    copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | change)
+    with pytest.raises(ConfigError, match=message):
+        load(copy)
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,11 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
                 f"{path}: {key} is {shown(given[key])}; {what} are not supported. Merge the "
                 f"adapter into the weights of its model (merge_and_unload of peft)"
             )
-    if given.get("bias", "none") != "none":
+    if given.get("bias", "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
-            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported. Merge the adapter "
-            f"into the weights of its model (merge_and_unload of peft)"
+            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported, or weights without "
+            f"a bias among them. Merge the adapter into the weights of its model "
+            f"(merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
@@ -232,6 +233,21 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         parameters=_read_parameters(path, given.get("target_parameters") or []),
         base=base if isinstance(base, str) else "",
     )
+
+
+def _may_have_biases(path: Path) -> bool:
+    """Return whether a file of weights has a bias, or cannot tell by its header; what is damaged is
+    reported where it is loaded."""
+    if path.suffix != ".safetensors":
+        return True
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return length > _MAX_CONFIG_BYTES or any(
+                name.endswith(".bias") for name in json.loads(file.read(length))
+            )
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:

@@ -243,6 +243,19 @@ _LARGEST = {
 """Sizes far above those of all models; a larger one is a damaged or a hostile file."""
 
 
+def missing_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the sizes of a decoder that a config does not have, each by its usual name."""
+    required, family = (
+        [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)],
+        family_of(config.get("model_type")),
+    )
+    if not family.heads_are_channels:
+        required.append(_NUM_HEADS)
+    if family.default_max_positions is None:
+        required.append(_MAX_POSITIONS)
+    return [names[0] for names in required if _first(config, names) is None]
+
+
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
@@ -314,8 +327,13 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+def named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the data type that a config names; None: it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _read_dtype(config: Mapping[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = str(named_dtype(config) or "float32")
     return name.removeprefix("torch.")
 
 

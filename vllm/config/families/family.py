@@ -97,6 +97,11 @@ class Family:
     also_typed: tuple[str, ...] = ()
     """Other values of `model_type` in published checkpoints."""
 
+    values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """One of these -> values that its config.json does not have, and that it means."""
+    old_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of older config.json files -> their names in transformers."""
+
     # ---- names and classes
     architectures: tuple[str, ...] = ()
     """Classes of generating models, and of encoders; the first one is the usual one."""

@@ -95,8 +95,14 @@ _BLOOM_POSITIONS = 2048
 _LLAMAS = (
     Family(
         model_type="llama",
+        also_typed=("aquila", "internlm", "xverse", "Yi"),
+        old_keys={"bias": "attention_bias"},  # InternLM
         module="llama",
         architectures=("LlamaForCausalLM",),
+        also_published_as=(
+            *("AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM", "LLaMAForCausalLM"),
+            *("XverseForCausalLM", "YiForCausalLM"),
+        ),
         pooling_architectures=("LlamaModel", "LlamaForSequenceClassification"),
         windows="ignored",
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
@@ -564,8 +570,16 @@ _OTHERS = (
     ),
     Family(
         model_type="falcon",
+        also_typed=("RefinedWeb", "RefinedWebModel"),  # 40B; 7B and RW
+        values_of_type={"RefinedWeb": {"new_decoder_architecture": True}},
+        old_keys={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_head_kv": "num_kv_heads",
+        },
         module="falcon",
         architectures=("FalconForCausalLM",),
+        also_published_as=("RWForCausalLM",),
         tokenizer="",
         gguf=GGUFFacts(
             architecture="falcon",
@@ -866,8 +880,11 @@ _OTHERS = (
     ),
     Family(
         model_type="stablelm",
+        also_typed=("stablelm_epoch",),
+        old_keys={"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
         module="stablelm",
         architectures=("StableLmForCausalLM",),
+        also_published_as=("StableLMEpochForCausalLM",),
         tokenizer=_GENERIC,
         gguf=GGUFFacts(
             architecture="stablelm",
@@ -925,7 +942,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
-        also_text_types=("ministral3",),
+        also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
     ),
     Family(
         model_type="qwen3_5",

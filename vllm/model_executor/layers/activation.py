@@ -54,6 +54,7 @@ class XIELU(nn.Module):
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
+    "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
@@ -125,6 +126,7 @@ _GATED: dict[str, Callable[[], nn.Module]] = {
     "silu": SiluAndMul,
     "swish": SiluAndMul,
     "gelu": GeluAndMul,
+    "gelu_fast": partial(GeluAndMul, is_tanh=True),
     "gelu_new": partial(GeluAndMul, is_tanh=True),
     "gelu_pytorch_tanh": partial(GeluAndMul, is_tanh=True),
 }

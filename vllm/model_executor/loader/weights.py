@@ -16,6 +16,7 @@ from torch import nn
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.slice import Place, SlicedModule, Source
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
@@ -157,8 +158,15 @@ def _fill(
     if problems:
         folders = sorted({str(path.parent) for path in paths if path is not None})
         where = f" {', '.join(folders)}" if folders else ""
+        hint = ""
+        if any(isinstance(place.module, ParallelLMHead) for place in todo.values()):
+            hint = (
+                ". The output head is missing: if its weights are those of the token embeddings, "
+                "set tie_word_embeddings to true in config.json or with hf_overrides"
+            )
         raise WeightLoadError(
             f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}"
+            f"{hint}"
         )
 
 

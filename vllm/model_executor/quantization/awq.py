@@ -25,9 +25,6 @@ class AWQ(CheckpointFormat[GroupLayout]):
         """
         old_names = {"w_bit": "bits", "q_group_size": "group_size"}
         settings = {old_names.get(key, key): value for key, value in settings.items()}
-        version = settings.get("version", "gemm")
-        if isinstance(version, str):
-            settings["version"] = version.lower()
         choice(settings, "version", ("gemm",), "gemm")
         self.layout = GroupLayout(
             bits=choice(settings, "bits", (4,)),

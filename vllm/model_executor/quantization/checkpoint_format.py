@@ -45,6 +45,11 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             storage: of `storage_of`.
         """
 
+    def rule_for(self, names: Names) -> str | None:
+        """Return the rule of the settings that `storage_of` has followed for a layer, for messages;
+        None: there is none, or it is not known."""
+        return None
+
     def stores_head(self, names: Names) -> bool:
         """Whether `storage_of` is to be asked for an output head of these names, which is not
         tied."""
@@ -53,16 +58,13 @@ class CheckpointFormat(Quantization, Generic[Storage]):
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
             return None
-        parts = [
-            [*self._all_names(part), *self._all_names(name)] for part in part_names(name, layer)
-        ]
-        found = [self.storage_of(names) for names in parts]
-        if any(each != found[0] for each in found):
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config leaves some of "
-                f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
-                f"different ways; they run as one layer, so it must be the same for all"
-            )
+        # A rule for one part may fit the name of the whole as well: ".*v_proj" fits qkv_proj.
+        parts = [self._all_names(part) for part in part_names(name, layer)]
+        own = [self.storage_of(names) for names in parts]
+        if any(each != own[0] for each in own):
+            raise self._differing(parts)
+        whole = self._all_names(name)
+        found = [self.storage_of([*names, *whole]) for names in parts]
         return None if found[0] is None else self.method(name, found[0])
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
@@ -77,6 +79,19 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         # The first one tells: experts of a layer must be stored alike.
         storage = self.storage_of(self._all_names(f"{name}.0.gate_proj"))
         return None if storage is None else StoredExperts(name)
+
+    def _differing(self, parts: Sequence[Names]) -> ConfigError:
+        rules: dict[str, list[str]] = {}
+        for names in parts:
+            if (rule := self.rule_for(names)) is not None:
+                rules.setdefault(rule, []).append(names[0])
+        said = "; ".join(f"the rule {rule!r} is for {', '.join(of)}" for rule, of in rules.items())
+        return ConfigError(
+            f"config.json of the checkpoint: quantization_config leaves some of "
+            f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
+            f"different ways{f' ({said})' if said else ''}; they run as one layer, so it must be "
+            f"the same for all. Quantize the model again with the same settings for them"
+        )
 
     def _all_names(self, name: str) -> list[str]:
         return [name, *self.names.of_module(name)]

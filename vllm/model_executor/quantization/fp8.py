@@ -40,6 +40,9 @@ from vllm.model_executor.quantization.settings import (
 )
 from vllm.ops.stored_weight import Fp8Weight
 
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
+"""Names of the one element type that such checkpoints have."""
+
 
 class Fp8(CheckpointFormat[bool]):
     """`quant_method: fp8` and `fbgemm_fp8`."""
@@ -51,7 +54,7 @@ class Fp8(CheckpointFormat[bool]):
         """
         settings = settings or {}
         scheme = choice(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
-        choice(settings, "fmt", ("e4m3",), "e4m3")
+        choice(settings, "fmt", _E4M3, _E4M3[0])
         self.has_input_scale = scheme == "static"
         self.block = block_of(settings, "weight_block_size")
         if self.block and self.has_input_scale:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import ModelConfig
-from vllm.config.quantization.quant_method import quant_method
+from vllm.config.quantization.quant_method import quant_method, usual_name
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import NOT_MARLIN
@@ -83,7 +83,7 @@ def format_names() -> tuple[str, ...]:
 
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
     """Add a format of checkpoints."""
-    _formats[name] = Format(create)
+    _formats[usual_name(name)] = Format(create)
 
 
 def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:
