@@ -63,6 +63,10 @@ _DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
 """In the names of matrices that no format stores."""
 
 
+_SKIP_KEYS = {"compressed-tensors": "ignore", "modelopt": "ignore"}
+"""Method -> key of the list of layers that stay dense."""
+
+
 def is_linear(key: str, tensor: Tensor) -> bool:
     """Whether a tensor is the weight of a linear layer of a decoder layer."""
     is_weight = key.endswith(".weight") and tensor.dim() == 2 and re.search(r"\.\d+\.", key)
@@ -113,8 +117,7 @@ def write(
     folders = folder / name, folder / f"{name}-dense"
     settings = dict(format_.settings)
     if skipped:
-        is_compressed = settings["quant_method"] == "compressed-tensors"
-        key = "ignore" if is_compressed else "modules_to_not_convert"
+        key = _SKIP_KEYS.get(settings["quant_method"], "modules_to_not_convert")
         settings[key] = [*settings.get(key, []), *skipped]
     if stores_head:
         settings |= {
@@ -301,13 +304,73 @@ def _fp8_ct_block(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, dense
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nearest(numbers: Tensor, table: Tensor) -> Tensor:
+    """Return the index in the table of the element that is nearest to each."""
+    return (numbers[..., None] - table).abs().argmin(-1)
+
+
+def in_bytes(codes: Tensor, is_high_first: bool = False) -> Tensor:
+    """Rows of numbers of four bits, two in each byte."""
+    first, second = codes[..., ::2], codes[..., 1::2]
+    pair = first * 16 + second if is_high_first else first + second * 16
+    return pair.to(torch.uint8)
+
+
+def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor]:
+    """E2M1, a scale in e4m3 for each 16 inputs, and a factor, or a divisor, for all."""
+    factor = weight.abs().max() / (6 * 448)
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(-1, keepdim=True) / 6 / factor).to(torch.float8_e4m3fn)
+    table = torch.cat((E2M1, -E2M1))
+    codes = nearest(groups / (scales.float() * factor).clamp(min=1e-9), table)
+    parts = {"weight_scale": scales[..., 0]}
+    packed = in_bytes(codes.flatten(1))
+    if is_compressed:
+        divisor = (1 / factor).reshape(1)
+        parts |= {"weight_packed": packed, "weight_global_scale": divisor}
+        parts |= {"input_global_scale": torch.tensor([30.0])}
+        factor = 1 / divisor
+    else:
+        parts |= {"weight": packed, "weight_scale_2": factor, "input_scale": torch.tensor(0.01)}
+    return parts, (table[codes] * (scales.float() * factor)).flatten(1)
+
+
+def _powers(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Exponents of E8M0 for groups, and what they mean."""
+    exponents = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-9).log2().ceil()
+    return (exponents[..., 0] + 127).to(torch.uint8), exponents.exp2()
+
+
+def _mxfp4(weight: Tensor, name: str = "weight") -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    scales, powers = _powers(groups, 6)
+    table = torch.cat((E2M1, -E2M1))
+    codes = nearest(groups / powers, table)
+    parts = {name: in_bytes(codes.flatten(1)), "weight_scale": scales}
+    return parts, (table[codes] * powers).flatten(1)
+
+
+def _mxfp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    scales, powers = _powers(groups, 448)
+    numbers = (groups / powers).to(torch.float8_e4m3fn)
+    dense = (numbers.float() * powers).flatten(1)
+    return {"weight": numbers.flatten(1), "weight_scale": scales}, dense
+
+
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 _FP8_PER_TOKEN = _PER_TOKEN | {"type": "float"}
 _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
+_FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+
 _FP8 = {"quant_method": "fp8"}
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 
 FORMATS: dict[str, Format] = {
@@ -357,5 +420,27 @@ FORMATS: dict[str, Format] = {
         _FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
         _FP8_PER_TOKEN,
         _fp8_ct_block,
+    ),
+    "nvfp4": Format(
+        _MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, _nvfp4, is_rounding_inputs=True
+    ),
+    "mxfp4": Format(_MODELOPT | {"quant_algo": "MXFP4"}, _mxfp4, is_rounding_inputs=True),
+    "mxfp8": Format(_MODELOPT | {"quant_algo": "MXFP8"}, _mxfp8),
+    "ct-nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        _FLOAT4 | {"strategy": "tensor_group", "group_size": 16},
+        _FLOAT4 | {"strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        partial(_nvfp4, is_compressed=True),
+        is_rounding_inputs=True,
+    ),
+    "ct-mxfp4": _compressed(
+        "mxfp4-pack-quantized",
+        _FLOAT4 | {"strategy": "group", "group_size": 32},
+        None,
+        partial(_mxfp4, name="weight_packed"),
+        is_rounding_inputs=True,
+    ),
+    "ct-mxfp8": _compressed(
+        "mxfp8-quantized", _FLOAT8 | {"strategy": "group", "group_size": 32}, None, _mxfp8
     ),
 }

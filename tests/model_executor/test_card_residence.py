@@ -215,6 +215,7 @@ def of_inc(method: str) -> Callable[[Card], Any]:
 CASES: dict[str, list[Callable[[Card], Any]]] = {
     "FP8": [
         *(of_checkpoint(name) for name in FORMATS if "fp8" in name or name == "modelopt"),
+        of_experts("mxfp8"),
         of_dense("fp8"),
         of_inc("maxabs_hw"),
         of_inc("act_maxabs_pow2_weights_pcs_opt_pow2"),
@@ -236,7 +237,8 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
     ],
     "4 bits with minimums": [of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")],
     "5 bits with minimums": [of_gguf(kind) for kind in ("Q5_1", "Q5_K")],
-    "MXFP4": [of_gpt_oss],
+    "MXFP4": [of_gpt_oss, of_checkpoint("mxfp4"), of_checkpoint("ct-mxfp4")],
+    "NVFP4": [of_checkpoint("nvfp4"), of_checkpoint("ct-nvfp4"), of_experts("nvfp4")],
 }
 """Row of the table -> what its numbers hold for."""
 

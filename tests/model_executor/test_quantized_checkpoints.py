@@ -65,7 +65,9 @@ def test_a_format_takes_dummy_weights(checkpoint, ops, name):
     assert logits_of(model, prompt_of(3)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel"])
+@pytest.mark.parametrize(
+    "name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel", "nvfp4"]
+)
 def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
     """Their weights have no other place than the product, so logits are compared."""
     folders = write(name, tmp_path, tiny_model("qwen3_moe"))
@@ -105,6 +107,7 @@ def with_head(tmp_path_factory):
 HEADS = [
     *("gptq-4", "gptq-8", "awq-symmetric", "ct-w4a16", "ct-w8a8", "ct-fp8-static"),
     *("fp8-static", "fp8-block", "fp8-channel-ignored", "modelopt"),
+    *("nvfp4", "ct-nvfp4"),
 ]
 
 
@@ -268,7 +271,25 @@ WRONG = [
     ("fp8-static", without("input_scale"), f"1 tensors missing .*{GATE}.input_scale"),
     ("fp8-static", changed("ignored_layers", to=["q_proj"]), "leaves some of .*self_attn.q_proj"),
     ("fp8-static", changed("ignored_layers", to="lm_head"), "ignored_layers is 'lm_head'"),
-    ("modelopt", changed("quant_algo", to="NVFP4"), "quant_algo is 'NVFP4'; supported: FP8"),
+    ("modelopt", changed("quant_algo", to="W4A8"), "quant_algo is 'W4A8'; supported: FP8, .*NVFP4"),
+    ("modelopt", changed("quant_algo", to="NVFP4"), "weight_scale has the dtype float32 .* float8"),
+    ("nvfp4", changed("group_size", to=32), CONFIG + "group_size is 32; supported: 16"),
+    ("nvfp4", changed("kv_cache_quant_algo", to="NVFP4"), "kv_cache_quant_algo is 'NVFP4'"),
+    ("nvfp4", without("weight_scale"), f"1 tensors missing .*{GATE}.weight_scale"),
+    ("nvfp4", without("weight_scale_2"), f"1 tensors missing .*{GATE}.weight_scale_2"),
+    ("nvfp4", filled("weight_scale", -1.0), "weight_scale contains NaN or negative scales"),
+    ("nvfp4", filled("weight_scale_2", 0.0), "weight_scale_2 contains a factor that is no pos"),
+    (
+        "nvfp4",
+        reshaped("weight_scale", -1, 2),
+        r"weight_scale has shape \[384, 2\] .* needs \[192, 4\]: a number for each 16 of its 64",
+    ),
+    ("nvfp4", changed("quant_algo", to="MXFP4"), "group_size is 16; supported: 32"),
+    ("nvfp4", changed("quant_algo", to="MIXED_PRECISION"), "quantized_layers is None; supported"),
+    ("mxfp4", filled("weight_scale", 255), "weight_scale contains 255, which is NaN"),
+    ("mxfp8", filled("weight", float("nan")), "gate_up_proj in the checkpoint contains NaN"),
+    ("ct-nvfp4", changed(*WEIGHTS, "group_size", to=32), "weights.group_size is 32; supported: 16"),
+    ("ct-nvfp4", without("weight_global_scale"), f"missing .*{GATE}.weight_global_scale"),
     ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
     ("gptq-4", changed("bits", to=True), "bits is True"),
     ("gptq-4", changed("bits", to=8), r"qweight has shape \[24, 64\] .* needs \[48, 64\]"),

@@ -35,7 +35,23 @@ def changed_settings(folder, tmp_path, change, *, key="quantization_config", fil
 
 
 def nested(settings):
-    return {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    algorithm = {"quant_algo": settings["quant_algo"], "exclude_modules": ["lm_head"]}
+    return {"producer": {"name": "modelopt"}, "quantization": algorithm}
+
+
+def mixed(settings):
+    of_all = {"quant_algo": settings["quant_algo"]}
+    layers = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn", "mlp")]
+    return settings | {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": dict.fromkeys(layers, of_all),
+    }
+
+
+def mixed_formats(settings):
+    (group,) = settings["config_groups"].values()
+    groups = {"group_0": group | {"format": settings["format"]}}
+    return settings | {"format": "mixed-precision", "config_groups": groups}
 
 
 def auto_round(packing, key="packing_format"):
@@ -55,6 +71,11 @@ DIALECTS = {
     "compression_config": ("ct-w8a8", lambda s: s, {"key": "compression_config"}),
     "hf_quant_config.json": ("modelopt", nested, {"file": "hf_quant_config.json"}),
     "nested modelopt": ("modelopt", lambda s: nested(s) | {"quant_method": "modelopt"}, {}),
+    "hf_quant_config.json of NVFP4": ("nvfp4", nested, {"file": "hf_quant_config.json"}),
+    "modelopt_fp4": ("nvfp4", lambda s: s | {"quant_method": "modelopt_fp4"}, {}),
+    "NVFP4 by layers": ("nvfp4", mixed, {}),
+    "FP8 by layers": ("modelopt", mixed, {}),
+    "formats of groups": ("ct-nvfp4", mixed_formats, {}),
     "auto-round as GPTQ": ("gptq-4", auto_round("auto_round:auto_gptq"), {}),
     "old auto-round": ("gptq-4", auto_round("auto_round:gptq:exllamav2", "backend"), {}),
     "auto-round as AWQ": ("awq", auto_round("auto_round:auto_awq"), {}),

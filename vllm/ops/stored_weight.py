@@ -21,6 +21,11 @@ class StoredWeight(ABC):
     def shape(self) -> torch.Size:
         """(out_features, in_features)"""
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Words of the log for its format."""
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """[out_features, in_features] float32."""
@@ -75,6 +80,10 @@ class Fp8Weight(StoredWeight):
     """Every device rounds inputs with `input_scale`; else one may keep them as they are."""
 
     @property
+    def kind(self) -> str:
+        return "fp8"
+
+    @property
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
@@ -92,6 +101,10 @@ class Int8Weight(StoredWeight):
     """[out_features, in_features] int8."""
     scales: Tensor
     """[out_features] float32."""
+
+    @property
+    def kind(self) -> str:
+        return "int8"
 
     @property
     def shape(self) -> torch.Size:
@@ -136,6 +149,10 @@ class GroupedWeight(StoredWeight):
     groups: Tensor | None = None
     """[in_features] int32: the group of each input, each of the G groups at least once; None:
     in_features / G neighbours each."""
+
+    @property
+    def kind(self) -> str:
+        return f"numbers of {self.bits} bits in groups"
 
     @property
     def shape(self) -> torch.Size:
@@ -313,6 +330,10 @@ class MinimumWeight(StoredWeight):
     """With as many groups and factors."""
 
     @property
+    def kind(self) -> str:
+        return f"numbers of {self.bits} bits with minimums"
+
+    @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
@@ -340,6 +361,10 @@ class StackedWeight(StoredWeight):
     """The outputs of several weights of the same inputs, one after the other."""
 
     parts: tuple[StoredWeight, ...]
+
+    @property
+    def kind(self) -> str:
+        return " and ".join(dict.fromkeys(part.kind for part in self.parts))
 
     @property
     def shape(self) -> torch.Size:
@@ -370,6 +395,10 @@ class Mxfp4Weight(StoredWeight):
     """[..., B] uint8: exponents, 127 is 1."""
 
     @property
+    def kind(self) -> str:
+        return "MXFP4"
+
+    @property
     def shape(self) -> torch.Size:
         *outputs, num_blocks, num_bytes = self.blocks.shape
         return torch.Size((*outputs, num_blocks * num_bytes * 2))
@@ -381,11 +410,10 @@ class Mxfp4Weight(StoredWeight):
 
     def codes(self) -> Tensor:
         """[..., in_features] uint8: the four bits of each element."""
-        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
+        return nibbles_of(self.blocks).flatten(-2)
 
     def dequantize(self) -> Tensor:
-        table = torch.tensor([*E2M1, *(-x for x in E2M1)])
-        elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
+        elements = e2m1_numbers(self.codes()).unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
 
@@ -394,6 +422,54 @@ class Mxfp4Weight(StoredWeight):
             return None
         blocks = torch.cat((self.blocks, other.blocks))
         return Mxfp4Weight(blocks=blocks, scales=torch.cat((self.scales, other.scales)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4Weight(StoredWeight):
+    """Elements of four bits (E2M1) times a scale for each group of inputs: a number of e4m3 times a
+    factor of the output."""
+
+    packed: Tensor
+    """[out_features, in_features / 2] uint8: two elements each, the first in the lower four
+    bits."""
+    scales: Tensor
+    """[out_features, G] float8_e4m3fn, for in_features / G neighbours each; not negative."""
+    factors: Tensor
+    """[out_features] float32."""
+
+    @property
+    def kind(self) -> str:
+        return "NVFP4"
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.packed), 2 * self.packed.shape[1]))
+
+    def dequantize(self) -> Tensor:
+        scales = self.scales.float() * self.factors[:, None]
+        elements = e2m1_numbers(nibbles_of(self.packed)).unflatten(1, (scales.shape[1], -1))
+        return (elements * scales[..., None]).flatten(1)
+
+    def joined(self, other: StoredWeight) -> "Nvfp4Weight | None":
+        if not isinstance(other, Nvfp4Weight) or self.scales.shape[1:] != other.scales.shape[1:]:
+            return None
+        scales = torch.cat([each.scales.view(torch.uint8) for each in (self, other)])
+        return Nvfp4Weight(
+            packed=torch.cat((self.packed, other.packed)),
+            scales=scales.view(torch.float8_e4m3fn),
+            factors=torch.cat((self.factors, other.factors)),
+        )
+
+
+def nibbles_of(packed: Tensor) -> Tensor:
+    """Split the two elements of four bits in each byte, the lower one first: [..., N] uint8 ->
+    [..., 2 * N] uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def e2m1_numbers(codes: Tensor) -> Tensor:
+    """Return elements of E2M1 in float32, of four bits each."""
+    return torch.tensor([*E2M1, *(-x for x in E2M1)])[codes.int()]
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:

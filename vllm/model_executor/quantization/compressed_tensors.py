@@ -1,9 +1,9 @@
 """compressed-tensors checkpoints, as llm-compressor writes them.
 
 `config_groups` say how the layers of their targets are stored: whole numbers packed in words
-(W4A16, W8A16), int8 (W8A8, W8A16) or fp8 (per tensor, output feature or block); `ignore` names
-layers that are dense. Static scales of inputs are those of fp8; int8 inputs are rounded with a
-scale for each row, also where the checkpoint has one for all.
+(W4A16, W8A16), int8 (W8A8, W8A16), fp8 (per tensor, output feature or block), or NVFP4, MXFP4 and
+MXFP8; `ignore` names layers that are dense. Static scales of inputs are those of fp8; int8 inputs
+are rounded with a scale for each row, also where the checkpoint has one for all.
 """
 
 import re
@@ -31,6 +31,12 @@ from vllm.model_executor.layers.stored.stored_scales import (
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.float_groups import (
+    GROUPS,
+    FloatKind,
+    FloatNames,
+    float_linear,
+)
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
 from vllm.model_executor.quantization.input_groups import InputGroups
@@ -46,6 +52,13 @@ from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpa
 from vllm.utils.text.patterns import compile_pattern
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+_FLOAT_FORMATS: dict[str, FloatKind] = {
+    "nvfp4-pack-quantized": "NVFP4",
+    "mxfp4-pack-quantized": "MXFP4",
+    "mxfp8-quantized": "MXFP8",
+}
+"""Formats with scales of small groups, and the kinds of their elements."""
+_FLOAT_NAMES = FloatNames(packed="weight_packed", factor="weight_global_scale", is_divisor=True)
 _CLASS = "Linear"
 """The target that means every linear layer."""
 
@@ -78,6 +91,9 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
         if _is_listed(names, self.ignored):
             return None
         return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+
+    def described(self, storage: "_Scheme") -> str | None:
+        return _FLOAT_FORMATS.get(storage.format)
 
     def method(self, name: str, storage: "_Scheme") -> LinearMethod:
         return storage.method(name)
@@ -134,7 +150,11 @@ class _Scheme:
         weights = _object(group, "weights", None)
         inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets", "config_groups.")
-        self.format = choice(group, "format", (*_FORMATS, "naive-quantized"))
+        self.format = choice(group, "format", (*_FORMATS, "naive-quantized", *_FLOAT_FORMATS))
+        self.rounds_inputs = bool(inputs)
+        if self.format in _FLOAT_FORMATS:
+            _check_floats(weights, _FLOAT_FORMATS[self.format])
+            return
         kind = choice(weights, "type", ("int", "float"), "int")
         if self.format == "naive-quantized":
             self.format = f"{kind}-quantized"
@@ -152,7 +172,6 @@ class _Scheme:
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
-        self.rounds_inputs = bool(inputs)
         of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
         is_dynamic = of_inputs("dynamic", (True, False, "local"), True)
         self.has_input_scale = self.rounds_inputs and is_dynamic is False
@@ -164,9 +183,22 @@ class _Scheme:
             self.has_input_zero = not of_inputs("symmetric", (True, False), True)
 
     def method(self, name: str) -> LinearMethod:
+        if self.format in _FLOAT_FORMATS:
+            factor = "input_global_scale" if self.rounds_inputs else None
+            names = replace(_FLOAT_NAMES, input_factor=factor)
+            return float_linear(name, _FLOAT_FORMATS[self.format], names)
         if self.format == "float-quantized":
             return Fp8Linear(name, self.block, self.has_input_scale)
         return _WordsLinear(name, self) if self.format == _FORMATS[0] else _Int8Linear(name, self)
+
+
+def _check_floats(weights: Settings, kind: FloatKind) -> None:
+    of_weights = partial(choice, weights, within="config_groups.*.weights.")
+    bits = 8 if kind == "MXFP8" else 4
+    of_weights("num_bits", (bits,), bits)
+    of_weights("type", ("float",), "float")
+    of_weights("symmetric", (True,), True)
+    of_weights("group_size", (GROUPS[kind],), GROUPS[kind])
 
 
 class _WholeNumbers(StoredLinear):

@@ -36,6 +36,7 @@ from vllm.model_executor.quantization.settings import (
     choice,
     is_listed,
     names,
+    read_modelopt_settings,
     wrong,
 )
 from vllm.ops.stored_weight import Fp8Weight
@@ -82,10 +83,7 @@ class ModelOptFp8(Fp8):
         Raises:
             ConfigError: a setting is not supported.
         """
-        settings = settings or {}
-        nested = settings.get("quantization")
-        if isinstance(nested, dict):  # as in hf_quant_config.json
-            settings = {**settings, **nested}
+        settings = read_modelopt_settings(settings or {})
         algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         is_static = algorithm == "FP8"

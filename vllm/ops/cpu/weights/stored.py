@@ -18,6 +18,7 @@ from vllm.ops.stored_weight import (
     Int8Weight,
     MinimumWeight,
     Mxfp4Weight,
+    Nvfp4Weight,
     StackedWeight,
     StoredWeight,
     pack_nibbles,
@@ -149,6 +150,20 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
     groups = make_groups(weight.shape, words, halves, zeros, None)
     return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+
+
+@pack_stored.register
+def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
+    num_out, num_in = weight.shape
+    if num_out % 8 or num_in // weight.scales.shape[1] % SMALLEST_BLOCK:
+        return None
+    halves = weight.scales.float().T / 2
+    words = weight.packed.contiguous().view(torch.int32).T.contiguous()
+    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
+    groups = make_groups(weight.shape, words, halves, zeros, None)
+    packed = PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+    packed.scale_outputs(weight.factors)
+    return packed
 
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:

@@ -1,0 +1,143 @@
+"""Linear layers of floats of 4 or 8 bits with scales of groups: NVFP4, MXFP4 and MXFP8.
+
+NVFP4 has a scale in e4m3 for each 16 inputs and a factor in float32 for the layer, the MX formats
+of the OCP specification have a power of two for each 32. Scales that a checkpoint has for inputs
+are not used: inputs have the dtype of the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, checked
+from vllm.ops.stored_weight import Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
+
+FloatKind = Literal["NVFP4", "MXFP4", "MXFP8"]
+
+GROUPS: dict[FloatKind, int] = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
+"""Inputs that share a scale."""
+
+_E8M0_BIAS = 127
+_NAN = 255
+"""As a scale of E8M0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatNames:
+    """Names of the tensors of such layers."""
+
+    packed: str = "weight"
+    """Of elements of four bits."""
+    factor: str = "weight_scale_2"
+    """Of the layer, in NVFP4."""
+    input_factor: str | None = None
+    """Of the inputs, in NVFP4; not used, and it may be missing. None: there is none."""
+    is_divisor: bool = False
+    """Weights are divided by the factor."""
+
+
+def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
+    """Return the method of a layer of this name."""
+    methods: dict[FloatKind, Callable[[str, FloatNames], RowsLinear]] = {
+        "NVFP4": Nvfp4Linear,
+        "MXFP4": PackedMxfp4Linear,
+        "MXFP8": Mxfp8Linear,
+    }
+    return methods[kind](name, names)
+
+
+_POSITIVE = checked(
+    lambda x: ~((x > 0) & x.isfinite()), "a factor that is no positive number, or infinite"
+)
+
+
+class Nvfp4Linear(RowsLinear):
+    """NVFP4.
+
+    Args:
+        name: of the module.
+        names: of its tensors.
+    """
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        tensors: tuple[RowTensor, ...] = (
+            RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
+            RowTensor(
+                name="weight_scale",
+                dtypes=(torch.float8_e4m3fn,),
+                dtype=torch.float8_e4m3fn,
+                of="groups",
+                check=checked(lambda x: ~(x.float() >= 0), "NaN or negative scales"),
+            ),
+            RowTensor(
+                name=names.factor,
+                dtypes=SCALES,
+                dtype=torch.float32,
+                of="layer",
+                check=_POSITIVE,
+            ),
+        )
+        if names.input_factor is not None:
+            tensors += (_input_factor(names.input_factor),)
+        super().__init__(name, tensors, GROUPS["NVFP4"])
+        self.names = names
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        factors = self.of_outputs(layer, self.names.factor)[:, 0]
+        return Nvfp4Weight(
+            packed=on_host(layer, self.names.packed),
+            scales=on_host(layer, "weight_scale"),
+            factors=1 / factors if self.names.is_divisor else factors,
+        )
+
+
+class PackedMxfp4Linear(RowsLinear):
+    """MXFP4, with elements and scales in tensors of their own. Args as of `Nvfp4Linear`."""
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        tensors = (
+            RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
+            _POWERS,
+        )
+        super().__init__(name, tensors, GROUPS["MXFP4"])
+        self.packed_name = names.packed
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales = on_host(layer, "weight_scale")
+        blocks = on_host(layer, self.packed_name).unflatten(1, (scales.shape[1], -1))
+        return Mxfp4Weight(blocks=blocks, scales=scales)
+
+
+class Mxfp8Linear(RowsLinear):
+    """MXFP8: e4m3 numbers. Args as of `Nvfp4Linear`."""
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        dtype = torch.float8_e4m3fn
+        tensors = (RowTensor(name="weight", dtypes=(dtype,), dtype=dtype), _POWERS)
+        super().__init__(name, tensors, GROUPS["MXFP8"])
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        numbers = on_host(layer, "weight")
+        if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        exponents = on_host(layer, "weight_scale").int() - _E8M0_BIAS
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+        return Fp8Weight(numbers=numbers, scales=scales, block_inputs=self.part)
+
+
+_POWERS = RowTensor(
+    name="weight_scale",
+    dtypes=BYTES,
+    dtype=torch.uint8,
+    of="groups",
+    check=checked(lambda x: x == _NAN, f"{_NAN}, which is NaN"),
+)
+
+
+def _input_factor(name: str) -> RowTensor:
+    return RowTensor(name=name, dtypes=SCALES, dtype=torch.float32, of="layer", missing=1.0)
