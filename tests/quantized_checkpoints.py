@@ -45,6 +45,15 @@ class Format:
     """The CPU multiplies it with inputs that are rounded to int8."""
     skipped: tuple[str, ...] = ()
     """Parts of names of layers that stay dense."""
+    rounding: float = 0.0
+    """Largest change of a weight where no device has the format, relative to the largest one."""
+
+    def check(self, got: Tensor, want: Tensor, what: str = "") -> None:
+        """Assert that weights have the values of the format."""
+        if not self.rounding:
+            assert torch.equal(got, want), what
+        else:
+            assert (got - want).abs().max() <= self.rounding * want.abs().max(), what
 
 
 def made_once(folder: Path, **options: Any) -> Callable[[str], tuple[Path, Path]]:
@@ -63,7 +72,11 @@ _DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
 """In the names of matrices that no format stores."""
 
 
-_SKIP_KEYS = {"compressed-tensors": "ignore", "modelopt": "ignore"}
+_SKIP_KEYS = {
+    "compressed-tensors": "ignore",
+    "modelopt": "ignore",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
 """Method -> key of the list of layers that stay dense."""
 
 
@@ -361,6 +374,48 @@ def _mxfp8(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": numbers.flatten(1), "weight_scale": scales}, dense
 
 
+NF4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
+FP4 = [0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25]
+
+
+def _table(weight: Tensor, kind: str, is_nested: bool) -> tuple[Tensors, Tensor]:
+    """All elements of a weight in blocks of 64, each a number of a table times the largest."""
+    table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(-1)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
+    parts = {"weight.absmax": scales, "weight.quant_map": table}
+    if is_nested:
+        offset = float(scales.mean())
+        largest = torch.stack([each.abs().max() for each in (scales - offset).split(256)])
+        of_scale, scale_table = (
+            largest[torch.arange(len(scales)) // 256],
+            torch.linspace(-1, 1, 256),
+        )
+        scale_codes = nearest((scales - offset) / of_scale, scale_table)
+        scales = scale_table[scale_codes] * of_scale + offset
+        parts |= {
+            "weight.absmax": scale_codes.to(torch.uint8),
+            "weight.nested_absmax": largest,
+            "weight.nested_quant_map": scale_table,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = nearest(blocks / scales[:, None], table)
+    in_json = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = in_json
+    parts["weight"] = in_bytes(codes.flatten(), is_high_first=True)[:, None]
+    return parts, (table[codes] * scales[:, None]).view(weight.shape)
+
+
+def _llm_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    largest = weight.abs().amax(1)
+    numbers = (weight / (largest / 127)[:, None]).round()
+    parts = {"weight": numbers.to(torch.int8), "SCB": largest}
+    dense = numbers * (largest / 127)[:, None]
+    return parts | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, dense
+
+
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
@@ -370,6 +425,7 @@ _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 _FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 
 _FP8 = {"quant_method": "fp8"}
+_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 
@@ -443,4 +499,15 @@ FORMATS: dict[str, Format] = {
     "ct-mxfp8": _compressed(
         "mxfp8-quantized", _FLOAT8 | {"strategy": "group", "group_size": 32}, None, _mxfp8
     ),
+    "bnb-nf4": Format(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        partial(_table, kind="nf4", is_nested=True),
+        rounding=0.008,
+    ),
+    "bnb-fp4": Format(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"},
+        partial(_table, kind="fp4", is_nested=False),
+        rounding=0.008,
+    ),
+    "bnb-int8": Format(_BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, _llm_int8),
 }

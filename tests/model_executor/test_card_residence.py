@@ -230,7 +230,7 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_experts("gptq-4"),
     ],
     "8 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a", name)),
+        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a|bnb", name)),
         of_dense("int8"),
         *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
         of_experts("ct-w8a8"),

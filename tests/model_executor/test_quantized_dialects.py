@@ -161,11 +161,10 @@ def test_scales_of_queries_are_known_and_not_needed(checkpoint, tmp_path):
     assert logits_of(load(folder), prompt_of(3)).isfinite().all()
 
 
-@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
-def test_old_checkpoints_of_bitsandbytes_are_named(checkpoint, tmp_path, key):
-    folder = changed_settings(checkpoint("awq")[0], tmp_path, lambda s: {key: True})
-    with pytest.raises(ConfigError, match=r"quantized with 'bitsandbytes', .* --quantization int4"):
-        load(folder)
+def test_old_checkpoints_of_bitsandbytes_do_not_name_it(checkpoint, tmp_path):
+    folder = checkpoint("bnb-int8")[0]
+    old = changed_settings(folder, tmp_path, lambda s: {"load_in_8bit": True})
+    assert torch.equal(*(logits_of(load(each), prompt_of(3)) for each in (old, folder)))
 
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])

@@ -114,14 +114,8 @@ class Int8Weight(StoredWeight):
         return self.numbers.float() * self.scales[:, None]
 
     def as_grouped(self) -> "GroupedWeight | None":
-        if self.shape[1] % 4:
-            return None
-        codes = self.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
-        return GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=self.scales[None],
-            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
+        return (
+            None if self.shape[1] % 4 else GroupedWeight.from_int8(self.numbers, self.scales[None])
         )
 
 
@@ -149,6 +143,21 @@ class GroupedWeight(StoredWeight):
     groups: Tensor | None = None
     """[in_features] int32: the group of each input, each of the G groups at least once; None:
     in_features / G neighbours each."""
+
+    @classmethod
+    def from_int8(
+        cls, numbers: Tensor, scales: Tensor, groups: Tensor | None = None
+    ) -> "GroupedWeight":
+        """Return a weight of int8 numbers [out_features, in_features], as many as fill words, with
+        scales [G, out_features] and groups as of the class."""
+        codes = numbers.contiguous().view(torch.uint8) ^ _BYTE_MIDDLE
+        return cls(
+            words=codes.view(torch.int32).T.contiguous(),
+            bits=8,
+            scales=scales,
+            zeros=torch.full(scales.shape, _BYTE_MIDDLE, dtype=torch.int16),
+            groups=groups,
+        )
 
     @property
     def kind(self) -> str:

@@ -65,9 +65,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
             return None
-        parts = [
-            [*self._all_names(part), *self._all_names(name)] for part in part_names(name, layer)
-        ]
+        parts = [[*self.names_of(part), *self.names_of(name)] for part in part_names(name, layer)]
         found = [self.storage_of(names) for names in parts]
         if any(each != found[0] for each in found):
             raise ConfigError(
@@ -79,7 +77,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
-        names = self._all_names(name)
+        names = self.names_of(name)
         if not is_head or not self.stores_head(names):
             return None
         storage = self.storage_of(names)
@@ -89,7 +87,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         # The first one tells: experts of a layer must be stored alike.
-        storage = self.storage_of(self._all_names(f"{name}.0.gate_proj"))
+        storage = self.storage_of(self.names_of(f"{name}.0.gate_proj"))
         if storage is None:
             return None
         experts = StoredExperts(name)
@@ -119,5 +117,6 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             method.stored_as = self.described(storage)
         return method
 
-    def _all_names(self, name: str) -> list[str]:
+    def names_of(self, name: str) -> list[str]:
+        """Return all names that a module may have in the settings or files, its own first."""
         return [name, *self.names.of_module(name)]

@@ -369,15 +369,8 @@ class _Int8Linear(_WholeNumbers):
                 f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
                 f"rounded inputs needs a multiple of 4"
             )
-        codes = numbers.view(torch.uint8) ^ 0x80  # plus 128
         groups, kept = self._groups_of(layer).of_inputs(None)
         if kept is not None:
             scales = scales[:, kept]
-        weight = GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=scales.T.contiguous(),
-            zeros=torch.full((scales.shape[1], len(scales)), 128, dtype=torch.int16),
-            groups=groups,
-        )
+        weight = GroupedWeight.from_int8(numbers, scales.T.contiguous(), groups)
         return without_zero_scales(self.name, weight)

@@ -56,11 +56,11 @@ _formats: dict[str, Format] = {
     "awq": Format(f"{_PACKAGE}.awq:AWQ"),
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
+    "bitsandbytes": Format(f"{_PACKAGE}.bitsandbytes:BitsAndBytes"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
 _INSTEAD = {
-    "bitsandbytes": "load the unquantized checkpoint with --quantization int4 or int8",
     "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
     "mlx": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "

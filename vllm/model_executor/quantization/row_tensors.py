@@ -23,6 +23,7 @@ from vllm.model_executor.layers.stored.stored_linear import (
     add_parameter,
     on_host,
 )
+from vllm.model_executor.quantization.grouped import layer_of
 
 BYTES = (torch.uint8,)
 """Dtype of tensors that hold several elements in a byte, or the bits of one."""
@@ -165,8 +166,11 @@ class RowsLinear(StoredLinear):
         assert place.slice is not None
         if source.features is not None:
             return source.features.total, self.total_inputs
-        num_out = place.slice.checkpoint_shape(place.param)[0]
-        return num_out, self.total_inputs
+        if self.tensors[place.param_name].of == "layer":
+            layer = layer_of(place)
+            part = list(layer.feature_slices.values())[place.slice.offset]
+            return (part.total if part.dim == 0 else layer.output_size), self.total_inputs
+        return place.slice.checkpoint_shape(place.param)[0], self.total_inputs
 
     def fill_missing(self, place: Place) -> None:
         assert place.slice is not None
