@@ -258,6 +258,38 @@ def _awq(weight: Tensor, is_symmetric: bool = False) -> tuple[Tensors, Tensor]:
     return parts, grouped.dense()
 
 
+def _awq_gemv(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Words of the inputs of an output; zero points and scales have room for 32 groups."""
+    grouped = Grouped.round(weight, 4, 32, is_symmetric=False)
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values.T, (0, 32 - len(values)))
+
+    parts = {
+        "qweight": pack(grouped.numbers, 4),
+        "qzeros": pack(padded(grouped.zeros), 4),
+        "scales": padded(grouped.scales),
+    }
+    return parts, grouped.dense()
+
+
+def _mlx(weight: Tensor, bits: int, size: int = 32) -> tuple[Tensors, Tensor]:
+    """A scale, which may be negative, and a bias for each group."""
+    groups = weight.unflatten(1, (-1, size))
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales, biases = ((most - least) / (2**bits - 1)).half(), least.half()
+    scales[::2], biases[::2] = -scales[::2], most[::2].half()
+    numbers = ((groups - biases.float()) / scales.float()).round().clamp(0, 2**bits - 1)
+    words = pack(numbers.flatten(1), bits).view(torch.uint32)
+    parts = {"weight": words, "scales": scales[..., 0], "biases": biases[..., 0]}
+    return parts, (numbers * scales.float() + biases.float()).flatten(1)
+
+
+def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
+    parts, dense = _mxfp4(weight)
+    return {"weight": parts["weight"].view(torch.uint32), "scales": parts["weight_scale"]}, dense
+
+
 def _compressed(
     layout: str, weights: dict[str, Any], inputs: Any, quantize: Any, **kw: Any
 ) -> Format:
@@ -454,6 +486,9 @@ FORMATS: dict[str, Format] = {
     "awq-symmetric": Format(
         _AWQ | {"zero_point": False}, partial(_awq, is_symmetric=True), is_rounding_inputs=True
     ),
+    "awq-gemv": Format(
+        _AWQ | {"zero_point": True, "version": "gemv"}, _awq_gemv, is_rounding_inputs=True
+    ),
     "ct-w4a16": _words(4, 32, is_symmetric=True),
     "ct-w4a16-16": _words(4, 16, is_symmetric=True),
     "ct-w4a16-asym-order": _words(4, 32, is_symmetric=False, is_ordered=True),
@@ -510,4 +545,18 @@ FORMATS: dict[str, Format] = {
         rounding=0.008,
     ),
     "bnb-int8": Format(_BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, _llm_int8),
+    **{
+        f"mlx-{bits}": Format(
+            {"quant_method": "mlx", "group_size": 32, "bits": bits},
+            partial(_mlx, bits=bits),
+            is_rounding_inputs=bits < 8,
+            rounding=0.008 if bits == 8 else 0.0,
+        )
+        for bits in (3, 4, 5, 8)
+    },
+    "mlx-mxfp4": Format(
+        {"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4"},
+        _mlx_mxfp4,
+        is_rounding_inputs=True,
+    ),
 }

@@ -21,6 +21,9 @@ def checkpoint(tmp_path_factory):
     return made_once(tmp_path_factory.mktemp("quantized"))
 
 
+FILE = "model.safetensors"
+
+
 def changed_settings(folder, tmp_path, change, *, key="quantization_config", file=None):
     """A copy of a checkpoint with other settings, which may be in a file of their own."""
     copy = shutil.copytree(folder, tmp_path / "changed")
@@ -168,14 +171,55 @@ def test_old_checkpoints_of_bitsandbytes_do_not_name_it(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
-def test_checkpoints_of_mlx_are_named(checkpoint, tmp_path, keys):
-    folder = shutil.copytree(checkpoint("awq")[0], tmp_path / "mlx")
-    config = json.loads((folder / "config.json").read_text())
+def test_checkpoints_of_mlx_do_not_name_it(checkpoint, tmp_path, keys):
+    folder, dense = checkpoint("mlx-4")
+    copy = shutil.copytree(folder, tmp_path / "mlx")
+    config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
-    config |= {key: {"group_size": 64, "bits": 4} for key in keys}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantized with 'mlx', .* --quantization int4"):
-        load(folder)
+    config |= {key: {"group_size": 32, "bits": 4} for key in keys}
+    (copy / "config.json").write_text(json.dumps(config))
+    twins = dict(load(dense).named_modules())
+    layers = [(p, m) for p, m in load(copy).named_modules() if isinstance(m, ParallelLinear)]
+    assert all(torch.equal(weight_of(layer), twins[path].weight) for path, layer in layers)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embeddings_of_mlx_are_stored_as_layers_are(checkpoint, tmp_path, is_tied):
+    """And one layer has settings of its own, another is dense."""
+    folder, dense_folder = checkpoint("mlx-4")
+    copy, twin = (shutil.copytree(each, tmp_path / each.name) for each in (folder, dense_folder))
+    tensors, dense = (load_file(each / "model.safetensors") for each in (copy, twin))
+
+    def store(name, bits):
+        found = [key for key in tensors if key.startswith(f"{name}.")]
+        for key in found:
+            del tensors[key]
+        tensors[f"{name}.weight"] = weight = dense[f"{name}.weight"]
+        if bits is not None:
+            parts, dense[f"{name}.weight"] = FORMATS[f"mlx-{bits}"].quantize(weight)
+            tensors.update({f"{name}.{part}": values for part, values in parts.items()})
+
+    other, plain = "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"
+    for name, bits in (("model.embed_tokens", 4), (other, 5), (plain, None)):
+        store(name, bits)
+    for path, values in ((copy, tensors), (twin, dense)):
+        config = json.loads((path / "config.json").read_text())
+        config["tie_word_embeddings"] = is_tied
+        if path == copy:
+            config["quantization_config"] |= {other: {"group_size": 32, "bits": 5}, plain: False}
+        if is_tied:
+            del values["lm_head.weight"]
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({key: each.contiguous() for key, each in values.items()}, path / FILE)
+    got, want = load(copy), load(twin)
+    ids = prompt_of(20)
+    assert torch.equal(got.model.embed_tokens(ids), want.model.embed_tokens(ids))
+    for name in (other, plain):
+        packed = getattr(got.get_submodule(name), "weight", None)
+        packed = weight_of(got.get_submodule(name)) if packed is None else packed
+        assert torch.equal(packed, want.get_submodule(name).weight)
+    logits, wanted = logits_of(got, ids), logits_of(want, ids)
+    assert (logits - wanted).norm() < 0.2 * wanted.norm()
 
 
 def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):

@@ -268,6 +268,15 @@ def round_to_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
 
 
+def round_in_groups(groups: Tensor) -> GroupedWeight:
+    """Return int8 in groups for dense weights [out_features, G, inputs of a group], of which a
+    multiple of four are in a group."""
+    rows = groups.flatten(0, 1)
+    scales, numbers = _divided(rows.abs().amax(dim=1, keepdim=True), 127, rows)
+    whole = numbers.round().to(torch.int8).view(len(groups), -1)
+    return GroupedWeight.from_int8(whole, scales.view(len(groups), -1).T.contiguous())
+
+
 def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Scales with which the largest sizes become a number, and a weight divided by them."""
     largest = largest.float()
@@ -363,6 +372,31 @@ class MinimumWeight(StoredWeight):
             scales=scales,
             minimums=minimums,
         )
+
+    @classmethod
+    def of_groups(
+        cls, codes: Tensor, bits: int, scales: Tensor, minimums: Tensor
+    ) -> "MinimumWeight":
+        """Return a weight whose groups of inputs have a scale and a minimum each.
+
+        Args:
+            codes: [out_features, in_features] uint8, below 2^bits.
+            bits: 5 or less.
+            scales, minimums: [out_features, G], which are rounded to float16.
+        """
+        num_in, num_groups = codes.shape[1], scales.shape[1]
+        size = num_in // num_groups
+        per_factor = size // _MINIMUM_BLOCK if size % _MINIMUM_BLOCK == 0 else 1
+        ones = torch.ones(len(codes), num_groups * per_factor, dtype=torch.int8)
+        both = (
+            GroupScales(factors=each.half().float(), multipliers=ones)
+            for each in (scales, minimums)
+        )
+        return cls(codes=codes, bits=max(bits, 4), scales=next(both), minimums=next(both))
+
+
+_MINIMUM_BLOCK = 32
+"""Inputs of a group, where larger groups are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,17 +516,17 @@ def e2m1_numbers(codes: Tensor) -> Tensor:
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """Rows of int32 words as numbers of 2, 3, 4 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
+    """Rows of int32 words as numbers of 2 to 6 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
 
-    Numbers follow each other from the lowest bits on, also over the end of a word (3 bits).
+    Numbers follow each other from the lowest bits on, also over the end of a word.
     """
-    if bits == 3:  # 32 numbers are in three words
-        threes = words.unflatten(1, (-1, 3)).long() & 0xFFFFFFFF
+    if 32 % bits:  # 32 numbers are in as many words as they have bits
+        several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
         places = torch.arange(32) * bits
         first, shifts = places // 32, places % 32
-        low = threes[..., first] >> shifts
-        high = threes[..., (first + 1).clamp(max=2)] << (32 - shifts)
-        return ((low | high) & 7).to(torch.uint8).flatten(1)
+        low = several[..., first] >> shifts
+        high = several[..., (first + 1).clamp(max=bits - 1)] << (32 - shifts)
+        return ((low | high) & (1 << bits) - 1).to(torch.uint8).flatten(1)
     numbers = words.contiguous().view(torch.uint8)  # four bytes of a word, the lowest first
     if bits == 8:
         return numbers

@@ -69,14 +69,12 @@ class BitsAndBytes(CheckpointFormat["_Table | str"]):
     def storage_of(self, names: Names) -> "_Table | str | None":
         if self._is_stored(names):
             return _INT8 if self.table is None else self.table
-        is_dense = any(self.names.has_tensor(f"{name}.weight") for name in names)
-        if is_dense or is_listed(names, self.ignored):
+        if self.has_tensor(names, "weight") or is_listed(names, self.ignored):
             return None
         return _INT8 if self.table is None else self.table
 
     def _is_stored(self, names: Names) -> bool:
-        scales = "SCB" if self.table is None else "weight.absmax"
-        return any(self.names.has_tensor(f"{name}.{scales}") for name in names)
+        return self.has_tensor(names, "SCB" if self.table is None else "weight.absmax")
 
     def stores_head(self, names: Names) -> bool:
         return self._is_stored(names)

@@ -117,6 +117,10 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             method.stored_as = self.described(storage)
         return method
 
+    def has_tensor(self, names: Names, tensor: str) -> bool:
+        """Return whether the files have a tensor of a module, by the end of its name."""
+        return any(self.names.has_tensor(f"{name}.{tensor}") for name in names)
+
     def names_of(self, name: str) -> list[str]:
         """Return all names that a module may have in the settings or files, its own first."""
         return [name, *self.names.of_module(name)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
@@ -51,6 +52,12 @@ def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
     return methods[kind](name, names)
 
 
+valid_scales = checked(
+    lambda x: ~(x.view(torch.float8_e4m3fn).float() >= 0), "NaN or negative scales"
+)
+"""Of e4m3."""
+valid_powers = checked(lambda x: x == _NAN, f"{_NAN}, which is NaN")
+"""Of E8M0."""
 _POSITIVE = checked(
     lambda x: ~((x > 0) & x.isfinite()), "a factor that is no positive number, or infinite"
 )
@@ -72,7 +79,7 @@ class Nvfp4Linear(RowsLinear):
                 dtypes=(torch.float8_e4m3fn,),
                 dtype=torch.float8_e4m3fn,
                 of="groups",
-                check=checked(lambda x: ~(x.float() >= 0), "NaN or negative scales"),
+                check=valid_scales,
             ),
             RowTensor(
                 name=names.factor,
@@ -125,8 +132,7 @@ class Mxfp8Linear(RowsLinear):
         numbers = on_host(layer, "weight")
         if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
-        exponents = on_host(layer, "weight_scale").int() - _E8M0_BIAS
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+        scales = e8m0_scales(on_host(layer, "weight_scale"))
         return Fp8Weight(numbers=numbers, scales=scales, block_inputs=self.part)
 
 
@@ -135,8 +141,13 @@ _POWERS = RowTensor(
     dtypes=BYTES,
     dtype=torch.uint8,
     of="groups",
-    check=checked(lambda x: x == _NAN, f"{_NAN}, which is NaN"),
+    check=valid_powers,
 )
+
+
+def e8m0_scales(exponents: Tensor) -> Tensor:
+    """Return powers of two in float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
 
 
 def _input_factor(name: str) -> RowTensor:

@@ -64,8 +64,7 @@ class Fp8(CheckpointFormat[bool]):
 
     def stores_head(self, names: Names) -> bool:
         # The settings of checkpoints with a dense head need not say so.
-        scales = (f"{name}.{self._scale_name}" for name in names)
-        return any(self.names.has_tensor(each) for each in scales)
+        return self.has_tensor(names, self._scale_name)
 
     def method(self, name: str, storage: bool) -> LinearMethod:
         return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)

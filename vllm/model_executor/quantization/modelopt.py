@@ -74,7 +74,7 @@ class ModelOpt(CheckpointFormat[str]):
 
     def stores_head(self, names: Names) -> bool:
         # The settings of checkpoints with a dense head need not say so.
-        return any(self.names.has_tensor(f"{name}.weight_scale") for name in names)
+        return self.has_tensor(names, "weight_scale")
 
     def method(self, name: str, storage: str) -> LinearMethod:
         if storage in _FP8:

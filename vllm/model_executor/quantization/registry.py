@@ -47,6 +47,7 @@ _formats: dict[str, Format] = {
         rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
     ),
     "inc": Format(rounds=f"{_PACKAGE}.inc.inc:create_inc"),
+    "mlx": Format(f"{_PACKAGE}.mlx:MLX"),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
     "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
@@ -62,7 +63,6 @@ _formats: dict[str, Format] = {
 
 _INSTEAD = {
     "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
-    "mlx": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
     "--quantization int4",
     "exl3": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "

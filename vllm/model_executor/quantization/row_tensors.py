@@ -40,9 +40,11 @@ class RowTensor:
     dtype: torch.dtype
     """Of the parameter."""
     of: Literal["inputs", "groups", "outputs", "layer"] = "inputs"
-    """[out_features, in_features / size], [out_features, groups], [out_features], or [size]."""
+    """[out_features, in_features * elements / size], [out_features, groups], [out_features], or
+    [size]."""
     size: int = 1
-    """Inputs in one element, or elements of a tensor of the layer."""
+    """Inputs in so many elements, or elements of a tensor of the layer."""
+    elements: int = 1
     missing: float | None = None
     """Value if the checkpoint has no such tensor; None: it must be there."""
     check: Callable[[str, Source], Source] | None = None
@@ -106,14 +108,14 @@ class RowsLinear(StoredLinear):
         if tensor.of == "inputs" and layer.input_size % tensor.size:
             raise ConfigError(
                 f"{self.name} has {layer.input_size} input features on each rank, which do not "
-                f"fill elements of {tensor.name}: they hold {tensor.size} each. Use another "
+                f"fill elements of {tensor.name}: they hold {tensor.size} together. Use another "
                 f"tensor_parallel_size"
             )
 
     def _shape(self, layer: ParallelLinear, tensor: RowTensor) -> list[int]:
         num_out, num_in = layer.output_size, layer.input_size
         return {
-            "inputs": [num_out, num_in // tensor.size],
+            "inputs": [num_out, num_in // tensor.size * tensor.elements],
             "groups": [num_out, num_in // self.part],
             "outputs": [num_out],
             "layer": [len(layer.feature_slices), tensor.size],
@@ -124,7 +126,13 @@ class RowsLinear(StoredLinear):
             return whole(0, number, 1, layer.tp)
         if tensor.of == "outputs":
             return part if part.dim == 0 else whole(0, 0, layer.output_size, layer.tp)
-        return part.in_groups(tensor.size if tensor.of == "inputs" else self.part)
+        size, elements = self.part, 1
+        if tensor.of == "inputs":
+            size, elements = tensor.size, tensor.elements
+        if part.dim == 0:
+            return part
+        offset, count, total = (n // size * elements for n in (part.offset, part.size, part.total))
+        return replace(part, offset=offset, size=count, total=total)
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         return {
