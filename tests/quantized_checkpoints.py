@@ -73,6 +73,7 @@ _DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
 
 
 _SKIP_KEYS = {
+    "hqq": "skip_modules",
     "compressed-tensors": "ignore",
     "modelopt": "ignore",
     "bitsandbytes": "llm_int8_skip_modules",
@@ -288,6 +289,24 @@ def _mlx(weight: Tensor, bits: int, size: int = 32) -> tuple[Tensors, Tensor]:
 def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
     parts, dense = _mxfp4(weight)
     return {"weight": parts["weight"].view(torch.uint32), "scales": parts["weight_scale"]}, dense
+
+
+def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
+    """Groups of 64 elements as rows; the first rows are in the highest bits of a byte, or of a word
+    of ten elements."""
+    groups = weight.reshape(-1, 64)
+    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scales = (most - least) / (2**bits - 1)
+    zeros = -least / scales
+    numbers = (groups / scales + zeros).round().clamp(0, 2**bits - 1)
+    per_word = 10 if bits == 3 else 8 // bits
+    dtype = torch.int32 if bits == 3 else torch.uint8
+    padded = torch.nn.functional.pad(numbers.to(dtype), (0, 0, 0, -len(numbers) % per_word))
+    words = torch.zeros(len(padded) // per_word, 64, dtype=dtype)
+    for place, rows in enumerate(padded.chunk(per_word)):
+        words |= rows << bits * (per_word - 1 - place)
+    parts = {"W_q": words, "scale": scales, "zero": zeros, "nbits": torch.tensor(bits)}
+    return parts, ((numbers - zeros) * scales).view(weight.shape)
 
 
 def _compressed(
@@ -559,4 +578,21 @@ FORMATS: dict[str, Format] = {
         _mlx_mxfp4,
         is_rounding_inputs=True,
     ),
+    **{
+        f"hqq-{bits}": Format(
+            {
+                "quant_method": "hqq",
+                "quant_config": {
+                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": 1},
+                    "scale_quant_params": None,
+                    "zero_quant_params": None,
+                },
+                "skip_modules": ["lm_head"],
+            },
+            partial(_hqq, bits=bits),
+            is_rounding_inputs=bits < 8,
+            rounding=0.008 if bits == 8 else 0.002,
+        )
+        for bits in (3, 4, 8)
+    },
 }

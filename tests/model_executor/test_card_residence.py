@@ -230,14 +230,14 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_experts("gptq-4"),
     ],
     "8 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a|bnb|mlx-8", name)),
+        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a|bnb|mlx-8|hqq-8", name)),
         of_dense("int8"),
         *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
         of_experts("ct-w8a8"),
     ],
     "4 bits with minimums": [
         *(of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")),
-        *(of_checkpoint(name) for name in ("mlx-3", "mlx-4")),
+        *(of_checkpoint(name) for name in ("mlx-3", "mlx-4", "hqq-3", "hqq-4")),
     ],
     "5 bits with minimums": [
         *(of_gguf(kind) for kind in ("Q5_1", "Q5_K")),

@@ -111,7 +111,7 @@ HEADS = [
     *("gptq-4", "gptq-8", "awq-symmetric", "ct-w4a16", "ct-w8a8", "ct-fp8-static"),
     *("fp8-static", "fp8-block", "fp8-channel-ignored", "modelopt"),
     *("nvfp4", "ct-nvfp4", "bnb-nf4", "bnb-int8"),
-    *("awq-gemv", "mlx-4", "mlx-8"),
+    *("awq-gemv", "mlx-4", "mlx-8", "hqq-4"),
 ]
 
 
@@ -263,6 +263,8 @@ def other_state(settings, tensors):
     tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
+HQQ = ("quant_config", "weight_quant_params")
+PARAMS = "quant_config.weight_quant_params"
 ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
 WEIGHTS = ("config_groups", "group_0", "weights")
 INPUTS = ("config_groups", "group_0", "input_activations")
@@ -373,6 +375,35 @@ WRONG = [
     ("awq-gemv", one_number("scales"), "scales has values of .1. groups .* needs 2 for an out"),
     ("awq-gemv", filled("scales", 0.0), ZERO),
     ("awq-gemv", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_poi"),
+    (
+        "hqq-4",
+        changed(*HQQ, "axis", to=0),
+        f"{PARAMS}.axis is 0; supported: 1",
+    ),
+    (
+        "hqq-4",
+        changed(*HQQ, "nbits", to=5),
+        f"{PARAMS}.nbits is 5; supported: 1, 2,",
+    ),
+    (
+        "hqq-4",
+        changed(*HQQ, "group_size", to=None),
+        f"{PARAMS}.group_size is None; supp",
+    ),
+    ("hqq-4", changed("quant_config", to=None), "quant_config is None; supported: an object"),
+    (
+        "hqq-4",
+        changed("quant_config", "scale_quant_params", to={"nbits": 8}),
+        "scale_quant_params is .* supported: null",
+    ),
+    (
+        "hqq-4",
+        changed(*HQQ, "nbits", to=8),
+        "W_q has shape .* 2 elements|1 elements in each",
+    ),
+    ("hqq-4", without("zero"), f"missing .*{GATE}.zero"),
+    ("hqq-4", filled("scale", float("nan")), "scale contains NaN or infinity"),
+    ("hqq-4", one_number("scale"), r"scale has shape \[1\] .* needs 192 elements"),
     ("mlx-4", changed("bits", to=7), CONFIG + "bits is 7; supported: 2, 3, 4, 5, 6, 8"),
     ("mlx-4", changed("bits", to=8), r"weight has shape \[64, 24\] .* needs \[64, 48\]"),
     ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a number for each 64 of"),
@@ -385,7 +416,6 @@ WRONG = [
     ("mlx-mxfp4", changed("group_size", to=64), "group_size is 64; supported: 32"),
     ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
     ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
-    ("awq", changed("quant_method", to="hqq"), "'hqq', .* --quantization int4 or int8"),
     ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
     ("awq", changed("quant_method", to="quark"), "'quark', .* compressed-tensors or GPTQ"),
     ("awq", changed("quant_method", to="torchao"), "'torchao', .* --quantization int4"),

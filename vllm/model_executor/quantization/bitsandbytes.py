@@ -8,7 +8,6 @@ of which the table has whole multiples, nearly. Inputs are not rounded.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat,
 from vllm.model_executor.quantization.row_tensors import (
     RowsLinear,
     RowTensor,
+    check_size,
     checked,
     finite,
-    repeated,
 )
 from vllm.model_executor.quantization.settings import Settings, choice, is_listed, names, wrong
 from vllm.ops.stored_weight import GroupedWeight, StoredWeight, nibbles_of
@@ -118,45 +117,23 @@ class TableLinear(RowsLinear):
             ]
         else:
             tensors += [RowTensor(name="weight.absmax", of="groups", check=finite, **scales)]
-        super().__init__(name, tensors, _BLOCK)
+        super().__init__(name, tensors, _BLOCK, is_flat=True)
         self.storage = storage
         self.state = tensors[2].param
-
-    def check_group(self, size: int) -> int:
-        return gcd(size, self.total_inputs)  # they may end in the middle of a row
 
     def arranged(self, place: Place, name: str, source: Source) -> Source:
         param = place.param_name
         if param == self.state:
             return self._state(place, name, source)
-        num_out, num_in = self.features_of(place, source)
         if param == "weight":
+            num_out, num_in = self.features_of(place, source)
             # `mapped` asks for the shape without values.
             in_bytes = source.mapped(lambda words: words.reshape(-1).view(torch.uint8))
-            self._check_size(name, in_bytes, num_out * num_in // 2)
+            check_size(name, in_bytes, num_out * num_in // 2)
             return in_bytes.mapped(lambda each: each.view(num_out, num_in // 2))
-        if self.tensors[param].of == "layer":
-            return super().arranged(place, name, source)
-        check = self.tensors[param].check
-        source = source if check is None else check(name, source)
-        num_blocks = -(-num_out * num_in // _BLOCK)
-        is_nested = param == "weight_nested_absmax"
-        self._check_size(name, source, -(-num_blocks // _NESTED_BLOCK) if is_nested else num_blocks)
-
-        def by_group(scales: Tensor) -> Tensor:
-            if is_nested:
-                scales = repeated(scales[None], _NESTED_BLOCK)[0, :num_blocks]
-            groups = repeated(scales[None], _BLOCK // self.part)
-            return groups[0, : num_out * num_in // self.part].view(num_out, -1)
-
-        return source.mapped(by_group)
-
-    def _check_size(self, name: str, source: Source, size: int) -> None:
-        if source.shape.numel() != size:
-            raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{size} elements"
-            )
+        if param == "weight_nested_absmax":
+            return self.flat_parts(place, name, finite(name, source), _NESTED_BLOCK)
+        return super().arranged(place, name, source)
 
     def _state(self, place: Place, name: str, source: Source) -> Source:
         """Return [1, 1]: the number that is added to nested scales, of settings in JSON."""

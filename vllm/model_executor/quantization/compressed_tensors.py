@@ -58,7 +58,12 @@ _FLOAT_FORMATS: dict[str, FloatKind] = {
     "mxfp8-quantized": "MXFP8",
 }
 """Formats with scales of small groups, and the kinds of their elements."""
-_FLOAT_NAMES = FloatNames(packed="weight_packed", factor="weight_global_scale", is_divisor=True)
+_FLOAT_NAMES = FloatNames(
+    packed="weight_packed",
+    factor="weight_global_scale",
+    input_factor="input_global_scale",
+    is_divisor=True,
+)
 _CLASS = "Linear"
 """The target that means every linear layer."""
 
@@ -151,7 +156,6 @@ class _Scheme:
         inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets", "config_groups.")
         self.format = choice(group, "format", (*_FORMATS, "naive-quantized", *_FLOAT_FORMATS))
-        self.rounds_inputs = bool(inputs)
         if self.format in _FLOAT_FORMATS:
             _check_floats(weights, _FLOAT_FORMATS[self.format])
             return
@@ -172,6 +176,7 @@ class _Scheme:
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
+        self.rounds_inputs = bool(inputs)
         of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
         is_dynamic = of_inputs("dynamic", (True, False, "local"), True)
         self.has_input_scale = self.rounds_inputs and is_dynamic is False
@@ -184,9 +189,7 @@ class _Scheme:
 
     def method(self, name: str) -> LinearMethod:
         if self.format in _FLOAT_FORMATS:
-            factor = "input_global_scale" if self.rounds_inputs else None
-            names = replace(_FLOAT_NAMES, input_factor=factor)
-            return float_linear(name, _FLOAT_FORMATS[self.format], names)
+            return float_linear(name, _FLOAT_FORMATS[self.format], _FLOAT_NAMES)
         if self.format == "float-quantized":
             return Fp8Linear(name, self.block, self.has_input_scale)
         return _WordsLinear(name, self) if self.format == _FORMATS[0] else _Int8Linear(name, self)

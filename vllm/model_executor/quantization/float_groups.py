@@ -36,8 +36,8 @@ class FloatNames:
     """Of elements of four bits."""
     factor: str = "weight_scale_2"
     """Of the layer, in NVFP4."""
-    input_factor: str | None = None
-    """Of the inputs, in NVFP4; not used, and it may be missing. None: there is none."""
+    input_factor: str = "input_scale"
+    """Of the inputs; not used."""
     is_divisor: bool = False
     """Weights are divided by the factor."""
 
@@ -72,7 +72,7 @@ class Nvfp4Linear(RowsLinear):
     """
 
     def __init__(self, name: str, names: FloatNames) -> None:
-        tensors: tuple[RowTensor, ...] = (
+        tensors = (
             RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
             RowTensor(
                 name="weight_scale",
@@ -89,10 +89,9 @@ class Nvfp4Linear(RowsLinear):
                 check=_POSITIVE,
             ),
         )
-        if names.input_factor is not None:
-            tensors += (_input_factor(names.input_factor),)
         super().__init__(name, tensors, GROUPS["NVFP4"])
         self.names = names
+        self.unused_tensors = (names.input_factor,)
 
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         factors = self.of_outputs(layer, self.names.factor)[:, 0]
@@ -148,7 +147,3 @@ _POWERS = RowTensor(
 def e8m0_scales(exponents: Tensor) -> Tensor:
     """Return powers of two in float32."""
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
-
-
-def _input_factor(name: str) -> RowTensor:
-    return RowTensor(name=name, dtypes=SCALES, dtype=torch.float32, of="layer", missing=1.0)

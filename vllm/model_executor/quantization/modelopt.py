@@ -79,8 +79,7 @@ class ModelOpt(CheckpointFormat[str]):
     def method(self, name: str, storage: str) -> LinearMethod:
         if storage in _FP8:
             return Fp8Linear(name, None, storage == _FP8[0])
-        factor = "input_scale" if storage == "NVFP4" else None
-        return float_linear(name, _FLOATS[storage], FloatNames(input_factor=factor))
+        return float_linear(name, _FLOATS[storage], FloatNames())
 
     def described(self, storage: str) -> str:
         return _FLOATS.get(storage, storage)

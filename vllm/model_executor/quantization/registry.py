@@ -58,11 +58,12 @@ _formats: dict[str, Format] = {
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "bitsandbytes": Format(f"{_PACKAGE}.bitsandbytes:BitsAndBytes"),
+    "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
+    "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
 _INSTEAD = {
-    "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
     "--quantization int4",
     "exl3": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
@@ -71,7 +72,6 @@ _INSTEAD = {
     "`vllm calibrate` writes",
     "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
     "--quantization fp8 or int8",
-    "torchao": "load the unquantized checkpoint with --quantization int4, int8 or fp8",
     "marlin": f"use {NOT_MARLIN}",
 }
 """What to do about formats that are not supported on purpose."""

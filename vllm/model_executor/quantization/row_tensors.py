@@ -37,6 +37,8 @@ class RowTensor:
     """The end of its name in the checkpoint, after the module's."""
     dtypes: tuple[torch.dtype, ...]
     """That it may have there."""
+    attribute: str = ""
+    """Name of the parameter; empty: the name of the tensor."""
     dtype: torch.dtype
     """Of the parameter."""
     of: Literal["inputs", "groups", "outputs", "layer"] = "inputs"
@@ -53,7 +55,7 @@ class RowTensor:
     @property
     def param(self) -> str:
         """The name of the parameter."""
-        return self.name.replace(".", "_")
+        return self.attribute or self.name.replace(".", "_")
 
 
 class RowsLinear(StoredLinear):
@@ -63,13 +65,18 @@ class RowsLinear(StoredLinear):
         name: of the module.
         tensors: of the layer.
         group: inputs of a group; -1: all.
+        is_flat: a group may begin in one row and end in the next: the checkpoint has one column of
+            values, in the order of the elements.
     """
 
-    def __init__(self, name: str, tensors: Sequence[RowTensor], group: int) -> None:
+    def __init__(
+        self, name: str, tensors: Sequence[RowTensor], group: int, is_flat: bool = False
+    ) -> None:
         super().__init__(name)
         self.tensors = {tensor.param: tensor for tensor in tensors}
         self.optional_parameters = tuple(t.param for t in tensors if t.missing is not None)
         self.group = group
+        self.is_flat = is_flat
         self.part = 0
         """Inputs of a group as the parameters have it."""
         self.total_inputs = 0
@@ -81,7 +88,12 @@ class RowsLinear(StoredLinear):
         self.total_inputs = next(split, num_in)
         if self.group == -1:
             self.group = self.total_inputs
-        self.part = gcd(self.check_group(self.group), num_in)
+        if self.total_inputs % self.group and not self.is_flat:
+            raise ConfigError(
+                f"config.json of the checkpoint: quantization_config has groups of {self.group} "
+                f"inputs, which do not divide the {self.total_inputs} input features of {self.name}"
+            )
+        self.part = gcd(self.group, self.total_inputs, num_in)
         for tensor in self.tensors.values():
             self._check_fills(layer, tensor)
             shape = self._shape(layer, tensor)
@@ -90,19 +102,6 @@ class RowsLinear(StoredLinear):
                 part: replace(self._slice(layer, tensor, number, slice_), tensor=tensor.name)
                 for number, (part, slice_) in enumerate(slices.items())
             }
-
-    def check_group(self, size: int) -> int:
-        """Return the inputs of a group.
-
-        Raises:
-            ConfigError: groups of the checkpoint do not divide the inputs.
-        """
-        if self.total_inputs % size:
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config has groups of {size} inputs, "
-                f"which do not divide the {self.total_inputs} input features of {self.name}"
-            )
-        return size
 
     def _check_fills(self, layer: ParallelLinear, tensor: RowTensor) -> None:
         if tensor.of == "inputs" and layer.input_size % tensor.size:
@@ -145,16 +144,13 @@ class RowsLinear(StoredLinear):
         if tensor.check is not None:
             source = tensor.check(name, source)
         if tensor.of == "layer":
-            if source.shape.numel() != tensor.size:
-                raise WeightLoadError(
-                    f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer "
-                    f"needs {tensor.size} numbers"
-                )
+            check_size(name, source, tensor.size)
             return source.mapped(lambda values: values.reshape(1, -1))
         if tensor.of == "outputs":
             return source.mapped(lambda values: values.reshape(-1))
         if tensor.of == "groups":
-            return self._in_parts(place, name, source)
+            in_parts = self.flat_parts if self.is_flat else self._in_parts
+            return in_parts(place, name, source)
         return source
 
     def _in_parts(self, place: Place, name: str, source: Source) -> Source:
@@ -168,6 +164,26 @@ class RowsLinear(StoredLinear):
             )
         repeats = self.group // self.part
         return source if repeats == 1 else source.mapped(lambda x: repeated(x, repeats))
+
+    def flat_parts(self, place: Place, name: str, source: Source, repeats: int = 1) -> Source:
+        """Return values of groups that do not end with rows, with a column for each group of the
+        parameter.
+
+        Args:
+            place: of the tensor, as `load` has it.
+            name, source: of the tensor.
+            repeats: groups in a value.
+        """
+        num_out, num_in = self.features_of(place, source)
+        num_groups = -(-num_out * num_in // self.group)
+        check_size(name, source, -(-num_groups // repeats))
+
+        def in_parts(values: Tensor) -> Tensor:
+            of_groups = repeated(values.reshape(1, -1), repeats)[:, :num_groups]
+            parts = repeated(of_groups, self.group // self.part)
+            return parts[0, : num_out * num_in // self.part].view(num_out, -1)
+
+        return source.mapped(in_parts)
 
     def features_of(self, place: Place, source: Source) -> tuple[int, int]:
         """Return (outputs, inputs) of the layer in the checkpoint."""
@@ -191,6 +207,19 @@ class RowsLinear(StoredLinear):
         values, slices = on_host(layer, param), layer.feature_slices.values()
         sizes = [each.size if each.dim == 0 else layer.output_size for each in slices]
         return values.repeat_interleave(torch.tensor(sizes), dim=0)
+
+
+def check_size(name: str, source: Source, size: int) -> None:
+    """Check the number of elements of a tensor.
+
+    Raises:
+        WeightLoadError: it is another one.
+    """
+    if source.shape.numel() != size:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+            f"{size} elements"
+        )
 
 
 def repeated(values: Tensor, repeats: int) -> Tensor:

@@ -142,6 +142,7 @@ class StoredHead(EmbeddingMethod):
     def __init__(self, linear: LinearMethod) -> None:
         self.linear: Any = linear  # a head has what the method reads of a layer
         self.optional_parameters = linear.optional_parameters
+        self.unused_tensors = linear.unused_tensors
 
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
