@@ -132,10 +132,10 @@ def write(
     settings = dict(format_.settings)
     if skipped:
         key = _SKIP_KEYS.get(settings["quant_method"], "modules_to_not_convert")
-        settings[key] = [*settings.get(key, []), *skipped]
+        settings[key] = [*(settings.get(key) or []), *skipped]
     if stores_head:
         settings |= {
-            key: [each for each in settings[key] if each != "lm_head"]
+            key: [each for each in settings[key] or [] if each != "lm_head"]
             for key in ("ignore", "modules_to_not_convert")
             if key in settings
         }
@@ -309,6 +309,32 @@ def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
     return parts, ((numbers - zeros) * scales).view(weight.shape)
 
 
+def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
+    """A byte for each element, whatever its bits."""
+    size = 32 if kind == "int4" else weight.shape[1]
+    groups = weight.unflatten(1, (-1, size))
+    largest = {"int4": 7, "int8": 127, "fp8": 448}[kind]
+    scales = groups.abs().amax(-1, keepdim=True) / largest
+    if kind == "fp8":
+        numbers = (groups / scales).to(torch.float8_e4m3fn)
+        parts = {"_weight_qdata": numbers.flatten(1), "_weight_scale": scales[..., 0]}
+        return parts, (numbers.float() * scales).flatten(1)
+    scales = scales.bfloat16().float()
+    zeros = torch.randint(-3, 4, scales.shape) if kind == "int4" else torch.zeros(scales.shape)
+    numbers = (groups / scales + zeros).round().clamp(-largest - 1, largest)
+    parts = {
+        "_weight_qdata": numbers.flatten(1).to(torch.int8),
+        "_weight_scale": scales[..., 0].bfloat16(),
+        "_weight_zero_point": zeros[..., 0].to(torch.int8),
+    }
+    return parts, ((numbers - zeros) * scales).flatten(1)
+
+
+def _torchao_settings(config: str, **data: Any) -> dict[str, Any]:
+    quant_type = {"default": {"_type": config, "_version": 2, "_data": data}}
+    return {"quant_method": "torchao", "quant_type": quant_type, "modules_to_not_convert": None}
+
+
 def _compressed(
     layout: str, weights: dict[str, Any], inputs: Any, quantize: Any, **kw: Any
 ) -> Format:
@@ -467,6 +493,7 @@ def _llm_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
     return parts | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, dense
 
 
+_PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
@@ -595,4 +622,27 @@ FORMATS: dict[str, Format] = {
         )
         for bits in (3, 4, 8)
     },
+    "torchao-int8": Format(
+        _torchao_settings("Int8DynamicActivationInt8WeightConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="int8"),
+        is_rounding_inputs=True,
+    ),
+    "torchao-w8a16": Format(
+        _torchao_settings("Int8WeightOnlyConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="int8"),
+    ),
+    "torchao-fp8": Format(
+        _torchao_settings("Float8WeightOnlyConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="fp8"),
+    ),
+    "torchao-int4": Format(
+        _torchao_settings(
+            "IntxWeightOnlyConfig",
+            granularity={"_type": "PerGroup", "_data": {"group_size": 32}},
+            weight_dtype={"_type": "torch.dtype", "_data": "int4"},
+            intx_packing_format={"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+        ),
+        partial(_torchao, kind="int4"),
+        is_rounding_inputs=True,
+    ),
 }

@@ -168,6 +168,10 @@ def of_checkpoint(name: str) -> Callable[[Card], Any]:
     return lambda card: card.load(card.quantized(name)[0])
 
 
+def of_checkpoints(pattern: str) -> list[Callable[[Card], Any]]:
+    return [of_checkpoint(name) for name in FORMATS if re.search(pattern, name)]
+
+
 def of_dense(quantization: str) -> Callable[[Card], Any]:
     return lambda card: card.load(card.quantized("gptq-4")[1], quantization)
 
@@ -224,13 +228,13 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_experts("ct-fp8-static"),
     ],
     "2 to 4 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-[234]|awq|w4a16", name)),
+        *of_checkpoints("gptq-[234]|awq|w4a16|torchao-int4"),
         of_dense("int4"),
         of_gguf("Q4_0"),
         of_experts("gptq-4"),
     ],
     "8 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a|bnb|mlx-8|hqq-8", name)),
+        *of_checkpoints("gptq-8|w8a|bnb|mlx-8|hqq-8|torchao-(int8|w8a16)"),
         of_dense("int8"),
         *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
         of_experts("ct-w8a8"),

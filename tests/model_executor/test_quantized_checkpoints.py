@@ -111,7 +111,7 @@ HEADS = [
     *("gptq-4", "gptq-8", "awq-symmetric", "ct-w4a16", "ct-w8a8", "ct-fp8-static"),
     *("fp8-static", "fp8-block", "fp8-channel-ignored", "modelopt"),
     *("nvfp4", "ct-nvfp4", "bnb-nf4", "bnb-int8"),
-    *("awq-gemv", "mlx-4", "mlx-8", "hqq-4"),
+    *("awq-gemv", "mlx-4", "mlx-8", "hqq-4", "torchao-int4", "torchao-fp8"),
 ]
 
 
@@ -265,6 +265,8 @@ def other_state(settings, tensors):
 
 HQQ = ("quant_config", "weight_quant_params")
 PARAMS = "quant_config.weight_quant_params"
+AO = ("quant_type", "default")
+AO_DATA = (*AO, "_data")
 ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
 WEIGHTS = ("config_groups", "group_0", "weights")
 INPUTS = ("config_groups", "group_0", "input_activations")
@@ -404,6 +406,19 @@ WRONG = [
     ("hqq-4", without("zero"), f"missing .*{GATE}.zero"),
     ("hqq-4", filled("scale", float("nan")), "scale contains NaN or infinity"),
     ("hqq-4", one_number("scale"), r"scale has shape \[1\] .* needs 192 elements"),
+    ("torchao-int4", changed(*AO, "_type", to="Int4WeightOnlyConfig"), "'Int4WeightOnlyConfig'; s"),
+    ("torchao-int4", changed("quant_type", to="int4_weight_only"), "'int4_weight_only'; supported"),
+    (
+        "torchao-int4",
+        changed(*AO_DATA, "weight_dtype", to="uint4"),
+        "dtype is 'uint4'; sup",
+    ),
+    ("torchao-int4", changed(*AO_DATA, "granularity", to=None), "granularity is None; supported"),
+    ("torchao-int4", changed(*AO_DATA, "intx_packing_format", to="x"), "packing_format is 'x'"),
+    ("torchao-int4", filled("_weight_scale", 0.0), ZERO),
+    ("torchao-int8", without("_weight_scale"), f"missing .*{GATE}._weight_scale"),
+    ("torchao-int8", changed(*AO_DATA, "group_size", to=32), "group_size is 32; supported: None"),
+    ("torchao-fp8", filled("_weight_qdata", float("nan")), "gate_up_proj in the checkpoint .* NaN"),
     ("mlx-4", changed("bits", to=7), CONFIG + "bits is 7; supported: 2, 3, 4, 5, 6, 8"),
     ("mlx-4", changed("bits", to=8), r"weight has shape \[64, 24\] .* needs \[64, 48\]"),
     ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a number for each 64 of"),
@@ -418,7 +433,6 @@ WRONG = [
     ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
     ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
     ("awq", changed("quant_method", to="quark"), "'quark', .* compressed-tensors or GPTQ"),
-    ("awq", changed("quant_method", to="torchao"), "'torchao', .* --quantization int4"),
     ("awq", changed("zero_point", to=0), "zero_point is 0; supported: True, False"),
     ("awq", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_point in"),
     (

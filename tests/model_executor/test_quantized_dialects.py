@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.hpu import captured_log
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
 from tests.quantized_checkpoints import FORMATS, made_once, write
@@ -14,6 +15,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +269,21 @@ def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
         return
     with pytest.raises(ConfigError, match=message):
         load(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("nvfp4", "NVFP4 (W4A4, read as W4A16) and kept as NVFP4"),
+        ("ct-mxfp4", "MXFP4 and kept as MXFP4"),
+        ("bnb-nf4", "bitsandbytes nf4 and kept as numbers of 8 bits in groups"),
+        ("mlx-4", "MLX affine, 4 bits and kept as numbers of 4 bits with minimums"),
+    ],
+)
+def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, stored):
+    if load_cpu_kernels() is None:
+        pytest.skip("the kernels are not built")
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    with captured_log() as messages:
+        load(checkpoint(name)[0])
+    assert f"8 layers are stored as {stored}, in 0.1 MiB" in "\n".join(messages)

@@ -107,8 +107,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
                 num_bytes[key] += method.kept.num_bytes
         for key, count in counts.items():
             logger.info(
-                "%d layers are stored as %s and kept as %s, in %.1f MiB; their inputs have the "
-                "dtype of the model",
+                "%d layers are stored as %s and kept as %s, in %.1f MiB",
                 *(count, *key, num_bytes[key] / 2**20),
             )
 

@@ -35,6 +35,7 @@ from vllm.model_executor.quantization.float_groups import (
     GROUPS,
     FloatKind,
     FloatNames,
+    described,
     float_linear,
 )
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
@@ -98,7 +99,8 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
         return next((each for each in self.groups if _is_listed(names, each.targets)), None)
 
     def described(self, storage: "_Scheme") -> str | None:
-        return _FLOAT_FORMATS.get(storage.format)
+        kind = _FLOAT_FORMATS.get(storage.format)
+        return None if kind is None else described(kind, storage.rounds_inputs)
 
     def method(self, name: str, storage: "_Scheme") -> LinearMethod:
         return storage.method(name)
@@ -156,6 +158,7 @@ class _Scheme:
         inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets", "config_groups.")
         self.format = choice(group, "format", (*_FORMATS, "naive-quantized", *_FLOAT_FORMATS))
+        self.rounds_inputs = bool(inputs)
         if self.format in _FLOAT_FORMATS:
             _check_floats(weights, _FLOAT_FORMATS[self.format])
             return
@@ -176,7 +179,6 @@ class _Scheme:
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
-        self.rounds_inputs = bool(inputs)
         of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
         is_dynamic = of_inputs("dynamic", (True, False, "local"), True)
         self.has_input_scale = self.rounds_inputs and is_dynamic is False

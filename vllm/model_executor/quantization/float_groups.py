@@ -42,6 +42,17 @@ class FloatNames:
     """Weights are divided by the factor."""
 
 
+def described(kind: FloatKind, rounds_inputs: bool) -> str:
+    """Return the words of the log for layers of these.
+
+    Args:
+        kind: of the elements.
+        rounds_inputs: the checkpoint is meant for inputs that are rounded alike.
+    """
+    bits = 8 if kind == "MXFP8" else 4
+    return f"{kind} (W{bits}A{bits}, read as W{bits}A16)" if rounds_inputs else kind
+
+
 def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
     """Return the method of a layer of this name."""
     methods: dict[FloatKind, Callable[[str, FloatNames], RowsLinear]] = {

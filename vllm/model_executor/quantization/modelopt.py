@@ -8,6 +8,7 @@ from vllm.model_executor.quantization.float_groups import (
     GROUPS,
     FloatKind,
     FloatNames,
+    described,
     float_linear,
 )
 from vllm.model_executor.quantization.fp8 import Fp8Linear, ModelOptFp8
@@ -82,7 +83,8 @@ class ModelOpt(CheckpointFormat[str]):
         return float_linear(name, _FLOATS[storage], FloatNames())
 
     def described(self, storage: str) -> str:
-        return _FLOATS.get(storage, storage)
+        kind = _FLOATS.get(storage)
+        return storage if kind is None else described(kind, storage == kind)
 
 
 def _algorithms(layers: Any) -> dict[str, str]:

@@ -166,13 +166,9 @@ class RowsLinear(StoredLinear):
         return source if repeats == 1 else source.mapped(lambda x: repeated(x, repeats))
 
     def flat_parts(self, place: Place, name: str, source: Source, repeats: int = 1) -> Source:
-        """Return values of groups that do not end with rows, with a column for each group of the
-        parameter.
+        """Return values of groups that do not end with rows, by groups of the parameter.
 
-        Args:
-            place: of the tensor, as `load` has it.
-            name, source: of the tensor.
-            repeats: groups in a value.
+        Args: as of `arranged`, and repeats: groups that share a value.
         """
         num_out, num_in = self.features_of(place, source)
         num_groups = -(-num_out * num_in // self.group)

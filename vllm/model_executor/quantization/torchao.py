@@ -117,7 +117,8 @@ def _layout_of(config: str, data: Mapping[str, Any]) -> _Layout:
     dtype = data.get("weight_dtype")
     name = dtype.get("_data") if isinstance(dtype, dict) else dtype
     bits = {f"int{bits}": bits for bits in range(1, 9)}
-    return _Layout(config, bits[choice({"d": name}, "d", tuple(bits), None, within)], group)
+    chosen = choice({"weight_dtype": name}, "weight_dtype", tuple(bits), None, within)
+    return _Layout(config, bits[chosen], group)
 
 
 def _packing(data: Mapping[str, Any]) -> Any:
