@@ -309,6 +309,20 @@ def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
     return parts, ((numbers - zeros) * scales).view(weight.shape)
 
 
+def _sparse(weight: Tensor, is_fp8: bool) -> tuple[Tensors, Tensor]:
+    """Two of each four elements, and a bit for each of all."""
+    fours = weight.unflatten(1, (-1, 4))
+    is_kept = torch.zeros(fours.shape, dtype=torch.bool)
+    is_kept = is_kept.scatter(-1, fours.abs().topk(2).indices, True).flatten(1)
+    parts, dense = _fp8_per_channel(weight * is_kept) if is_fp8 else ({}, weight * is_kept)
+    values = parts.pop("weight").view(torch.int8) if is_fp8 else dense
+    compressed = values[is_kept].view(len(weight), -1)
+    parts["compressed"] = compressed.view(torch.float8_e4m3fn) if is_fp8 else compressed
+    bits = is_kept.unflatten(1, (-1, 8)) << torch.arange(8)
+    parts["bitmask"] = bits.sum(-1).to(torch.uint8)
+    return parts | {"shape": torch.tensor(weight.shape)[:, None]}, dense
+
+
 def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
     """A byte for each element, whatever its bits."""
     size = 32 if kind == "int4" else weight.shape[1]
@@ -507,6 +521,11 @@ _BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 
+CT_FP8 = _compressed(
+    "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FP8_PER_TOKEN, _fp8_per_channel
+)
+_SPARSITY = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
+
 FORMATS: dict[str, Format] = {
     "fp8-static": Format(_FP8 | {"activation_scheme": "static"}, _fp8_per_tensor),
     "fp8-block": Format(
@@ -546,9 +565,7 @@ FORMATS: dict[str, Format] = {
         "int-quantized", _INT8, _ONE_SCALE, _int8_static, is_rounding_inputs=True
     ),
     "ct-w8a16-int8": _compressed("int-quantized", _INT8, None, _int8_channel),
-    "ct-fp8-dynamic": _compressed(
-        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FP8_PER_TOKEN, _fp8_per_channel
-    ),
+    "ct-fp8-dynamic": CT_FP8,
     "ct-fp8-static": _compressed(
         "float-quantized", _FLOAT8 | {"strategy": "tensor"}, _ONE_SCALE, _fp8_per_tensor
     ),
@@ -644,5 +661,14 @@ FORMATS: dict[str, Format] = {
         ),
         partial(_torchao, kind="int4"),
         is_rounding_inputs=True,
+    ),
+    "ct-sparse": Format(
+        {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": _SPARSITY},
+        partial(_sparse, is_fp8=False),
+    ),
+    "ct-sparse-fp8": replace(
+        CT_FP8,
+        settings=CT_FP8.settings | {"sparsity_config": _SPARSITY},
+        quantize=partial(_sparse, is_fp8=True),
     ),
 }

@@ -400,6 +400,25 @@ _MINIMUM_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseValues(StoredWeight):
+    """A weight that was stored in another way, and is dense on every device."""
+
+    values: Tensor
+    """[out_features, in_features] of the dtype of the model."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.values.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantize(self) -> Tensor:
+        return self.values.float()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StackedWeight(StoredWeight):
     """The outputs of several weights of the same inputs, one after the other."""
 

@@ -8,7 +8,7 @@ are rounded with a scale for each row, also where the checkpoint has one for all
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
+from vllm.model_executor.quantization.sparse import Elements, SparseLinear
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
 from vllm.utils.text.patterns import compile_pattern
 
@@ -65,11 +66,12 @@ _FLOAT_NAMES = FloatNames(
     input_factor="input_global_scale",
     is_divisor=True,
 )
+_SPARSE = "sparse-24-bitmask"
 _CLASS = "Linear"
 """The target that means every linear layer."""
 
 
-class CompressedTensors(CheckpointFormat["_Scheme"]):
+class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -78,12 +80,14 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
             ConfigError: a setting is not supported.
         """
         sparsity = settings.get("sparsity_config") or {"format": "dense"}
-        if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
-            raise wrong("sparsity_config", sparsity, "none, or the format dense")
+        formats = ("dense", _SPARSE)
+        if not isinstance(sparsity, dict) or sparsity.get("format") not in formats:
+            raise wrong("sparsity_config", sparsity, f"none, or the format {' or '.join(formats)}")
+        is_sparse = sparsity["format"] == _SPARSE
         if settings.get("transform_config"):
             raise wrong("transform_config", settings["transform_config"], "none of it")
         _check_cache_scheme(settings.get("kv_cache_scheme") or {})
-        groups = settings.get("config_groups")
+        groups = settings.get("config_groups", {} if is_sparse else None)
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise wrong("config_groups", groups, "an object of groups")
         self.ignored = _patterns(settings, "ignore")
@@ -93,16 +97,19 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
     def stores_head(self, names: Names) -> bool:
         return True
 
-    def storage_of(self, names: Names) -> "_Scheme | None":
-        if _is_listed(names, self.ignored):
-            return None
-        return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+    def storage_of(self, names: Names) -> "_Scheme | _Sparse | None":
+        found = None
+        if not _is_listed(names, self.ignored):
+            found = next((each for each in self.groups if _is_listed(names, each.targets)), None)
+        return _Sparse(found) if self.has_tensor(names, "bitmask") else found
 
-    def described(self, storage: "_Scheme") -> str | None:
+    def described(self, storage: "_Scheme | _Sparse") -> str | None:
+        if isinstance(storage, _Sparse):
+            return f"{_SPARSE} of {storage.elements}"
         kind = _FLOAT_FORMATS.get(storage.format)
         return None if kind is None else described(kind, storage.rounds_inputs)
 
-    def method(self, name: str, storage: "_Scheme") -> LinearMethod:
+    def method(self, name: str, storage: "_Scheme | _Sparse") -> LinearMethod:
         return storage.method(name)
 
 
@@ -195,6 +202,34 @@ class _Scheme:
         if self.format == "float-quantized":
             return Fp8Linear(name, self.block, self.has_input_scale)
         return _WordsLinear(name, self) if self.format == _FORMATS[0] else _Int8Linear(name, self)
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    """Layers with two non-zero elements in each four."""
+
+    scheme: _Scheme | None
+    """Of the elements; None: they are dense."""
+
+    @property
+    def elements(self) -> Elements:
+        """Return the kind of the elements.
+
+        Raises:
+            ConfigError: it is not supported.
+        """
+        scheme = self.scheme
+        if scheme is None:
+            return "dense"
+        if scheme.format == "int-quantized" and scheme.rounds_inputs and scheme.group_size == -1:
+            return "int8"
+        if scheme.format == "float-quantized" and scheme.block is None:
+            return "fp8"
+        accepted = "int-quantized (W8A8) and float-quantized, with sparse-24-bitmask"
+        raise wrong("config_groups.format", scheme.format, accepted)
+
+    def method(self, name: str) -> LinearMethod:
+        return SparseLinear(name, self.elements)
 
 
 def _check_floats(weights: Settings, kind: FloatKind) -> None:

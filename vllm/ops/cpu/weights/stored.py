@@ -10,9 +10,10 @@ from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_grou
 from vllm.ops.cpu.weights.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.weights.linear import ByteGroups, PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
-from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat
+from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat, can_pack
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
+    DenseValues,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
@@ -121,6 +122,11 @@ def _pack_stacked(weight: StackedWeight) -> PackedWeight | None:
     parts = [pack_stored(part) for part in weight.parts]
     packed = [part for part in parts if part is not None]
     return PackedWeight.stack(packed) if len(packed) == len(parts) else None
+
+
+@pack_stored.register
+def _pack_dense(weight: DenseValues) -> PackedWeight | None:
+    return PackedWeight.pack(weight.values.clone()) if can_pack(weight.values) else None
 
 
 @pack_stored.register
