@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -100,7 +101,7 @@ def write(
         name: of the format.
         folder: for both.
         source: a dense checkpoint; None: a tiny Llama.
-        skipped: names of layers that stay dense besides those of the format.
+        skipped: names of layers that stay dense besides the ones that the format skips.
         stores_head: the output head is quantized, too.
     """
     torch.manual_seed(0)
@@ -672,3 +673,26 @@ FORMATS: dict[str, Format] = {
         quantize=partial(_sparse, is_fp8=True),
     ),
 }
+
+_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse")
+"""In the names of formats that have one way of dividing their tensors."""
+_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "torchao-w8a16")
+
+
+def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:
+    """Return the names of the formats as parameters of a test.
+
+    Args:
+        left_out: names of formats.
+        is_costly: in a usual run, one is enough of the formats that divide their tensors alike.
+    """
+
+    def is_seldom(name: str) -> bool:
+        is_alike = any(part in name for part in _BY_ROWS) and name != "nvfp4"
+        return name.startswith(_RARE) or (is_costly and is_alike)
+
+    return [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if is_seldom(name) else [])
+        for name in FORMATS
+        if name not in left_out
+    ]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model_executor.helpers import load, logits_of, prompt_of
-from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.quantized_checkpoints import FORMATS, each_format, made_once, write
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.experts import Experts
@@ -40,7 +40,7 @@ def weight_of(layer):
     return packed.weight
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", each_format())
 def test_weights_are_those_of_the_format_bit_for_bit(checkpoint, ops, name):
     folder, dense_folder = checkpoint(name)
     model, dense = load(folder), load(dense_folder)
@@ -110,8 +110,7 @@ def with_head(tmp_path_factory):
 HEADS = [
     *("gptq-4", "gptq-8", "awq-symmetric", "ct-w4a16", "ct-w8a8", "ct-fp8-static"),
     *("fp8-static", "fp8-block", "fp8-channel-ignored", "modelopt"),
-    *("nvfp4", "ct-nvfp4", "bnb-nf4", "bnb-int8"),
-    *("awq-gemv", "mlx-4", "mlx-8", "hqq-4", "torchao-int4", "torchao-fp8"),
+    *("nvfp4", "bnb-nf4", "mlx-8", "hqq-4", "torchao-int4"),
 ]
 
 

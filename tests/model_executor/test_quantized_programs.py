@@ -15,7 +15,7 @@ from tests.model_executor.test_fusion import (
     assert_same_bits,
     attention_layers,
 )
-from tests.quantized_checkpoints import FORMATS, made_once, write
+from tests.quantized_checkpoints import FORMATS, each_format, made_once, write
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts
@@ -52,7 +52,7 @@ def assert_program_has_the_bits_of_modules(model):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", each_format(is_costly=True))
 def test_a_program_has_the_bits_of_the_modules(checkpoint, monkeypatch, name):
     monkeypatch.setattr("vllm.ops._ops", CPUOps())
     assert_program_has_the_bits_of_modules(load_for_cpu(checkpoint(name)[0]))
@@ -79,14 +79,14 @@ def assert_same_weights(name, folders, tp):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "gptq-3"])
+@pytest.mark.parametrize("name", each_format("gptq-3"))
 def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank):
     monkeypatch.setattr("vllm.ops._ops", NativeOps())
     assert_same_weights(name, checkpoint(name), TPGroup(rank, 2))
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["split", "whole"])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-channel-ignored"])
+@pytest.mark.parametrize("name", each_format("fp8-channel-ignored", is_costly=True))
 def test_a_rank_has_its_part_of_quantized_experts(
     tiny_experts, tmp_path, monkeypatch, name, is_whole
 ):
