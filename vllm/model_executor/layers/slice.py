@@ -94,6 +94,18 @@ class Source:
             path=self.path,
         )
 
+    def made(
+        self, shape: torch.Size, dtype: torch.dtype, function: Callable[[Tensor], Tensor]
+    ) -> "Source":
+        """Return the tensor of this shape that a function makes, which needs the values."""
+        return Source(
+            shape,
+            lambda index: function(self.read(()))[index],
+            dtype=dtype,
+            features=self.features,
+            path=self.path,
+        )
+
     def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "Source":
         """The output features that are meant, as a tensor of their own.
 

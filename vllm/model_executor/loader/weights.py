@@ -34,7 +34,8 @@ class _Targets:
 
     by_name: dict[str, Place] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
-    """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
+    """Other names of tied parameters, and tensors that no method reads: a checkpoint may have them,
+    and they are not read."""
     elsewhere: set[str] = field(default_factory=set)
     """Beginnings of the names of tensors that only other ranks have, up to a dot."""
 
@@ -252,6 +253,13 @@ def _find_targets(model: LoadableModel) -> _Targets:
         slices = module.slices if isinstance(module, SlicedModule) else {}
         if isinstance(module, SlicedModule):
             targets.elsewhere.update(f"{path}.{part}" for part in module.elsewhere)
+        if isinstance(module, MethodLayer):
+            parts = {part for of_param in slices.values() for part in of_param}
+            targets.aliases |= {
+                checkpoint_name(path, part, tensor)
+                for part in parts
+                for tensor in module.method.unused_tensors
+            }
         for param_name, param in module.named_parameters(recurse=False):
             is_alias = id(param) in seen
             seen.add(id(param))

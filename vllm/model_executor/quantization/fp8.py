@@ -36,6 +36,7 @@ from vllm.model_executor.quantization.settings import (
     choice,
     is_listed,
     names,
+    read_modelopt_settings,
     wrong,
 )
 from vllm.ops.stored_weight import Fp8Weight
@@ -66,8 +67,7 @@ class Fp8(CheckpointFormat[bool]):
 
     def stores_head(self, names: Names) -> bool:
         # The settings of checkpoints with a dense head need not say so.
-        scales = (f"{name}.{self._scale_name}" for name in names)
-        return any(self.names.has_tensor(each) for each in scales)
+        return self.has_tensor(names, self._scale_name)
 
     def method(self, name: str, storage: bool) -> LinearMethod:
         return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)
@@ -85,10 +85,7 @@ class ModelOptFp8(Fp8):
         Raises:
             ConfigError: a setting is not supported.
         """
-        settings = settings or {}
-        nested = settings.get("quantization")
-        if isinstance(nested, dict):  # as in hf_quant_config.json
-            settings = {**settings, **nested}
+        settings = read_modelopt_settings(settings or {})
         algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         is_static = algorithm == "FP8"

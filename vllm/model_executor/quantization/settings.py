@@ -53,6 +53,13 @@ def wrong(key: str, value: Any, accepted: str) -> ConfigError:
     )
 
 
+def read_modelopt_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings of ModelOpt in one object, as config.json has them; hf_quant_config.json
+    has them under the key `quantization`."""
+    nested = settings.get("quantization")
+    return {**settings, **nested} if isinstance(nested, dict) else dict(settings)
+
+
 def group_size_of(settings: Settings, key: str) -> int:
     """Return how many inputs share a scale; -1, which an absent key and null mean as well: all.
 
