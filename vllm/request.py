@@ -37,6 +37,9 @@ class Request:
         draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight,
             by evidence.
         sort_key: requests with smaller keys go first.
+        state_ends: numbers of its first tokens after which the states of the prompt are kept, those
+            that are still to come.
+        num_kept_tokens: how many of its first tokens the kept state that it owns summarises.
     """
 
     __slots__ = (
@@ -47,6 +50,7 @@ class Request:
         "more_block_ids",
         "num_cached_blocks",
         "num_cached_tokens",
+        "num_kept_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -55,6 +59,7 @@ class Request:
         "row",
         "sort_key",
         "spec",
+        "state_ends",
         "status",
         "takes_drafts",
         "token_ids",
@@ -79,6 +84,8 @@ class Request:
         self.draft_evidence = 0
         self.num_undrafted = 0
         self.sort_key = sort_key
+        self.state_ends: list[int] = []
+        self.num_kept_tokens = 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

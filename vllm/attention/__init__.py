@@ -18,7 +18,7 @@ from vllm.attention.context import (
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
-from vllm.attention.state import PaddedStates, RaggedStates, StateLayer, States
+from vllm.attention.state import PaddedStates, RaggedStates, StateCopies, StateLayer, States
 
 __all__ = [
     "Attention",
@@ -34,6 +34,7 @@ __all__ = [
     "PaddedStates",
     "RaggedMetadata",
     "RaggedStates",
+    "StateCopies",
     "ReadsContext",
     "ReplacedTokens",
     "StateLayer",

@@ -5,9 +5,9 @@ layer's.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -110,6 +110,38 @@ class StateLayer(CachedLayer, ReadsContext):
 
 
 @dataclass(frozen=True)
+class StateCopies:
+    """Copies between the states of rows and kept states, which are further rows of the caches.
+
+    Attributes:
+        restored: (row, kept state) of rows that begin with a kept state.
+        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of its
+            tokens, n ascending.
+    """
+
+    restored: tuple[tuple[int, int], ...] = ()
+    kept: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(
+        cls, rows: IntArray, restored: IntArray | None, kept: IntArray | None
+    ) -> "StateCopies":
+        """Return the copies of a launch of these rows; the others as in `SchedulerOutput`."""
+        if restored is None and kept is None:
+            return NO_COPIES
+        pairs = () if restored is None else tuple((row, kept) for row, kept in restored.tolist())
+        by_index: dict[int, list[tuple[int, int]]] = {}
+        if kept is not None:
+            index_of = {row: index for index, row in enumerate(rows.tolist())}
+            for row, count, number in kept.tolist():
+                by_index.setdefault(index_of[row], []).append((count, number))
+        return cls(pairs, by_index)
+
+
+NO_COPIES = StateCopies()
+
+
+@dataclass(frozen=True)
 class RaggedStates:
     """The states of a ragged launch; its rows are those of `RaggedMetadata`: decodes first."""
 
@@ -125,6 +157,8 @@ class RaggedStates:
     """[B] 0 for a request that begins."""
     query_start_loc: IntArray
     """[B + 1] the tokens of row b are query_start_loc[b] up to [b + 1]."""
+    copies: StateCopies = NO_COPIES
+    """Those that are made in this launch."""
 
     @classmethod
     def build(
@@ -134,6 +168,7 @@ class RaggedStates:
         query_start_loc: IntArray,
         num_decodes: int,
         device: torch.device,
+        copies: StateCopies = NO_COPIES,
     ) -> "RaggedStates":
         """Of a launch; arguments as the fields."""
         decode_rows = torch.from_numpy(rows[:num_decodes].astype("int64"))
@@ -145,28 +180,57 @@ class RaggedStates:
             rows,
             num_computed_tokens,
             query_start_loc,
+            copies,
         )
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """See `StateMetadata`."""
+        """Run the tokens of a launch through a layer, from the states of their rows.
+
+        Args:
+            layer: has the caches.
+            inputs: [T, ...] each.
+
+        Returns:
+            [T, ...]
+        """
         caches, outputs = layer.kv_caches, []
+        for row, number in self.copies.restored:
+            _copy_state(caches, number, row)
         if self.num_decodes:
             tokens = tuple(x[: self.num_decodes] for x in inputs)
             with layer.of_tokens(0, self.num_decodes):
                 outputs.append(layer.advance_rows(tokens, self.decode_rows, self.is_new))
+            for index, kept in self.copies.kept.items():
+                if index < self.num_decodes:
+                    for _, number in kept:
+                        _copy_state(caches, int(self.rows[index]), number)
         for index in range(self.num_decodes, len(self.rows)):
-            start, end = self.query_start_loc[index : index + 2].tolist()
-            row = int(self.rows[index])
-            places = tuple(cache[row : row + 1] for cache in caches)
-            states = places
-            if not self.num_computed_tokens[index]:
-                states = tuple(torch.zeros_like(place) for place in places)
-            with layer.of_tokens(start, end):
-                out, states = layer.advance(tuple(x[None, start:end] for x in inputs), None, states)
-            for place, state in zip(places, states, strict=True):
-                place.copy_(state)
-            outputs.append(out[0])
+            outputs += self._run_row(layer, inputs, index)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run_row(self, layer: StateLayer, inputs: tuple[Tensor, ...], index: int) -> list[Tensor]:
+        """Run the tokens of one row, in pieces where states are kept in the middle."""
+        start, end = self.query_start_loc[index : index + 2].tolist()
+        row, outputs = int(self.rows[index]), []
+        places = tuple(cache[row : row + 1] for cache in layer.kv_caches)
+        states = places
+        if not self.num_computed_tokens[index]:
+            states = tuple(torch.zeros_like(place) for place in places)
+        kept = [(start + count, number) for count, number in self.copies.kept.get(index, ())]
+        ends = sorted({stop for stop, _ in kept} | {end})
+        for stop in ends:
+            with layer.of_tokens(start, stop):
+                piece = tuple(x[None, start:stop] for x in inputs)
+                out, states = layer.advance(piece, None, states)
+            outputs.append(out[0])
+            for place, number in kept:
+                if place == stop:
+                    for cache, state in zip(layer.kv_caches, states, strict=True):
+                        cache[number].copy_(state[0])
+            start = stop
+        for place, state in zip(places, states, strict=True):
+            place.copy_(state)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -182,7 +246,7 @@ class PaddedStates:
     """[B] tokens of each row; None: Q is 1."""
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
-        """See `StateMetadata`; T is B * Q."""
+        """Run the B * Q tokens of a launch through a layer; as `RaggedStates.run`."""
         if self.lengths is None:
             return layer.advance_rows(inputs, self.rows, self.is_new)
         states = load_states(layer.kv_caches, self.rows, self.is_new)
@@ -192,6 +256,12 @@ class PaddedStates:
         )
         store_states(layer.kv_caches, self.rows, states)
         return out.flatten(0, 1)
+
+
+def _copy_state(caches: States, source: int, target: int) -> None:
+    """Copy the states of a row to another one."""
+    for cache in caches:
+        cache[target].copy_(cache[source])
 
 
 def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:

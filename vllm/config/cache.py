@@ -45,6 +45,10 @@ class CacheConfig:
     """Hash of the prefix cache. builtin is accepted and means sha256 too: Python's hash can be
     made to collide."""
 
+    num_kept_states: int = 16
+    """Recurrent states that the prefix cache keeps, for models with such states; fewer where they
+    take more than a quarter of the memory of the cache. 0: no prefix caching of such models."""
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")
         if self.block_size & (self.block_size - 1):
@@ -60,5 +64,6 @@ class CacheConfig:
             check_at_least(self, 2, "num_gpu_blocks_override")
         if self.kv_cache_memory_bytes is not None:
             check_at_least(self, 1, "kv_cache_memory_bytes")
+        check_at_least(self, 0, "num_kept_states")
         check_one_of(self, "kv_cache_dtype", typing.get_args(CacheDType))
         check_one_of(self, "prefix_caching_hash_algo", ("sha256", "builtin"))

@@ -129,8 +129,14 @@ class Admission:
             plan.first_admitted.append(request)
             self.num_prefix_queries += len(request.token_ids)
             self.num_prefix_hits += start
+        states = self._cache.states
+        if states is not None:
+            request.state_ends = self._cache.state_ends(request, start)
         self._cache.admit(request, shared)
         self._running.add(request, start, len(request.block_ids) * self._cache.block_size)
+        if states is not None and start:
+            number = states.use(self._cache.prefix_hash(request, start))
+            plan.restored_states.append((request.row, number))
         # Findable at once: the launch that computes these tokens writes all keys and values
         # before it reads any, so the next request in the queue can share them already.
         self._cache.remember(request, start + num_tokens)

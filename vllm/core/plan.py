@@ -31,6 +31,8 @@ class Plan:
     """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Admitted requests that were never admitted before."""
+    restored_states: list[tuple[int, int]] = field(default_factory=list)
+    """See `SchedulerOutput`."""
     num_decodes: int = 1
     """See `SchedulerOutput`."""
     drafts: dict[int, list[int]] = field(default_factory=dict)

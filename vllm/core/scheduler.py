@@ -28,6 +28,7 @@ from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
+from vllm.core.states import StateKeeper
 from vllm.core.step import Step, select_tokens
 from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
@@ -96,6 +97,9 @@ class Scheduler:
         self._drafts: DraftPlanner | None = None
         if draft_source is not None:
             self._drafts = DraftPlanner(draft_source, self.running, cache, draft_control)
+        self._state_keeper: StateKeeper | None = None
+        if cache.states is not None:
+            self._state_keeper = StateKeeper(cache.states, cache, self.running)
         self._shortened: dict[int, int] = {}
         """Rows whose block tables have become shorter since the last step, and their new
         lengths."""
@@ -202,8 +206,10 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
-        moves = None
+        moves = kept_states = None
         if len(rows):
+            if self._state_keeper is not None and plan.num_decodes == 1:
+                kept_states = self._state_keeper.keep(rows, num_computed, num_scheduled)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
@@ -224,6 +230,8 @@ class Scheduler:
             draft_token_ids=plan.drafts_of(rows),
             shortened_tables=shortened,
             block_moves=moves,
+            restored_states=_int_array(plan.restored_states),
+            kept_states=kept_states,
             num_decodes=plan.num_decodes,
         )
 
@@ -444,7 +452,10 @@ class Scheduler:
         ):
             # Blocks of the output get their hashes here: all at once is several times cheaper
             # than one by one as decoding fills them.
-            self.cache.remember(request, min(num_computed, len(request.token_ids)))
+            num_known = min(num_computed, len(request.token_ids))
+            self.cache.remember(request, num_known)
+            if self._state_keeper is not None:
+                self._state_keeper.leave(request, num_known)
         self._freed_rows += rows
         for step in self._in_flight:
             step.removed_rows.update(rows)
@@ -463,3 +474,7 @@ class Scheduler:
                 request.request_id,
                 self.num_preemptions + 1,
             )
+
+
+def _int_array(numbers: list[tuple[int, int]]) -> IntArray | None:
+    return np.array(numbers, np.int32) if numbers else None

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.core.draft_sources import make_drafts
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
+from vllm.core.kv.state_cache import StateCache
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
@@ -97,6 +98,7 @@ class EngineCore(CoreCalls):
             self._events,
             [KVCacheGroup(window) for window in self.executor.cache_windows],
             is_dense=config.has_dense_cache,
+            states=_make_state_cache(config, self.executor.num_kept_states),
         )
         source, control = None, None
         if config.scheduler.max_draft_tokens:
@@ -345,7 +347,7 @@ class EngineCore(CoreCalls):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
-        is_done = self.scheduler.cache.pool.forget_all()
+        is_done = self.scheduler.cache.forget_all()
         if is_done and self._transfer is not None:
             self._transfer.reset()
         self._publish_events()
@@ -452,6 +454,14 @@ class EngineCore(CoreCalls):
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
+
+
+def _make_state_cache(config: VllmConfig, count: int) -> StateCache | None:
+    """Return the kept states of a model whose prefix cache needs them, even if there is room for
+    none; None: it needs none."""
+    if not (config.model.resolved_arch.has_states and config.cache.enable_prefix_caching):
+        return None
+    return StateCache(config.scheduler.max_num_seqs, count)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

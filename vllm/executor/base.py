@@ -33,6 +33,7 @@ class Executor(ABC):
 
     is_asynchronous: bool = False
     cache_windows: tuple[int | None, ...] = (None,)
+    num_kept_states = 0
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class Executor(ABC):
         num_blocks = min(report.num_blocks for report in reports)
         self.cache_windows = reports[0].windows
         assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
+        self.num_kept_states = min(report.num_kept_states for report in reports)
         self.call_workers(Worker.allocate, num_blocks)
         return num_blocks
 

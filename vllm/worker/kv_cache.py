@@ -55,6 +55,23 @@ def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
     return layout.state_bytes * config.scheduler.max_num_seqs
 
 
+def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int:
+    """Return how many recurrent states of prefixes are kept: `num_kept_states`, or fewer where they
+    would take more than a quarter of the memory of the cache.
+
+    Args:
+        config: of the engine.
+        layout: of the layers.
+        free_bytes: as in `count_blocks`.
+    """
+    cache = config.cache
+    if not layout.state_bytes or not cache.enable_prefix_caching:
+        return 0
+    budget = cache.kv_cache_memory_bytes or int(free_bytes * cache.gpu_memory_utilization)
+    left = budget - states_bytes(config, layout)
+    return max(0, min(cache.num_kept_states, left // (4 * layout.state_bytes)))
+
+
 def count_blocks(
     config: VllmConfig,
     block_bytes: int,
@@ -62,6 +79,7 @@ def count_blocks(
     num_groups: int = 1,
     state_bytes: int = 0,
     others: Sequence[MemoryUse] = (),
+    kept_bytes: int = 0,
 ) -> int:
     """KV blocks, the null block included.
 
@@ -72,6 +90,7 @@ def count_blocks(
         num_groups: of layers with block tables of their own.
         state_bytes: of the states of all rows, which the memory of the cache has to hold besides.
         others: what uses the memory that is not free, for an error.
+        kept_bytes: of the states of prefixes that are kept.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens, or the states.
@@ -84,7 +103,7 @@ def count_blocks(
         budget, source = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
         setting = f"{source} or VLLM_CPU_KVCACHE_SPACE"
     check_states(config, state_bytes, budget, source)
-    budget -= state_bytes
+    budget -= state_bytes + kept_bytes
     if not block_bytes:
         # Nothing is cached: blocks only count the tokens of a full batch of the longest requests.
         return scheduler.max_num_seqs * (config.max_blocks_per_request + 1) + 1
@@ -99,7 +118,7 @@ def count_blocks(
         useful = scheduler.max_num_seqs * config.max_blocks_per_request * num_groups
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks = min(budget // block_bytes, useful)
-    others = (*others, states_use(config, state_bytes), unused)
+    others = (*others, states_use(config, state_bytes + kept_bytes), unused)
     memory = CacheBudget(budget, setting, others)
     check_capacity(config, num_blocks, block_bytes, memory, num_groups)
     return num_blocks
@@ -130,9 +149,11 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
     )
 
 
-def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> None:
+def log_cache(
+    config: VllmConfig, num_blocks: int, layout: KVCacheLayout, num_kept_states: int = 0
+) -> None:
     """Log the size of a KV cache and of states; nothing for a model without them."""
-    log_states(layout, config.scheduler.max_num_seqs)
+    log_states(layout, config.scheduler.max_num_seqs, num_kept_states)
     if not layout.block_bytes:
         return
     num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
@@ -147,14 +168,16 @@ def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> Non
     )
 
 
-def log_states(layout: KVCacheLayout, num_rows: int) -> None:
-    """Log the size of the states of so many rows; nothing for a model without them."""
+def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
+    """Log the size of the states of so many requests, and of prefixes; nothing for a model without
+    states."""
     if layout.state_bytes:
         logger.info(
-            "States: %d rows of %.2f MiB (%.2f GiB)",
+            "States: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
+            num_kept,
             layout.state_bytes / 2**20,
-            layout.state_bytes * num_rows / _GIB,
+            layout.state_bytes * (num_rows + num_kept) / _GIB,
         )
 
 

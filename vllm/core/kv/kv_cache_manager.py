@@ -9,6 +9,7 @@ import numpy as np
 from vllm.core.kv.block_hash import block_hashes, group_keys, root_hash
 from vllm.core.kv.block_pool import BlockPool
 from vllm.core.kv.cache_events import CacheEventLog
+from vllm.core.kv.state_cache import StateCache
 from vllm.kv_cache_spec import FULL_GROUP, KVCacheGroup
 from vllm.messages import NULL_BLOCK_ID, IntArray, number_of
 from vllm.request import Request
@@ -30,6 +31,8 @@ class KVCacheManager:
         events: log of changes of the prefix cache; None: no log is kept.
         groups: of layers; those with full attention first.
         is_dense: see the attribute; asked for.
+        states: kept states of a model with layers that have a state of each request; None: it has
+            no such layers, or no states are kept.
 
     Attributes:
         num_groups: how many groups there are.
@@ -49,8 +52,10 @@ class KVCacheManager:
         events: CacheEventLog | None = None,
         groups: Sequence[KVCacheGroup] = (FULL_GROUP,),
         is_dense: bool = False,
+        states: StateCache | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
+        self.states = states
         self._events = events
         self.block_size = block_size
         self.enable_caching = enable_caching
@@ -84,9 +89,41 @@ class KVCacheManager:
             return []
         num_full = (len(request.token_ids) - 1) // self.block_size
         hashes = self._hashes(request, num_full)
+        found = self._find(hashes)
+        return found if self.states is None else self._up_to_a_state(hashes, found)
+
+    def _find(self, hashes: list[bytes]) -> list[int]:
         if self.num_groups == 1 and not self.has_windows:
             return self.pool.find(hashes)
         return self._find_in_groups(hashes)
+
+    def _up_to_a_state(self, hashes: list[bytes], found: list[int]) -> list[int]:
+        """Shorten a prefix to the longest one whose state is kept."""
+        assert self.states is not None
+        for count in range(len(found) // self.num_groups, 0, -1):
+            if self.states.has(hashes[count - 1]):
+                shorter = self._find(hashes[:count])
+                if len(shorter) == count * self.num_groups:  # windows may need other blocks
+                    return shorter
+        return []
+
+    def state_ends(self, request: Request, num_cached: int) -> list[int]:
+        """Return after how many tokens the states of a prompt are worth keeping: where its blocks
+        end that other requests have as well, and at its last full block.
+
+        Args:
+            request: that is about to enter the batch; none of its own blocks is findable yet.
+            num_cached: its tokens that need not be computed.
+        """
+        num_full = (len(request.token_ids) - 1) // self.block_size
+        num_shared = len(self._find(self._hashes(request, num_full))) // self.num_groups
+        ends = {num_shared * self.block_size, num_full * self.block_size}
+        return sorted(end for end in ends if end > num_cached)
+
+    def prefix_hash(self, request: Request, num_tokens: int) -> bytes:
+        """Return the hash of the first tokens of a request, which are whole blocks and known."""
+        count = num_tokens // self.block_size
+        return self._hashes(request, count)[count - 1]
 
     def _find_in_groups(self, hashes: list[bytes]) -> list[int]:
         num_found = len(hashes)
@@ -245,10 +282,19 @@ class KVCacheManager:
         """
         for index in range(self.num_groups):
             self.pool.forget(group_keys(request.block_hashes, index))
+        if self.states is not None:
+            self.states.forget(request.block_hashes)
         if self.freed is not None:
             wrong = set(request.block_hashes)
             self.freed = [entry for entry in self.freed if entry[1] not in wrong]
             self.forgotten += request.block_hashes
+
+    def forget_all(self) -> bool:
+        """Empty the prefix cache. Returns False and changes nothing while any block is held."""
+        is_done = self.pool.forget_all()
+        if is_done and self.states is not None:
+            self.states.forget_all()
+        return is_done
 
     def are_computed(self, block_ids: Sequence[int]) -> bool:
         """Whether earlier steps compute all of the blocks. False if the step that is being

@@ -219,8 +219,8 @@ _ROWS_WITH_STATES = 32
 def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
     """The settings of a model whose layers keep a state of each request.
 
-    A state is a summary of all tokens so far. It cannot go back to an earlier token, so there is
-    nothing that another request could share, and no draft can be taken back.
+    A state is a summary of all tokens so far. It cannot go back to an earlier token, so no draft can
+    be taken back, and a prefix is found only where its state was kept.
 
     Raises:
         ConfigError: prompts are to be laid end to end.
@@ -231,9 +231,17 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
             "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
-    if settings["enable_prefix_caching"]:
-        logger.info("prefix caching is off: the model keeps states, which requests cannot share")
+    if settings["enable_prefix_caching"] and platform.needs_static_shapes:
+        logger.info(
+            "prefix caching is off: the model has recurrent states, which are kept for prefixes on "
+            "the CPU only"
+        )
         changed["enable_prefix_caching"] = False
+    elif settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
+        raise ConfigError(
+            "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
+            "transferred without them. Leave it out"
+        )
     if settings["speculative_config"]:
         logger.warning(
             "speculative_config has no effect: the model keeps states, which cannot go back to "

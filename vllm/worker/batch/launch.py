@@ -22,6 +22,9 @@ class Launch:
     """[n] tokens of each row in this pass."""
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[n] number of drafts among them, which are the last ones; None if no row has drafts."""
+    restored_states: IntArray | None = field(default=None, kw_only=True)
+    kept_states: IntArray | None = field(default=None, kw_only=True)
+    """See `SchedulerOutput`."""
 
     @property
     def starts(self) -> IntArray:

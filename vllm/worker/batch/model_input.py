@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates
+from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates, StateCopies
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
@@ -79,7 +79,8 @@ def build_ragged_input(
     )
     states = None
     if has_states:
-        states = RaggedStates.build(rows, start, query_start_loc, num_decodes, device)
+        copies = StateCopies.of_rows(rows, launch.restored_states, launch.kept_states)
+        states = RaggedStates.build(rows, start, query_start_loc, num_decodes, device, copies)
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
     logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1

@@ -108,7 +108,16 @@ class RaggedLaunches:
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """Return one launch with all rows."""
         start, count = step.num_computed_tokens, step.num_scheduled_tokens
-        return [Launch(step.rows, start, count, num_drafts=step.num_draft_tokens)]
+        return [
+            Launch(
+                step.rows,
+                start,
+                count,
+                num_drafts=step.num_draft_tokens,
+                restored_states=step.restored_states,
+                kept_states=step.kept_states,
+            )
+        ]
 
     def running(self, launch: Launch) -> AbstractContextManager[None]:
         """Return the context of a launch; there is nothing to do around it."""

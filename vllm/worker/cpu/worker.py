@@ -47,6 +47,7 @@ from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
     count_blocks,
+    count_kept_states,
     log_cache,
     states_bytes,
 )
@@ -71,6 +72,7 @@ class CPUWorker(WorkerBase):
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
         self._drafter: DraftRunner | SpeculatorRunner | None = None
+        self._num_kept_states = 0
         self._has_own_cores = False  # a share of those of the machine, as one of several ranks
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -229,6 +231,7 @@ class CPUWorker(WorkerBase):
             free_bytes = max(0, min(free_bytes, share - self._weight_bytes * num_ranks))
         # All ranks take from the same memory, and measure it before any of them does.
         free_bytes //= num_ranks
+        self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
         return MemoryReport(
             free_bytes=free_bytes,
             block_bytes=layout.block_bytes,
@@ -240,7 +243,9 @@ class CPUWorker(WorkerBase):
                 len(layout.groups),
                 states_bytes(self.config, layout),
                 self._uses(num_ranks),
+                self._num_kept_states * layout.state_bytes,
             ),
+            num_kept_states=self._num_kept_states,
         )
 
     def _uses(self, num_ranks: int) -> list[MemoryUse]:
@@ -268,8 +273,9 @@ class CPUWorker(WorkerBase):
         """Allocate a KV cache of so many blocks, the null block included."""
         calculate_scales(self.config, self.model, self.device)
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
-        log_cache(self.config, num_blocks, self._layout)
-        dtype, num_rows = cache_dtype(self.config), self.config.scheduler.max_num_seqs
+        log_cache(self.config, num_blocks, self._layout, self._num_kept_states)
+        dtype = cache_dtype(self.config)
+        num_rows = self.config.scheduler.max_num_seqs + self._num_kept_states
         bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows)
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
