@@ -350,6 +350,11 @@ class MambaSizes:
     def __post_init__(self) -> None:
         check_activation(self.activation)
 
+    @property
+    def in_parts(self) -> dict[str, int]:
+        """Part of what the projection puts out -> features, in the order of the checkpoint."""
+        return {"in_x": self.inner_size, "in_gate": self.inner_size}
+
 
 class MambaMixer(SlicedModule, StateLayer):
     """The mixer of Mamba (Gu and Dao 2023, arXiv 2312.00752, section 3), with its channels split
@@ -374,8 +379,9 @@ class MambaMixer(SlicedModule, StateLayer):
     def __init__(self, sizes: MambaSizes, tp: TPGroup) -> None:
         super().__init__()
         inner, state_size = sizes.inner_size, sizes.state_size
-        in_parts = {"in_x": inner, "in_gate": inner}
-        self.in_proj = ColumnParallelLinear(sizes.hidden_size, in_parts, tp, bias=sizes.has_bias)
+        self.in_proj = ColumnParallelLinear(
+            sizes.hidden_size, sizes.in_parts, tp, bias=sizes.has_bias
+        )
         self.conv1d = Convolution({"": inner}, sizes.kernel, sizes.has_conv_bias, tp)
         self.num_channels = self.conv1d.num_channels
         self.split_sizes = (sizes.rank, state_size, state_size)

@@ -55,8 +55,7 @@ class JambaForCausalLM(DecoderForCausalLM):
         """Split the projection into a mixer."""
         if ".in_proj." not in name:
             return ((name, source),)
-        size = _sizes(self.arch).inner_size
-        return split_features(name, source, "in_proj", {"in_x": size, "in_gate": size})
+        return split_features(name, source, "in_proj", _sizes(self.arch).in_parts)
 
 
 def _sizes(arch: ModelArch) -> MambaSizes:

@@ -65,8 +65,7 @@ class MambaForCausalLM(DecoderForCausalLM):
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".in_proj." not in name:
             return ((name, source),)
-        size = mamba_sizes(self.arch).inner_size
-        return split_features(name, source, "in_proj", {"in_x": size, "in_gate": size})
+        return split_features(name, source, "in_proj", mamba_sizes(self.arch).in_parts)
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):
