@@ -10,7 +10,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, weights_of
-from tests.tiny_models import ALL_FAMILIES, LOAD_FLOAT32, ONE_STAGE, make_tiny_model
+from tests.tiny_models import (
+    ALL_FAMILIES,
+    LOAD_FLOAT32,
+    ONE_STAGE,
+    RARE_FAMILIES,
+    make_tiny_model,
+    sparing,
+)
 from vllm.assets import BUNDLED_MODEL
 from vllm.config.families import FAMILIES
 from vllm.entrypoints.cli.main import main
@@ -36,6 +43,14 @@ AWQ = {
     "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",
     "granite_moe": "granitemoe",
+    "hunyuan_dense": "hunyuan_v1_dense",
+    **{
+        name: name
+        for name in (
+            *("smollm3", "ministral3", "exaone4", "ernie4_5", "seed_oss", "helium", "cwm"),
+            "vaultgemma",
+        )
+    },
 }
 """Family -> its `model_type`."""
 MOST = {"fp8": 0.04, "int8": 0.02, "gptq": 0.25}
@@ -121,7 +136,7 @@ def test_awq_is_loaded(dense, tmp_path, family):
     assert 0 < (got - want).norm() < 0.75 * want.norm()
 
 
-@pytest.mark.parametrize("family", AWQ)
+@pytest.mark.parametrize("family", sparing(AWQ, RARE_FAMILIES))
 @torch.no_grad()
 def test_scaled_weights_mean_the_same_model(dense, family):
     """Before they are rounded: what multiplies inputs divides what makes them."""

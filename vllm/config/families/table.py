@@ -189,12 +189,14 @@ _LLAMAS = (
         windows="if_switched_on",
         no_rope_interval=4,
         tokenizer="",
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="ministral3",
         module="mistral",
         architectures=("Ministral3ForCausalLM",),
         tokenizer=_GENERIC,
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="exaone",
@@ -209,24 +211,28 @@ _LLAMAS = (
         architectures=("Exaone4ForCausalLM",),
         has_rope_without_window="alone",
         tokenizer="",
+        awq_pairs=(_VALUES, _MLP),
     ),
     Family(
         model_type="ernie4_5",
         module="llama",
         architectures=("Ernie4_5ForCausalLM",),
         tokenizer=_GENERIC,
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="seed_oss",
         module="llama",
         architectures=("SeedOssForCausalLM",),
         tokenizer="",
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="hunyuan_v1_dense",
         module="llama",
         architectures=("HunYuanDenseV1ForCausalLM",),
         tokenizer="",
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="apertus",
@@ -251,12 +257,14 @@ _LLAMAS = (
         module="llama",
         architectures=("HeliumForCausalLM",),
         tokenizer="",
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="cwm",
         module="llama",
         architectures=("CwmForCausalLM",),
         tokenizer="",
+        awq_pairs=_AWQ_LLAMA,
     ),
     Family(
         model_type="minicpm",
@@ -403,6 +411,7 @@ _GEMMAS = (
         full_attention_every=2,
         tokenizer="",
         norms_add_one=True,
+        awq_pairs=_AWQ_GEMMA2,
     ),
     Family(
         model_type="gemma3n_text",
