@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm.config.families import family_of
 from vllm.errors import ConfigError
 
 MAX_POSITIONS = 2**24
@@ -54,6 +53,8 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
 }
 _MAY_BE_OFF = ("n_group", "topk_group")
 """False is the same as absent."""
+_MAY_BE_LISTS = ("moe_intermediate_size", "num_experts")
+"""A number for each layer."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -66,13 +67,12 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: one is no whole number, or out of range. Names it.
     """
-    may_be_lists = family_of(config.get("model_type")).keys_by_layer
     for names, (least, most) in _RANGES.items():
         for name in names:
             value = config.get(name)
             if value is None or (value is False and name in _MAY_BE_OFF):
                 continue
-            is_list = name in may_be_lists and isinstance(value, list)
+            is_list = name in _MAY_BE_LISTS and isinstance(value, list)
             if not all(_is_whole(each, least, most) for each in (value if is_list else [value])):
                 raise ConfigError(
                     f"config.json: '{name}' must be a whole number from {least} to {most}, got "
@@ -84,7 +84,9 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     )
     if not layers or not experts or config.get("is_moe") is False:  # Doge names some all the same
         return
-    if config[layers] * config[experts] > _MAX_EXPERT_LAYERS:
+    num_experts = config[experts]
+    most = max(num_experts) if isinstance(num_experts, list) else num_experts
+    if config[layers] * most > _MAX_EXPERT_LAYERS:
         raise ConfigError(
             f"config.json: '{layers}' times '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
             f"{config[layers]} times {config[experts]}. Correct the file, or give other values "

@@ -132,8 +132,6 @@ class Family:
     config_class: str | None = None
     """`model_type` whose config class completes the config where transformers has none for this
     family. Rotations and positions have no defaults then."""
-    keys_by_layer: tuple[str, ...] = ()
-    """Keys of config.json whose value may be a list with a number for each layer."""
     config_format: Literal["transformers", "chatglm"] = "transformers"
     """Whose keys config.json has."""
 

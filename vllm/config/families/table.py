@@ -447,7 +447,6 @@ _OTHERS = (
         model_type="hunyuan_v1_moe",
         module="routed",
         architectures=("HunYuanMoEV1ForCausalLM",),
-        keys_by_layer=("moe_intermediate_size",),
         tokenizer="",
     ),
     Family(
