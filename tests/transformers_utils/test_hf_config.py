@@ -178,6 +178,12 @@ OF_ANOTHER_KIND = [
     ({"dtype": 5}, "'dtype' must be a text"),
     ({"model_type": ["llama"]}, "'model_type' must be a text"),
     ({"layer_types": 2**40}, "'layer_types' must be a list of texts, or null, got 1099511627776"),
+    ({"mlp_layer_types": [1]}, r"'mlp_layer_types' must be a list of texts, or null, got \[1\]"),
+    (
+        {"moe_intermediate_size": [64, 0.5]},
+        r"'moe_intermediate_size' must be a whole number .*, got \[64, 0\.5\]",
+    ),
+    ({"rope_scaling": {"type": "dynamic", "alpha": -1}}, "'rope_scaling.alpha' must be a number"),
     (
         {"layer_types": [None] * 100},
         r"'layer_types' must be a list of texts, .* None, N\.\.\.\. Correct",

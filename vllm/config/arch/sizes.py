@@ -116,7 +116,10 @@ _NOT_NEGATIVE = (
 )
 _POSITIVE = ("query_pre_attn_scalar", "logits_scaling")
 _ROPES = ("rope_parameters", "rope_scaling")
-_POSITIVE_OF_ROPES = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+_POSITIVE_OF_ROPES = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("alpha", "short_mscale", "long_mscale"),
+)
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Keys of rotations that have rotations of a kind of layers."""
 
@@ -134,9 +137,10 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         for key in keys:
             if key in given and not isinstance(given[key], kind):
                 raise _wrong(key, given[key], accepted)
-    layer_types = given.get("layer_types", [])
-    if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
-        raise _wrong("layer_types", layer_types, "a list of texts")
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = given.get(key, [])
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise _wrong(key, kinds, "a list of texts")
     for key, value in given.items():
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(key, value, "a number")

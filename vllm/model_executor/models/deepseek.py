@@ -314,8 +314,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556). Each token attends to all tokens before
-    it, as the original does up to `index_topk` (2,048) tokens; in longer texts that attends to the
-    best of them, which an indexer chooses, so that outputs differ there."""
+    it. The original does so up to `index_topk` (2,048) tokens; in longer texts an indexer chooses
+    to which of them, and outputs differ."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Leave out the weights of the indexer."""

@@ -154,22 +154,23 @@ class HunYuanMoELayer(RoutedLayer):
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
         arch, config = spec.arch, spec.arch.hf_config
-        top_k = config.get("moe_topk") or config.get("num_experts_per_tok")
-        options = RoutingOptions(top_k=_of_layer(top_k, spec), weights="softmax_of_chosen")
-        routing = Routing(_of_layer(config.get("num_experts"), spec), options)
+        top_k = _top_k_of_layer(config.get("moe_topk"), spec)
+        options = RoutingOptions(top_k=top_k, weights="softmax_of_chosen")
+        routing = Routing(arch.config_size("num_experts"), options)
         size = arch.intermediate_size
         return DeepseekMixture(arch, routing, size, size, spec.tp)
 
 
-def _of_layer(value: Any, spec: LayerSpec) -> int:
-    """Return a number of config.json, which may be a list with a number for each layer."""
+def _top_k_of_layer(value: Any, spec: LayerSpec) -> int:
+    """Return how many experts a token uses, which may be a list with a number for each layer."""
     given = value
     if isinstance(value, list) and len(value) >= spec.arch.num_layers:
         given = value[spec.index]
     if type(given) is not int or given < 1:
         raise ConfigError(
-            f"config.json: num_experts and moe_topk must be positive numbers, or a list of one for "
-            f"each of the {spec.arch.num_layers} layers, got {value!r}"
+            f"config.json: moe_topk must be a positive number, or a list of one for each of the "
+            f"{spec.arch.num_layers} layers, got {value!r}. Correct the file, or give another "
+            f"value with hf_overrides"
         )
     return given
 
