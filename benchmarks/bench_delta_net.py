@@ -2,9 +2,9 @@
 
     python benchmarks/bench_delta_net.py [--dtype bfloat16] [--rows 1 8] [--prompt-len 1024]
 
-Both have the same weights; sizes are those of Qwen3-Next by default. Calls alternate, as a shared
-machine changes its speed: a ratio is the median of those of neighbouring calls, with their 10th and
-90th percentile. transformers runs its own torch code, without kernels of other packages.
+Both have the same weights; by default they have the sizes of Qwen3-Next. Calls alternate, as a
+shared machine changes its speed: the ratio is the median over pairs of neighbouring calls, with the
+10th and 90th percentile. transformers runs its own torch code, without kernels of other packages.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def contexts(num_rows: int, prompt_len: int) -> tuple[LaunchContext, LaunchContext]:
-    """The launch of a decode of each row, and that of a prompt in the first row."""
+    """Return the launch of a decode of each row, and the launch of a prompt in the first row."""
     made = []
     for lengths, computed in (([1] * num_rows, prompt_len), ([prompt_len], 0)):
         rows = np.arange(len(lengths), dtype=np.int32)
@@ -69,7 +69,7 @@ def contexts(num_rows: int, prompt_len: int) -> tuple[LaunchContext, LaunchConte
 def compare(
     name: str, ours: Callable[[], Any], theirs: Callable[[], Any], seconds: float
 ) -> dict[str, Any]:
-    """Times of alternating calls, and their ratio."""
+    """Return times of alternating calls, and their ratio."""
     ours(), theirs()
     times: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
@@ -93,7 +93,7 @@ def compare(
 
 
 def measure(layer: GatedDeltaNet, theirs: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases, after a check that both layers give the same."""
+    """Measure all cases, after a check that both layers give the same."""
     results: list[dict[str, Any]] = []
     dtype = getattr(torch, args.dtype)
     prompt = torch.randn(args.prompt_len, args.hidden_size).to(dtype)
@@ -112,7 +112,7 @@ def measure(layer: GatedDeltaNet, theirs: Any, args: argparse.Namespace) -> list
         got = run(whole, prompt)
         limit = 0.05 if dtype == torch.bfloat16 else 1e-4
         assert (got - want).abs().max() <= limit * want.abs().max(), "results differ"
-        for cached in layer.kv_caches:  # the state behind the prompt, for each row
+        for cached in layer.kv_caches:  # the state after the prompt, for each row
             cached[:num_rows] = cached[:1]
         got, want = run(decode, tokens), linear(tokens[:, None], cache=cache)[:, 0]
         assert (got - want).abs().max() <= limit * want.abs().max(), "results differ"

@@ -67,7 +67,15 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "cohere": "command-r",
+    "glm": "chatglm",
+    "gpt_bigcode": "starcoder",
+    "gpt_neox": "gptneox",
+    "gpt_oss": "gpt-oss",
+    "phi": "phi2",
 }
+_NEIGHBOURS = ("llama", "olmo", "granite", "granitemoe", "baichuan", "internlm2")
+"""Architectures whose queries and keys are stored for rotations of neighbouring elements."""
 _NAMES |= {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -107,6 +115,7 @@ def write_gguf(
     source: Path,
     target: Path,
     type_of: TypeOf = lambda name: Type.F32,
+    architecture: str | None = None,
     **metadata: Any,
 ) -> Path:
     """Write a GGUF file of a checkpoint.
@@ -115,13 +124,14 @@ def write_gguf(
         source: folder with a dense checkpoint, and perhaps a tokenizer.
         target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
         type_of: chooses types.
+        architecture: None: that of the model.
         metadata: values that replace others, with "__" for "."; None leaves one out.
 
     Returns:
         Path of the file.
     """
     config = json.loads((source / "config.json").read_text())
-    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    arch = architecture or _ARCHITECTURES.get(config["model_type"], config["model_type"])
     is_gemma = arch.startswith("gemma")
     path = target / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
@@ -142,25 +152,42 @@ def write_gguf(
         stacked = torch.stack([weights.pop(member).float() for member in members])
         rounded = _add_tensor(writer, stored, stacked, type_of(stored), len(dense))
         dense |= {m: x.clone() for m, x in zip(members, rounded, strict=True)}
+    dense |= _add_fused_experts(writer, weights, arch, type_of)
+    weights = _stacked_head_norms(weights)
+    known = gguf.get_tensor_name_map(_ARCH_NUMBERS[arch], 64)
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     for name, tensor in weights.items():
-        stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES)
+        stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES, known)
         values = tensor.float()
         if "shared_expert_gate" in name:
             values = values[0]
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
         part = stored.split(".")[-2]
-        if arch == "llama" and part in heads:
-            values = _interleaved(values, config[heads[part]])
+        is_transposed = arch == "gpt2" and stored.startswith("blk.") and values.dim() == 2
+        if is_transposed:
+            values = values.T.contiguous()
+        order = None
+        if arch in _NEIGHBOURS and part in heads:
+            order = _interleaved(torch.arange(len(values)), config[heads[part]])
+        elif part == "attn_qkv" and arch in ("bloom", "gptneox", "falcon"):
+            order = _one_behind_the_other(len(values), arch, config)
+        if order is not None:
+            values = values[order]
         if is_gemma and "norm" in stored:
             values = values + 1
         kind = type_of(stored) if values.dim() == 2 else Type.F32
         rounded = _add_tensor(writer, stored, values, kind, len(dense))
         if is_gemma and "norm" in stored:
             rounded = rounded - 1
-        if arch == "llama" and part in heads:
-            rounded = _halves_apart(rounded, config[heads[part]])
-        dense[name] = rounded.reshape(tensor.shape).contiguous()
+        if order is not None:
+            rounded = rounded[order.argsort()]
+        if is_transposed:
+            rounded = rounded.T
+        dense |= _as_in_checkpoint(name, rounded.reshape(tensor.shape).contiguous())
     rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config["head_dim"]))
     writer.write_header_to_file()
@@ -193,20 +220,121 @@ def _add_tensor(
     return torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32))
 
 
+_ARCH_NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+_HEAD_NORM = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
+
+
+def _stacked_head_norms(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norms of the heads of StableLM as one tensor."""
+    found: dict[str, Any] = {}
+    for name in sorted(weights, key=lambda n: [int(d) for d in re.findall(r"\d+", n)]):
+        match = _HEAD_NORM.fullmatch(name)
+        if match is None:
+            found[name] = weights[name]
+        else:
+            found.setdefault(f"{match[1]}.weight", []).append(weights[name])
+    return {n: torch.stack(w) if isinstance(w, list) else w for n, w in found.items()}
+
+
+def _as_in_checkpoint(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The inverse of `_stacked_head_norms`."""
+    if not re.search(r"\.[qk]_layernorm\.weight$", name):
+        return {name: tensor}
+    stem = name.removesuffix("weight")
+    return {f"{stem}norms.{i}.weight": row.clone() for i, row in enumerate(tensor)}
+
+
+def _add_fused_experts(
+    writer: gguf.GGUFWriter, weights: dict[str, Tensor], arch: str, type_of: TypeOf
+) -> dict[str, Tensor]:
+    """Add and remove the tensors of all experts of a layer; the rounded ones."""
+    dense: dict[str, Tensor] = {}
+    for name in [n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.\w+_", n)]:
+        values = weights[name].float()
+        layer, kind = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+        if "gate_up" in name or "input_linear" in name:
+            half = values.shape[1] // 2
+            if arch == "gpt-oss":
+                parts = {"gate": values[..., ::2], "up": values[..., 1::2]}
+            else:
+                parts = {"gate": values[:, :half], "up": values[:, half:]}
+        else:
+            parts = {"down": values}
+        is_turned = arch == "gpt-oss" and kind == "weight"
+        rounded = {}
+        for part, each in parts.items():
+            stored = f"blk.{layer}.ffn_{part}_exps.{kind}"
+            each = (each.mT if is_turned else each).contiguous()
+            type_ = type_of(stored) if kind == "weight" else Type.F32
+            made = _add_tensor(writer, stored, each, type_, len(dense))
+            rounded[part] = made.mT if is_turned else made
+        if "down" in rounded:
+            dense[name] = rounded["down"].contiguous()
+        elif arch == "gpt-oss":
+            dense[name] = torch.stack([rounded["gate"], rounded["up"]], -1).flatten(-2)
+        else:
+            dense[name] = torch.cat([rounded["gate"], rounded["up"]], 1)
+        del weights[name]
+    return dense
+
+
+def _one_behind_the_other(num_rows: int, arch: str, config: dict[str, Any]) -> Tensor:
+    """For each row of all queries, all keys and all values its row where they are by groups."""
+    num_heads = _first(config, "num_attention_heads", "n_head")
+    groups = num_heads
+    if arch == "falcon":
+        groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+    size = num_rows // (num_heads + 2 * groups)
+    rows = torch.arange(num_rows).view(groups, -1, size)
+    return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _num_kv_heads(config: dict[str, Any]) -> int | None:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return _first(config, "num_key_value_heads", "num_kv_heads")
+
+
 def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     rope = _rope(config)
     full = rope.get("full_attention", rope)
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    num_heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+    inner = _first(config, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    head = config.get("head_dim") or hidden // num_heads
+    layer_norm = _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     values: dict[str, Any] = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "context_length": _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
+        or 2048,
+        "embedding_length": hidden,
+        "block_count": _first(config, "num_hidden_layers", "n_layer", "n_layers"),
+        "feed_forward_length": inner,
+        "attention.head_count": num_heads,
+        "attention.head_count_kv": _num_kv_heads(config),
         "attention.key_length": config.get("head_dim"),
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(full["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": 1e-5 if arch == "olmo" else layer_norm,
+        "attention.clamp_kqv": _first(config, "clip_qkv")
+        or (config.get("attn_config") or {}).get("clip_qkv"),
+        "use_parallel_residual": config.get("use_parallel_residual"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "attention.scale": config.get("attention_multiplier"),
+        "logit_scale": _first(config, "logits_scaling", "logit_scale"),
     }
+    if full.get("rope_theta"):
+        partial = full.get("partial_rotary_factor") or 1.0
+        values["rope.freq_base"] = float(full["rope_theta"])
+        values["rope.dimension_count"] = int(head * partial)
+    if full.get("rope_type") == "longrope":
+        original = config["original_max_position_embeddings"]
+        values["rope.scaling.original_context_length"] = original
+    if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2"):
+        values["attention.sliding_window"] = config.get("sliding_window")
     if full.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = full["rope_type"]
         values["rope.scaling.factor"] = full["factor"]
@@ -225,9 +353,9 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values["final_logit_softcapping"] = config.get("final_logit_softcapping")
     named = {f"{arch}.{name}": value for name, value in values.items()}
     return named | {
-        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
-        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
-        "tokenizer.ggml.padding_token_id": config["pad_token_id"],
+        "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
+        "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
+        "tokenizer.ggml.padding_token_id": config.get("pad_token_id"),
     }
 
 
@@ -272,19 +400,28 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
         writer.add_array(name, value)
 
 
-def _gguf_name(name: str, names: dict[str, str]) -> str:
+def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> str:
+    """The name in a file, by the table here or by that of the package."""
     stem, _, kind = name.rpartition(".")
-    if stem in names:
-        return f"{names[stem]}.{kind}"
-    _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{names[part]}.{kind}"
+    if name.endswith(".sinks"):
+        return f"{known.get_name(name)}.weight"
+    found = None if stem.startswith("model.layers") else names.get(stem)
+    if stem.startswith("model.layers."):
+        _, _, index, part = stem.split(".", 3)
+        found = names.get(part) and f"blk.{index}.{names[part]}"
+    if names is _NAMES:
+        found = _by_package(stem, known) or found
+    assert found is not None, name
+    return f"{found}.{kind}"
+
+
+def _by_package(stem: str, known: gguf.TensorNameMap) -> str | None:
+    """The package does not know every spelling of the levels."""
+    spellings = (stem, f"transformer.{stem}", stem.removeprefix("transformer."))
+    found: str | None = next((n for n in map(known.get_name, spellings) if n is not None), None)
+    return found
 
 
 def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
     """Rows of a head in the order 0, D / 2, 1, D / 2 + 1..."""
     return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _halves_apart(rows: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `_interleaved`."""
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()

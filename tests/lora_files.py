@@ -1,8 +1,11 @@
 """LoRA adapters of random weights, as peft writes them, and the model that has one merged."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,9 +14,33 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tests.reference_model import load_reference
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+_numbers = count()
+
+
+def run_on_engine(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    adapters: Sequence[LoRARequest | None],
+) -> list[RequestOutput]:
+    """Return the outputs of an engine whose caller sees the error of each request by itself, which
+    `LLM.generate` raises if it is about an adapter."""
+    engine = llm.llm_engine
+    names = [f"alone {next(_numbers)}" for _ in prompts]
+    for name, prompt, adapter in zip(names, prompts, adapters, strict=True):
+        engine.add_request(name, prompt, params, lora_request=adapter)
+    finished: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return [finished[name] for name in names]
 
 
 def base_model(model: str | Path) -> PreTrainedModel:
@@ -139,10 +166,13 @@ def merge(merged: PreTrainedModel, folder: Path, sign: int = 1) -> PreTrainedMod
 
 def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
     """A matrix of an expert in the parameter that has those of all."""
-    path, number, matrix = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+    module = module.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
+    path, number, matrix = module.rsplit(".", 2)
     experts = model.get_submodule(path)
     if matrix in ("w2", "down_proj"):
         return experts.down_proj[int(number)]
+    if hasattr(experts, "up_proj"):  # without gates
+        return experts.up_proj[int(number)]
     return experts.gate_up_proj[int(number)].chunk(2)[matrix in ("w3", "up_proj")]
 
 

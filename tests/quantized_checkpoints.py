@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -45,6 +46,15 @@ class Format:
     """The CPU multiplies it with inputs that are rounded to int8."""
     skipped: tuple[str, ...] = ()
     """Parts of names of layers that stay dense."""
+    rounding: float = 0.0
+    """Largest change of a weight where no device has the format, relative to the largest one."""
+
+    def check(self, got: Tensor, want: Tensor, what: str = "") -> None:
+        """Assert that weights have the values of the format."""
+        if not self.rounding:
+            assert torch.equal(got, want), what
+        else:
+            assert (got - want).abs().max() <= self.rounding * want.abs().max(), what
 
 
 def made_once(folder: Path, **options: Any) -> Callable[[str], tuple[Path, Path]]:
@@ -61,6 +71,15 @@ def made_once(folder: Path, **options: Any) -> Callable[[str], tuple[Path, Path]
 
 _DENSE = re.compile(r"norm|ln_|embed|router|conv1d|gate\.weight|A_log")
 """In the names of matrices that no format stores."""
+
+
+_SKIP_KEYS = {
+    "hqq": "skip_modules",
+    "compressed-tensors": "ignore",
+    "modelopt": "ignore",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
+"""Method -> key of the list of layers that stay dense."""
 
 
 def is_linear(key: str, tensor: Tensor) -> bool:
@@ -82,7 +101,7 @@ def write(
         name: of the format.
         folder: for both.
         source: a dense checkpoint; None: a tiny Llama.
-        skipped: names of layers that stay dense besides those of the format.
+        skipped: names of layers that stay dense besides the ones that the format skips.
         stores_head: the output head is quantized, too.
     """
     torch.manual_seed(0)
@@ -113,12 +132,11 @@ def write(
     folders = folder / name, folder / f"{name}-dense"
     settings = dict(format_.settings)
     if skipped:
-        has_ignore = settings["quant_method"] in ("compressed-tensors", "modelopt")
-        key = "ignore" if has_ignore else "modules_to_not_convert"
-        settings[key] = [*settings.get(key, []), *skipped]
+        key = _SKIP_KEYS.get(settings["quant_method"], "modules_to_not_convert")
+        settings[key] = [*(settings.get(key) or []), *skipped]
     if stores_head:
         settings |= {
-            key: [each for each in settings[key] if each != "lm_head"]
+            key: [each for each in settings[key] or [] if each != "lm_head"]
             for key in ("ignore", "modules_to_not_convert")
             if key in settings
         }
@@ -242,6 +260,96 @@ def _awq(weight: Tensor, is_symmetric: bool = False) -> tuple[Tensors, Tensor]:
     return parts, grouped.dense()
 
 
+def _awq_gemv(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Words of the inputs of an output; zero points and scales have room for 32 groups."""
+    grouped = Grouped.round(weight, 4, 32, is_symmetric=False)
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values.T, (0, 32 - len(values)))
+
+    parts = {
+        "qweight": pack(grouped.numbers, 4),
+        "qzeros": pack(padded(grouped.zeros), 4),
+        "scales": padded(grouped.scales),
+    }
+    return parts, grouped.dense()
+
+
+def _mlx(weight: Tensor, bits: int, size: int = 32) -> tuple[Tensors, Tensor]:
+    """A scale, which may be negative, and a bias for each group."""
+    groups = weight.unflatten(1, (-1, size))
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales, biases = ((most - least) / (2**bits - 1)).half(), least.half()
+    scales[::2], biases[::2] = -scales[::2], most[::2].half()
+    numbers = ((groups - biases.float()) / scales.float()).round().clamp(0, 2**bits - 1)
+    words = pack(numbers.flatten(1), bits).view(torch.uint32)
+    parts = {"weight": words, "scales": scales[..., 0], "biases": biases[..., 0]}
+    return parts, (numbers * scales.float() + biases.float()).flatten(1)
+
+
+def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
+    parts, dense = _mxfp4(weight)
+    return {"weight": parts["weight"].view(torch.uint32), "scales": parts["weight_scale"]}, dense
+
+
+def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
+    """Groups of 64 elements as rows; the first rows are in the highest bits of a byte, or of a word
+    of ten elements."""
+    groups = weight.reshape(-1, 64)
+    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scales = (most - least) / (2**bits - 1)
+    zeros = -least / scales
+    numbers = (groups / scales + zeros).round().clamp(0, 2**bits - 1)
+    per_word = 10 if bits == 3 else 8 // bits
+    dtype = torch.int32 if bits == 3 else torch.uint8
+    padded = torch.nn.functional.pad(numbers.to(dtype), (0, 0, 0, -len(numbers) % per_word))
+    words = torch.zeros(len(padded) // per_word, 64, dtype=dtype)
+    for place, rows in enumerate(padded.chunk(per_word)):
+        words |= rows << bits * (per_word - 1 - place)
+    parts = {"W_q": words, "scale": scales, "zero": zeros, "nbits": torch.tensor(bits)}
+    return parts, ((numbers - zeros) * scales).view(weight.shape)
+
+
+def _sparse(weight: Tensor, is_fp8: bool) -> tuple[Tensors, Tensor]:
+    """Two of each four elements, and a bit for each of all."""
+    fours = weight.unflatten(1, (-1, 4))
+    is_kept = torch.zeros(fours.shape, dtype=torch.bool)
+    is_kept = is_kept.scatter(-1, fours.abs().topk(2).indices, True).flatten(1)
+    parts, dense = _fp8_per_channel(weight * is_kept) if is_fp8 else ({}, weight * is_kept)
+    values = parts.pop("weight").view(torch.int8) if is_fp8 else dense
+    compressed = values[is_kept].view(len(weight), -1)
+    parts["compressed"] = compressed.view(torch.float8_e4m3fn) if is_fp8 else compressed
+    bits = is_kept.unflatten(1, (-1, 8)) << torch.arange(8)
+    parts["bitmask"] = bits.sum(-1).to(torch.uint8)
+    return parts | {"shape": torch.tensor(weight.shape)[:, None]}, dense
+
+
+def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
+    """A byte for each element, whatever its bits."""
+    size = 32 if kind == "int4" else weight.shape[1]
+    groups = weight.unflatten(1, (-1, size))
+    largest = {"int4": 7, "int8": 127, "fp8": 448}[kind]
+    scales = groups.abs().amax(-1, keepdim=True) / largest
+    if kind == "fp8":
+        numbers = (groups / scales).to(torch.float8_e4m3fn)
+        parts = {"_weight_qdata": numbers.flatten(1), "_weight_scale": scales[..., 0]}
+        return parts, (numbers.float() * scales).flatten(1)
+    scales = scales.bfloat16().float()
+    zeros = torch.randint(-3, 4, scales.shape) if kind == "int4" else torch.zeros(scales.shape)
+    numbers = (groups / scales + zeros).round().clamp(-largest - 1, largest)
+    parts = {
+        "_weight_qdata": numbers.flatten(1).to(torch.int8),
+        "_weight_scale": scales[..., 0].bfloat16(),
+        "_weight_zero_point": zeros[..., 0].to(torch.int8),
+    }
+    return parts, ((numbers - zeros) * scales).flatten(1)
+
+
+def _torchao_settings(config: str, **data: Any) -> dict[str, Any]:
+    quant_type = {"default": {"_type": config, "_version": 2, "_data": data}}
+    return {"quant_method": "torchao", "quant_type": quant_type, "modules_to_not_convert": None}
+
+
 def _compressed(
     layout: str, weights: dict[str, Any], inputs: Any, quantize: Any, **kw: Any
 ) -> Format:
@@ -301,14 +409,123 @@ def _fp8_ct_block(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, dense
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nearest(numbers: Tensor, table: Tensor) -> Tensor:
+    """Return the index in the table of the element that is nearest to each."""
+    return (numbers[..., None] - table).abs().argmin(-1)
+
+
+def in_bytes(codes: Tensor, is_high_first: bool = False) -> Tensor:
+    """Rows of numbers of four bits, two in each byte."""
+    first, second = codes[..., ::2], codes[..., 1::2]
+    pair = first * 16 + second if is_high_first else first + second * 16
+    return pair.to(torch.uint8)
+
+
+def _nvfp4(weight: Tensor, is_compressed: bool = False) -> tuple[Tensors, Tensor]:
+    """E2M1, a scale in e4m3 for each 16 inputs, and a factor, or a divisor, for all."""
+    factor = weight.abs().max() / (6 * 448)
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(-1, keepdim=True) / 6 / factor).to(torch.float8_e4m3fn)
+    table = torch.cat((E2M1, -E2M1))
+    codes = nearest(groups / (scales.float() * factor).clamp(min=1e-9), table)
+    parts = {"weight_scale": scales[..., 0]}
+    packed = in_bytes(codes.flatten(1))
+    if is_compressed:
+        divisor = (1 / factor).reshape(1)
+        parts |= {"weight_packed": packed, "weight_global_scale": divisor}
+        parts |= {"input_global_scale": torch.tensor([30.0])}
+        factor = 1 / divisor
+    else:
+        parts |= {"weight": packed, "weight_scale_2": factor, "input_scale": torch.tensor(0.01)}
+    return parts, (table[codes] * (scales.float() * factor)).flatten(1)
+
+
+def _powers(groups: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Exponents of E8M0 for groups, and what they mean."""
+    exponents = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-9).log2().ceil()
+    return (exponents[..., 0] + 127).to(torch.uint8), exponents.exp2()
+
+
+def _mxfp4(weight: Tensor, name: str = "weight") -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    scales, powers = _powers(groups, 6)
+    table = torch.cat((E2M1, -E2M1))
+    codes = nearest(groups / powers, table)
+    parts = {name: in_bytes(codes.flatten(1)), "weight_scale": scales}
+    return parts, (table[codes] * powers).flatten(1)
+
+
+def _mxfp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    scales, powers = _powers(groups, 448)
+    numbers = (groups / powers).to(torch.float8_e4m3fn)
+    dense = (numbers.float() * powers).flatten(1)
+    return {"weight": numbers.flatten(1), "weight_scale": scales}, dense
+
+
+NF4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
+FP4 = [0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25]
+
+
+def _table(weight: Tensor, kind: str, is_nested: bool) -> tuple[Tensors, Tensor]:
+    """All elements of a weight in blocks of 64, each a number of a table times the largest."""
+    table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(-1)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
+    parts = {"weight.absmax": scales, "weight.quant_map": table}
+    if is_nested:
+        offset = float(scales.mean())
+        largest = torch.stack([each.abs().max() for each in (scales - offset).split(256)])
+        of_scale, scale_table = (
+            largest[torch.arange(len(scales)) // 256],
+            torch.linspace(-1, 1, 256),
+        )
+        scale_codes = nearest((scales - offset) / of_scale, scale_table)
+        scales = scale_table[scale_codes] * of_scale + offset
+        parts |= {
+            "weight.absmax": scale_codes.to(torch.uint8),
+            "weight.nested_absmax": largest,
+            "weight.nested_quant_map": scale_table,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = nearest(blocks / scales[:, None], table)
+    in_json = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = in_json
+    parts["weight"] = in_bytes(codes.flatten(), is_high_first=True)[:, None]
+    return parts, (table[codes] * scales[:, None]).view(weight.shape)
+
+
+def _llm_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    largest = weight.abs().amax(1)
+    numbers = (weight / (largest / 127)[:, None]).round()
+    parts = {"weight": numbers.to(torch.int8), "SCB": largest}
+    dense = numbers * (largest / 127)[:, None]
+    return parts | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, dense
+
+
+_PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 _FP8_PER_TOKEN = _PER_TOKEN | {"type": "float"}
 _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
+_FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+
 _FP8 = {"quant_method": "fp8"}
+_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+
+CT_FP8 = _compressed(
+    "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FP8_PER_TOKEN, _fp8_per_channel
+)
+_SPARSITY = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
 
 FORMATS: dict[str, Format] = {
     "fp8-static": Format(_FP8 | {"activation_scheme": "static"}, _fp8_per_tensor),
@@ -335,6 +552,9 @@ FORMATS: dict[str, Format] = {
     "awq-symmetric": Format(
         _AWQ | {"zero_point": False}, partial(_awq, is_symmetric=True), is_rounding_inputs=True
     ),
+    "awq-gemv": Format(
+        _AWQ | {"zero_point": True, "version": "gemv"}, _awq_gemv, is_rounding_inputs=True
+    ),
     "ct-w4a16": _words(4, 32, is_symmetric=True),
     "ct-w4a16-16": _words(4, 16, is_symmetric=True),
     "ct-w4a16-asym-order": _words(4, 32, is_symmetric=False, is_ordered=True),
@@ -346,9 +566,7 @@ FORMATS: dict[str, Format] = {
         "int-quantized", _INT8, _ONE_SCALE, _int8_static, is_rounding_inputs=True
     ),
     "ct-w8a16-int8": _compressed("int-quantized", _INT8, None, _int8_channel),
-    "ct-fp8-dynamic": _compressed(
-        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FP8_PER_TOKEN, _fp8_per_channel
-    ),
+    "ct-fp8-dynamic": CT_FP8,
     "ct-fp8-static": _compressed(
         "float-quantized", _FLOAT8 | {"strategy": "tensor"}, _ONE_SCALE, _fp8_per_tensor
     ),
@@ -358,4 +576,123 @@ FORMATS: dict[str, Format] = {
         _FP8_PER_TOKEN,
         _fp8_ct_block,
     ),
+    "nvfp4": Format(
+        _MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, _nvfp4, is_rounding_inputs=True
+    ),
+    "mxfp4": Format(_MODELOPT | {"quant_algo": "MXFP4"}, _mxfp4, is_rounding_inputs=True),
+    "mxfp8": Format(_MODELOPT | {"quant_algo": "MXFP8"}, _mxfp8),
+    "ct-nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        _FLOAT4 | {"strategy": "tensor_group", "group_size": 16},
+        _FLOAT4 | {"strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        partial(_nvfp4, is_compressed=True),
+        is_rounding_inputs=True,
+    ),
+    "ct-mxfp4": _compressed(
+        "mxfp4-pack-quantized",
+        _FLOAT4 | {"strategy": "group", "group_size": 32},
+        None,
+        partial(_mxfp4, name="weight_packed"),
+        is_rounding_inputs=True,
+    ),
+    "ct-mxfp8": _compressed(
+        "mxfp8-quantized", _FLOAT8 | {"strategy": "group", "group_size": 32}, None, _mxfp8
+    ),
+    "bnb-nf4": Format(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        partial(_table, kind="nf4", is_nested=True),
+        rounding=0.008,
+    ),
+    "bnb-fp4": Format(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"},
+        partial(_table, kind="fp4", is_nested=False),
+        rounding=0.008,
+    ),
+    "bnb-int8": Format(_BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, _llm_int8),
+    **{
+        f"mlx-{bits}": Format(
+            {"quant_method": "mlx", "group_size": 32, "bits": bits},
+            partial(_mlx, bits=bits),
+            is_rounding_inputs=bits < 8,
+            rounding=0.008 if bits == 8 else 0.0,
+        )
+        for bits in (3, 4, 5, 8)
+    },
+    "mlx-mxfp4": Format(
+        {"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4"},
+        _mlx_mxfp4,
+        is_rounding_inputs=True,
+    ),
+    **{
+        f"hqq-{bits}": Format(
+            {
+                "quant_method": "hqq",
+                "quant_config": {
+                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": 1},
+                    "scale_quant_params": None,
+                    "zero_quant_params": None,
+                },
+                "skip_modules": ["lm_head"],
+            },
+            partial(_hqq, bits=bits),
+            is_rounding_inputs=bits < 8,
+            rounding=0.008 if bits == 8 else 0.002,
+        )
+        for bits in (3, 4, 8)
+    },
+    "torchao-int8": Format(
+        _torchao_settings("Int8DynamicActivationInt8WeightConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="int8"),
+        is_rounding_inputs=True,
+    ),
+    "torchao-w8a16": Format(
+        _torchao_settings("Int8WeightOnlyConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="int8"),
+    ),
+    "torchao-fp8": Format(
+        _torchao_settings("Float8WeightOnlyConfig", granularity=_PER_ROW),
+        partial(_torchao, kind="fp8"),
+    ),
+    "torchao-int4": Format(
+        _torchao_settings(
+            "IntxWeightOnlyConfig",
+            granularity={"_type": "PerGroup", "_data": {"group_size": 32}},
+            weight_dtype={"_type": "torch.dtype", "_data": "int4"},
+            intx_packing_format={"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+        ),
+        partial(_torchao, kind="int4"),
+        is_rounding_inputs=True,
+    ),
+    "ct-sparse": Format(
+        {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": _SPARSITY},
+        partial(_sparse, is_fp8=False),
+    ),
+    "ct-sparse-fp8": replace(
+        CT_FP8,
+        settings=CT_FP8.settings | {"sparsity_config": _SPARSITY},
+        quantize=partial(_sparse, is_fp8=True),
+    ),
 }
+
+_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse")
+"""In the names of formats that have one way of dividing their tensors."""
+_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "torchao-w8a16")
+
+
+def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:
+    """Return the names of the formats as parameters of a test.
+
+    Args:
+        left_out: names of formats.
+        is_costly: in a usual run, one is enough of the formats that divide their tensors alike.
+    """
+
+    def is_seldom(name: str) -> bool:
+        is_alike = any(part in name for part in _BY_ROWS) and name != "nvfp4"
+        return name.startswith(_RARE) or (is_costly and is_alike)
+
+    return [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if is_seldom(name) else [])
+        for name in FORMATS
+        if name not in left_out
+    ]

@@ -292,6 +292,7 @@ _ROUTED = _DECODER | {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+_NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
 _LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
@@ -306,6 +307,11 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
         _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
     ),
     **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
+    **_if_known(
+        "solar_open",
+        "SolarOpenConfig",
+        {name: value for name, value in _ROUTED.items() if name not in _NOT_OF_SOLAR},
+    ),
     **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
 }
 _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
@@ -401,6 +407,7 @@ _JAMBA = _DECODER | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "use_associative_scan": False,
+    "use_mamba_kernels": not is_version_4(),  # which version 4 needs a GPU for
 }
 _NEMOTRON_H = _DECODER | {
     "hybrid_override_pattern": "M-*E",
@@ -552,6 +559,19 @@ _GEMMA4_SHARING = (
     | {"num_kv_shared_layers": 2}
     | {"use_double_wide_mlp": True, "final_logit_softcapping": 8.0}
 )
+_GEMMA3N = _GEMMA | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE - 96,
+    "intermediate_size": [176, 144, 176, 144],
+    "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "final_logit_softcapping": 8.0,
+}
 _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("gemma4", "Gemma4TextConfig", _GEMMA4_SHARING),
     **_if_known(
@@ -561,6 +581,7 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
     **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
     **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
     **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
@@ -582,7 +603,7 @@ RARE_FAMILIES = (
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
-ONE_STAGE = tuple(name for name in _SHARING if name != "gemma4_wide")
+ONE_STAGE = ("gemma3n", "gemma4")
 """Families whose layers read earlier layers, so that a pipeline cannot divide them."""
 
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS, *_WITHOUT_PROGRAM)

@@ -256,6 +256,12 @@ def supported_models() -> Iterator[str]:
     yield '    [project.entry-points."vllm.general_plugins"]'
     yield '    my_models = "my_package:register"'
     yield ""
+    yield "Any other model is refused with one line that says so, names the nearest architecture"
+    yield "and lists all of them, whatever its config.json has or lacks. Older names of an"
+    yield "architecture and of keys are read (RWForCausalLM, InternLMForCausalLM, ...)."
+    yield "`python -m benchmarks.check_model_configs` starts the published configs of 235 models"
+    yield "with small sizes and random weights, and says which of them run."
+    yield ""
     yield "Each decoder is compared with transformers on small random models, in float32: logits"
     yield "of whole prompts, and 14 prompts with 16 tokens each, in chunks, with preemption and"
     yield "prefix hits. A log-probability may differ by 0.0001 (Gemma 3: 0.0002). The columns are"
@@ -267,6 +273,9 @@ def supported_models() -> Iterator[str]:
     yield "- lines: of the family's file in vllm/model_executor/models, which may have others too."
     yield ""
     yield "The simulated card computes on the CPU: these tests run nothing on a real card."
+    yield ""
+    yield "DeepSeek-MoE 16B and Ling, which transformers does not have, are compared on the CPU"
+    yield "with a Qwen 2 MoE or a GLM 4.5 of transformers with the same weights."
     yield ""
     yield "Every family with marks runs on the simulated card. Empty rows are other names of a"
     yield "family, or these: Baichuan, ChatGLM and InternLM, which transformers does not have,"

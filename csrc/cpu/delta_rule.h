@@ -25,8 +25,8 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
     const int num_rows = static_cast<int>(value_size - first < kRows ? value_size - first : kRows);
     float* row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = state + (first + (r < num_rows ? r : 0)) * key_size;
-    // What the faded state gives for the key, and for the query: y is the second one, and what the
-    // token adds to it.
+    // Results of the faded state for the key and for the query. y is the second one plus the part
+    // that the token adds.
     Vec sums[kLanes] = {};
     if (!is_new) {  // what an earlier request has left may be NaN
       for_each_vector(key_size, [&](int64_t n, int64_t count) {
@@ -59,7 +59,7 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
 
 // state: [num_rows, H, V, K]. Of B sequences with one token each: rows, is_new: [B], which state is
 // whose, no row twice, and whether the sequence begins. q, k: [B, G, K]; each of the G groups serves
-// H / G heads in turn. v, y: [B, H, V]. beta: [B, H]. fading: [B, H, num_fadings], of 1 or K.
+// H / G neighbouring heads. v, y: [B, H, V]. beta: [B, H]. fading: [B, H, num_fadings], of 1 or K.
 // Returns -1, or a sequence whose row is out of range; nothing is written then.
 inline int64_t delta_tokens(float* state, const int64_t* rows, const uint8_t* is_new,
                             const float* q, const float* k, const float* v, const float* fading,

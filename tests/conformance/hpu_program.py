@@ -62,10 +62,12 @@ for _family, (_create, _) in _FAMILIES.items():
 _NUM_LAYERS = dict.fromkeys(
     (
         *("bamba", "deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "olmo3"),
-        *("qwen2", "qwen3_moe", "jamba"),
+        *("qwen2", "qwen3_moe", "jamba", "cwm", "vaultgemma"),
     ),
     2,
-) | {"llama4": 4, "granite_hybrid": 4, "lfm2": 3, "lfm2_moe": 3}
+)
+_NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4"), 4)
+_NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(("lfm2", "lfm2_moe"), 3)
 """Of families whose layers differ: as many as it takes to have all kinds."""
 
 

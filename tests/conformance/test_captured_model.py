@@ -21,7 +21,7 @@ from tests.conformance.hpu_program import (
     padding_input,
 )
 from tests.tiny_pooling_models import MODELS, REWARD_MODELS
-from vllm.attention.cached_layer import layers_with_cache
+from vllm.attention import layers_with_cache
 from vllm.config.families import FAMILIES
 from vllm.model_executor.models.registry import ModelRegistry, is_encoder
 
@@ -31,14 +31,21 @@ _FOREIGN = {"TransformersForCausalLM", "TransformersForConditionalGeneration"}
 """Runs the code of transformers, which nobody here has captured."""
 _SAME_LAYERS = {
     *("BaichuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
+    *("ExaoneForCausalLM", "MiMoForCausalLM", "MiniCPMForCausalLM"),
     "ChatGLMModel",
-    *(f"{family}ForConditionalGeneration" for family in ("Gemma3", "Llama4", "Mistral3")),
+    *(
+        f"{family}ForConditionalGeneration"
+        for family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Mistral3")
+    ),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the
 language models of others."""
 _NEWER = (
     *("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3"),
     *("FalconH1", "Lfm2", "Lfm2Moe", "Nemotron", "NemotronH"),
+    *("Apertus", "Arcee", "Cwm", "Ernie4_5", "Exaone4", "Gemma3n", "Gemma4", "Helium"),
+    *("HunYuanDenseV1", "Jais2", "MiniCPM3", "Ministral3", "SeedOss", "SmolLM3", "VaultGemma"),
+    "Youtu",
 )
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
@@ -46,8 +53,7 @@ _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
-    *("BambaForCausalLM", "MambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM"),
-    "NemotronHForCausalLM",
+    *("BambaForCausalLM", "MambaForCausalLM"),
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
 _PREFILLS = (
@@ -83,8 +89,8 @@ def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
     with operators_of_a_card():
         model = launch_model(config_of(architecture, "bfloat16"))
         graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])
-    layers = [] if is_encoder(architecture) else layers_with_cache(model)
-    return graph, sum(len(layer.kv_caches) for layer in layers)
+        num_tensors = sum(len(layer.cache_names) for layer in layers_with_cache(model))
+    return graph, num_tensors
 
 
 @pytest.mark.parametrize(("architecture", "shape"), CASES)

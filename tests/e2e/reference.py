@@ -65,7 +65,7 @@ class TransformersReference:
         """Return the logits [prompt + output, vocab], float32."""
         if isinstance(prompt, Tensor):
             embedded = self._model.get_input_embeddings()(torch.tensor([output]))
-            if self._model.config.model_type == "falcon_h1":  # of tokens only, behind the table
+            if self._model.config.model_type == "falcon_h1":  # after the lookup
                 embedded = embedded * self._model.config.embedding_multiplier
             inputs = {"inputs_embeds": torch.cat((prompt[None].to(embedded.dtype), embedded), 1)}
         else:

@@ -97,6 +97,10 @@ def test_anthropic(server, model, wanted):
         )
         (use,) = [block for block in called.content if block.type == "tool_use"]
         assert use.name == "weather" and isinstance(use.input["place"], str)
+        # The runner of tools first asks for a thread at the server.
+        schema = {"name": "weather", "input_schema": tool["parameters"]}
+        last = client.beta.messages.tool_runner(**asked, tools=[schema], max_iterations=1)
+        assert last.until_done().content[0].text == wanted
 
 
 def test_litellm(url, model, wanted, monkeypatch):

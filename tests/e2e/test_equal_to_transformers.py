@@ -205,6 +205,7 @@ GROUPS = {
     "gpt_oss": 2,
     "dots1": 2,
     "exaone4": 4,
+    "gemma3n": 2,
     "cwm": 2,
     "vaultgemma": 2,
 }

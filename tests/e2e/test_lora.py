@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
+from tests.lora_files import ALL, ATTENTION, greedy, merged_model, run_on_engine, write_adapter
 from tests.reach import runner_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -207,11 +207,10 @@ def broken(folder: Path, kind: str) -> Path:
         ('r="8"', "r must be a whole number above 0, got '8'"),
         ("lora_alpha=null", "lora_alpha must be a number between -1e6 and 1e6, got None"),
         ("use_dora=true", "use_dora is True; DoRA"),
-        ('bias="all"', "bias is 'all'"),
         ('peft_type="IA3"', "peft_type is 'IA3'"),
         (
             'target_parameters=["mlp.bias"]',
-            "only weights, and gate_up_proj and down_proj of experts",
+            "only weights, and gate_up_proj, up_proj and down_proj of experts",
         ),
         ('rank_pattern={"(": 4}', "no regular expression"),
         ('rank_pattern={"a{99999999999999999999}": 4}', "no regular expression: .* too large"),
@@ -255,17 +254,21 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
 def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):
     adapter = LoRARequest("broken", 9, str(broken(tmp_path / "adapter", kind)))
     mixed = [adapters[0], adapter, None]
-    outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    outputs = run_on_engine(llm, [PROMPT] * 3, GREEDY, mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert message in outputs[1].outputs[0].stop_reason
     assert "\n" not in outputs[1].outputs[0].stop_reason and not (tmp_path / "adapter/ran").exists()
+    with pytest.raises(RequestError, match="prompt 1 of 3: ") as error:
+        llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert outputs[1].outputs[0].stop_reason in str(error.value)
+    assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].finished
 
 
 def test_only_modules_that_are_named_can_be_changed(adapters):
     settings = {"enable_lora": True, "max_model_len": 128}
     llm = LLM(**settings, lora_target_modules=["down_proj"])
     asked = [None, *adapters[2:]]
-    outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=asked)
+    outputs = run_on_engine(llm, [PROMPT] * 3, GREEDY, asked)
     base, refused, found = (output.outputs[0] for output in outputs)
     assert base.token_ids != found.token_ids and found.finish_reason == "length"
     assert (
@@ -400,3 +403,69 @@ def test_an_asynchronous_engine_loads_an_adapter_ahead(adapters):
             engine.shutdown()
 
     asyncio.run(check())
+
+
+def _with_adapter_name(tensors, given):
+    return {name.replace(".weight", ".default.weight"): t for name, t in tensors.items()}, {}
+
+
+def _with_model_weights(tensors, given):
+    base = load_file(BUNDLED_MODEL / "model.safetensors")
+    names = (TABLE, "lm_head.weight")  # which are tied
+    beside = {f"base_model.model.{name}": base[TABLE].clone() for name in names}
+    linear = "model.layers.0.self_attn.q_proj"
+    beside[f"base_model.model.{linear}.base_layer.weight"] = base[f"{linear}.weight"]
+    return tensors | beside, {}
+
+
+def _with_bias_key(tensors, given):
+    return tensors, {"bias": "all"}
+
+
+TABLE = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("change", [_with_adapter_name, _with_model_weights, _with_bias_key])
+def test_other_ways_to_save_an_adapter_mean_the_same(llm, adapters, tmp_path, change, caplog):
+    caplog.set_level("INFO")
+    folder = shutil.copytree(adapters[0].path, tmp_path / "adapter")
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, settings = change(load_file(weights), json.loads(config.read_text()))
+    save_file(tensors, weights)
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    same = LoRARequest(change.__name__, 30, str(folder))
+    want, found, base = (
+        llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=each)[0].outputs[0].token_ids
+        for each in (adapters[0], same, None)
+    )
+    assert want == found != base
+    said = [r.getMessage() for r in caplog.records if "weights of the model as well" in r.message]
+    assert len(said) == (change is _with_model_weights)
+    llm.llm_engine.remove_lora(30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_another_model_beside_an_adapter_are_refused(dtype, adapters, tmp_path):
+    llm = LLM(dtype=dtype, max_model_len=128, enable_lora=True)
+    base = load_file(BUNDLED_MODEL / "model.safetensors")[TABLE]
+    folder = shutil.copytree(adapters[0].path, tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    tensors, head = load_file(weights), "base_model.model.lm_head.weight"
+    save_file(tensors | {head: base.clone()}, weights)
+    adapter = LoRARequest("same", 30, str(folder))
+    assert llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=adapter)[0].finished
+    save_file(tensors | {head: base + base.abs().max() * (base > 0)}, weights)
+    with pytest.raises(
+        RequestError, match=r"lm_head.weight \[4096, 256\] is not the weight of this"
+    ):
+        llm.generate(
+            [PROMPT], GREEDY, use_tqdm=False, lora_request=LoRARequest("x", 31, str(folder))
+        )
+    bias = {"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.ones(256)}
+    save_file(bias, weights)
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"bias": "all"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match="bias is 'all'; only 'none' is supported, or"):
+        llm.generate(
+            [PROMPT], GREEDY, use_tqdm=False, lora_request=LoRARequest("x", 31, str(folder))
+        )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
 from tests.executor.thread_ranks import ThreadRanks
 from tests.lora_files import (
+    run_on_engine,
     write_adapter,
     write_expert_adapter,
     write_stacked_expert_adapter,
@@ -116,7 +117,7 @@ def reason(llm: LLM, folder: Path) -> str:
     """Why an adapter is refused, while a row without one goes on."""
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 9, str(folder)), None]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    outputs = run_on_engine(llm, prompts, GREEDY, mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     return outputs[0].outputs[0].stop_reason
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.executor.thread_ranks import ThreadRanks
-from tests.lora_files import ALL, greedy, merged_model, write_adapter
+from tests.lora_files import ALL, greedy, merged_model, run_on_engine, write_adapter
 from tests.reach import (
     core_of,
     decode_step_of,
@@ -118,7 +118,7 @@ def test_stages_give_what_one_gives(family, tmp_path, monkeypatch):
     # What is wrong for one stage alone fails the request on all of them.
     prompts = [{"prompt_token_ids": TOKENS}] * 2
     mixed = [LoRARequest("broken", 2, str(broken)), adapter]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=mixed)
+    outputs = run_on_engine(llm, prompts, GREEDY, mixed)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert "has the shape [3, 4]" in outputs[0].outputs[0].stop_reason
     core_of(llm).shutdown()

@@ -119,7 +119,14 @@ def test_stages_of_every_family_give_the_tokens_of_one_process(
                 ("deepseek_v3", 2, 3),
                 ("gpt_oss", 4, 2),
                 ("llama4", 2, 2),
+                ("glm4_moe", 2, 2),
+                ("minimax_m2", 4, 2),
+                ("phimoe", 2, 2),
                 ("granite_hybrid", 2, 2),
+                ("nemotron_h", 2, 2),  # experts without gates
+                ("lfm2_moe", 2, 3),
+                ("qwen3_next", 2, 2),
+                ("kimi_linear", 2, 2),
             ]
         ),
     ],

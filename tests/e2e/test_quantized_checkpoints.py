@@ -5,7 +5,7 @@ import torch
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from tests.model_executor.helpers import prompt_of
-from tests.quantized_checkpoints import made_once, write
+from tests.quantized_checkpoints import FORMATS, made_once, write
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu.library import load_cpu_kernels
@@ -48,6 +48,18 @@ def greedy(folder, **settings):
         ("gptq-4", "gptq_hpu"),
         ("awq", "awq_hpu"),
         ("ct-fp8-static", "compressed-tensors"),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                ("nvfp4", "modelopt_fp4"),
+                ("bnb-int8", "bitsandbytes"),
+                ("awq-gemv", "awq"),
+                ("mlx-4", "mlx"),
+                ("hqq-4", "hqq"),
+                ("torchao-w8a16", "torchao"),
+                ("ct-sparse", "compressed-tensors"),
+            )
+        ),
     ],
 )
 def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name, quantization):
@@ -57,7 +69,7 @@ def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name
     assert got == want
     # int4 rounds inputs to int8.
     assert got_logprob == pytest.approx(
-        want_logprob, abs=0.2 if "q-4" in name or name == "awq" else 1e-4
+        want_logprob, abs=0.2 if FORMATS[name].is_rounding_inputs else 1e-4
     )
 
 
@@ -69,17 +81,22 @@ def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name
         pytest.param("gptq-8", "gaudi3", marks=pytest.mark.exhaustive),
         pytest.param("ct-w8a8", "gaudi2", marks=pytest.mark.exhaustive),
         pytest.param("gptq-3", "gaudi3", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(name, "gaudi2", marks=pytest.mark.exhaustive)
+            for name in ("nvfp4", "ct-mxfp4", "bnb-nf4", "awq-gemv", "mlx-4", "hqq-4", "ct-sparse")
+        ),
     ],
 )
 def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpoint, name, card):
-    """fp8 rounds inputs to fp8 on a card: the first tokens are compared."""
+    """fp8 rounds inputs to fp8 on a card, others their scales: the first tokens are compared."""
     folder, dense = checkpoint(name)
     settings = {"dtype": "bfloat16"}
     with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         got, got_logprob = greedy(folder, **settings)
     with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         want, want_logprob = greedy(dense, **settings)
-    num_compared = 4 if name.startswith("fp8") else NUM_TOKENS
+    is_rounded = name.startswith("fp8") or FORMATS[name].rounding > 0
+    num_compared = 4 if is_rounded else NUM_TOKENS
     assert got[:num_compared] == want[:num_compared]
     assert got_logprob == pytest.approx(want_logprob, abs=0.15)
 

@@ -24,10 +24,11 @@ from tests.tiny_models import (
     _LLAMA3_ROPE,
     _YARN_ROPE,
     is_version_4,
+    make_tiny_model,
     randomize,
 )
 from vllm import LLM, SamplingParams
-from vllm.config.families import TEXT_TYPES
+from vllm.config.families import TEXT_TYPES, text_types_of
 from vllm.errors import ConfigError, WeightLoadError
 
 MAX_TOKENS = 5
@@ -152,7 +153,30 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
 
 
 def test_every_architecture_is_in_the_table():
-    assert set(_WHOLE) == set(TEXT_TYPES)
+    assert {*_WHOLE, "Gemma3nForConditionalGeneration"} == set(TEXT_TYPES)
+    others = {kind for name in TEXT_TYPES for kind in text_types_of(name)[1:]}
+    assert others == {more["model_type"] for _, more in _OTHER_TEXTS.values()}
+
+
+def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):
+    """The part for images is of another package, timm, so the checkpoint is put together here."""
+    alone, whole = make_tiny_model("gemma3n", tmp_path / "alone"), tmp_path / "whole"
+    whole.mkdir()
+    text = json.loads((alone / "config.json").read_text())
+    name = "Gemma3nForConditionalGeneration"
+    config = {"model_type": "gemma3n", "architectures": [name], "text_config": text}
+    (whole / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(alone / "model.safetensors").items()
+    }
+    for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
+        tensors[f"model.{part}.weight"] = torch.zeros(2)
+    save_file(tensors, whole / "model.safetensors")
+    prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = LLM(model=str(whole), **SETTINGS).generate(prompts, params, use_tqdm=False)
+    assert_all_greedy(outputs, prompts, params, TransformersReference(alone))
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")

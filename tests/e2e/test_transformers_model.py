@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.e2e.reference import (
+    LIMIT,
     SHORT_TEXTS,
     TransformersReference,
     assert_all_greedy,
@@ -62,12 +63,42 @@ def make(model_type: str, folder: Path, **values: Any) -> Path:
     return folder
 
 
-def check(folder: Path, **settings: Any) -> None:
+def check(folder: Path, limit: float = LIMIT, **settings: Any) -> None:
     prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     llm = LLM(model=str(folder), **SETTINGS | settings)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert_all_greedy(outputs, prompts, params, TransformersReference(folder))
+    assert_all_greedy(outputs, prompts, params, TransformersReference(folder), limit)
+
+
+PRECISIONS: dict[str, tuple[float, dict[str, Any]]] = {
+    "float32": (LIMIT, {}),
+    "bf16": (0.2, {"dtype": "bfloat16"}),
+    "int8": (0.4, {"dtype": "bfloat16", "quantization": "int8"}),
+}
+"""Name -> difference of log-probabilities that it may make, and arguments."""
+OF_EACH_KIND: dict[str, dict[str, Any]] = {
+    "smollm3": {},
+    "exaone4": {
+        "num_hidden_layers": 3,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "flex_olmo": {"num_experts": 2, "num_experts_per_tok": 2},
+    "nanochat": {},
+}
+"""Plain layers, windows in some of them, experts that all have a share, and norms without
+parameters."""
+
+
+@needs_backend
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("model_type", OF_EACH_KIND)
+def test_they_run_in_every_precision_with_a_head_that_is_tied_or_not(model_type, is_tied, tmp_path):
+    values = OF_EACH_KIND[model_type] | {"tie_word_embeddings": is_tied}
+    folder = make(model_type, tmp_path, **values)
+    for limit, settings in PRECISIONS.values():
+        check(folder, limit, model_impl="transformers", **settings)
 
 
 @needs_backend
@@ -285,7 +316,7 @@ def test_what_a_model_adds_to_its_embedding_or_logits_is_noticed(
 
 def test_with_the_modules_of_this_package_only_other_types_are_refused(tmp_path):
     folder = make("smollm3", tmp_path)
-    with pytest.raises(ConfigError, match="'SmolLM3ForCausalLM' is not supported"):
+    with pytest.raises(ConfigError, match=r"'SmolLM3ForCausalLM' .* is not supported with"):
         LLM(model=str(folder), model_impl="vllm", **SETTINGS)
 
 

@@ -22,7 +22,7 @@ def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LL
     """An engine whose ranks are threads of this process."""
     with monkeypatch.context() as patched:
         patched.setattr(engine_core, "make_executor", ThreadRanks)
-        return LLM(str(folder), model_impl="transformers", **MORE_BLOCKS | values)
+        return LLM(str(folder), **MORE_BLOCKS | values)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LL
 )
 def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp_path, monkeypatch):
     folder = make(model_type, tmp_path)
-    want = generate(LLM(str(folder), model_impl="transformers", **MORE_BLOCKS))
+    want = generate(LLM(str(folder), **MORE_BLOCKS))
     llm = on_ranks(folder, monkeypatch, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
     assert_same(generate(llm), want)
     core_of(llm).shutdown()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.hpu import simulated_hpu
 from vllm import envs
@@ -188,11 +190,30 @@ def test_a_shorter_length_is_taken():
         ("bfloat16", "auto", "bfloat16"),
         ("bfloat16", "float", "float32"),
         ("float32", "bfloat16", "bfloat16"),
+        ("torch.bfloat16", "auto", "bfloat16"),
+        ("torch.float16", "auto", "float16"),
+        ("bf16", "auto", "bfloat16"),
+        ("half", "auto", "float16"),
+        ("auto", "auto", "float32"),
+        (None, "auto", "float32"),
     ],
 )
 def test_the_dtype_is_settled(tmp_path, checkpoint, asked, runs):
     model = write_model(tmp_path, torch_dtype=checkpoint)
     assert resolve(model=model, dtype=asked).model.dtype == runs
+
+
+@pytest.mark.parametrize("named", [{}, {"torch_dtype": None}, {"torch_dtype": "auto"}])
+def test_a_config_without_a_dtype_has_the_one_of_most_weights(tmp_path, named):
+    config = {k: v for k, v in BUNDLED_CONFIG.items() if k not in ("dtype", "torch_dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(config | named))
+    parts = {"a": torch.zeros(4, 4, dtype=torch.bfloat16), "b": torch.zeros(2)}
+    parts |= {"c": torch.zeros(64, dtype=torch.int32)}
+    save_file(parts, tmp_path / "model.safetensors")
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    assert resolve(**settings).model.dtype == "bfloat16"
+    assert resolve(dtype="float32", **settings).model.dtype == "float32"
+    assert resolve(load_format="dummy", **settings).model.dtype == "float32"
 
 
 def test_a_checkpoint_dtype_that_cannot_run_is_refused(tmp_path):
@@ -248,7 +269,7 @@ def test_the_machine_of_an_engine_on_ray_needs_no_card():
         (
             {"hf_overrides": {"architectures": ["Nope"]}},
             "architecture 'Nope' is not supported, and the installed transformers has no decoder "
-            "of that name either; supported architectures: Ba",
+            "of that name either. Use a checkpoint of",
         ),
         (
             {"hf_overrides": {"architectures": ["NemotronForCausalLM"]}, "model_impl": "vllm"},
@@ -445,3 +466,17 @@ def test_resolvers_run_after_those_whose_results_they_read():
         known[name] = written
     assert {field.name for field in fields(VllmConfig)} <= known.keys()
     assert {name: known[name] for name in get_type_hints(VllmConfig)} == get_type_hints(VllmConfig)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("deepseek_v32", "DeepseekV32ForCausalLM"), ("glm_moe_dsa", "GlmMoeDsaForCausalLM")],
+)
+def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, model_type, name):
+    changes = {"model_type": model_type, "architectures": [name], "index_topk": 512}
+    resolve(model=write_model(tmp_path, **changes))
+    lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
+    assert lines == [
+        f"{name} runs with dense attention: in texts of more than index_topk (512) tokens the "
+        f"original attends to some of the tokens only, so that its outputs differ there"
+    ]

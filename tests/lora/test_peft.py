@@ -44,7 +44,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
     **{
         family: {"target_modules": [*_ATTENTION, "down_proj"]}
-        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe")
+        for family in ("dots1", "glm4_moe", "ernie4_5_moe", "hunyuan_moe", "solar_open")
     },
     "kimi_linear": {
         "target_modules": [*_LATENT, "k_proj", "v_proj", "b_proj", "f_a_proj", "g_b_proj"]
@@ -184,12 +184,15 @@ OF_EXPERTS: list[dict[str, Any]] = [
     {"target_modules": [], "target_parameters": ["experts.down_proj"]},
 ]
 """Parameters with the matrices of all experts of a layer, and that of the router."""
+WITHOUT_GATES = ("nemotron_h",)
+"""Families with the parameter `up_proj` instead of `gate_up_proj`."""
 ROUTERS = {
     "gpt_oss": ["router.weight"],
     "llama4": ["router.weight"],
     "granite_moe": [],  # no parameter of one matrix
     "deepseek_v2": [],  # in float32
     "deepseek_v3": [],
+    "nemotron_h": [],
 }
 """Where peft does not call it gate.weight."""
 
@@ -203,7 +206,7 @@ ROUTERS = {
         "llama4",  # [in, out], which peft takes for [out, in]
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("qwen3_moe", "olmoe")),
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("deepseek_v2", "deepseek_v3")),
-        pytest.param("granite_moe", marks=pytest.mark.exhaustive),
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("granite_moe", "nemotron_h")),
     ],
 )
 def test_experts_are_those_of_peft(family, tmp_path):
@@ -217,6 +220,8 @@ def test_experts_are_those_of_peft(family, tmp_path):
             for given in targets["target_parameters"]
             for name in (ROUTERS.get(family, [given]) if given == "gate.weight" else [given])
         ]
+        if family in WITHOUT_GATES:
+            names = [name.replace("gate_up", "up") for name in names]
         chosen = targets | {"target_parameters": names}
         if family.startswith("deepseek") and targets["target_modules"]:
             chosen |= {"target_modules": _LATENT}
@@ -225,7 +230,10 @@ def test_experts_are_those_of_peft(family, tmp_path):
     assert_outputs(model, adapters, wanted)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen2_moe", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)],
+)
 def test_experts_that_are_stored_one_by_one_are_added(family, tmp_path):
     """As peft saved them when transformers had a linear layer for each matrix of an expert. Of
     these families, today's peft can only read them for Mixtral."""

@@ -168,6 +168,10 @@ def of_checkpoint(name: str) -> Callable[[Card], Any]:
     return lambda card: card.load(card.quantized(name)[0])
 
 
+def of_checkpoints(pattern: str) -> list[Callable[[Card], Any]]:
+    return [of_checkpoint(name) for name in FORMATS if re.search(pattern, name)]
+
+
 def of_dense(quantization: str) -> Callable[[Card], Any]:
     return lambda card: card.load(card.quantized("gptq-4")[1], quantization)
 
@@ -215,6 +219,7 @@ def of_inc(method: str) -> Callable[[Card], Any]:
 CASES: dict[str, list[Callable[[Card], Any]]] = {
     "FP8": [
         *(of_checkpoint(name) for name in FORMATS if "fp8" in name or name == "modelopt"),
+        of_experts("mxfp8"),
         of_dense("fp8"),
         of_inc("maxabs_hw"),
         of_inc("act_maxabs_pow2_weights_pcs_opt_pow2"),
@@ -223,20 +228,32 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_experts("ct-fp8-static"),
     ],
     "2 to 4 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-[234]|awq|w4a16", name)),
+        *of_checkpoints("gptq-[234]|awq|w4a16|torchao-int4"),
         of_dense("int4"),
         of_gguf("Q4_0"),
         of_experts("gptq-4"),
     ],
     "8 bits": [
-        *(of_checkpoint(name) for name in FORMATS if re.search("gptq-8|w8a", name)),
+        *of_checkpoints("gptq-8|w8a|bnb|mlx-8|hqq-8|torchao-(int8|w8a16)"),
         of_dense("int8"),
         *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
         of_experts("ct-w8a8"),
     ],
-    "4 bits with minimums": [of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")],
-    "5 bits with minimums": [of_gguf(kind) for kind in ("Q5_1", "Q5_K")],
-    "MXFP4": [of_gpt_oss],
+    "4 bits with minimums": [
+        *(of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")),
+        *(of_checkpoint(name) for name in ("mlx-3", "mlx-4", "hqq-3", "hqq-4")),
+    ],
+    "5 bits with minimums": [
+        *(of_gguf(kind) for kind in ("Q5_1", "Q5_K")),
+        of_checkpoint("mlx-5"),
+    ],
+    "MXFP4": [
+        of_gpt_oss,
+        of_checkpoint("mxfp4"),
+        of_checkpoint("ct-mxfp4"),
+        of_checkpoint("mlx-mxfp4"),
+    ],
+    "NVFP4": [of_checkpoint("nvfp4"), of_checkpoint("ct-nvfp4"), of_experts("nvfp4")],
 }
 """Row of the table -> what its numbers hold for."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
+from tests.model_executor.helpers import load, logits_of, prompt_of, read_arch, reference_logits
 from tests.model_executor.test_quantized_checkpoints import weight_of
 from tests.tiny_models import make_tiny_model
 from vllm.distributed import TPGroup
@@ -39,6 +39,8 @@ from tests.gguf_files import (  # noqa: E402
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 HEADS = {"head_dim": 64}
+TIED = {"tie_word_embeddings": True}
+FOUR_TIMES = {"intermediate_size": None}
 EXPERT_SIZES = {"moe_intermediate_size": 256}
 MODELS = {
     "llama": ("F32", HEADS),
@@ -52,6 +54,32 @@ MODELS = {
     "mixtral": ("Q8_0", HEADS | {"sliding_window": None}),
     "qwen2_moe": ("Q4_0", EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | NO_WINDOW),
     "qwen3_moe": ("Q4_K", EXPERT_SIZES | HEADS),
+    "granite": ("Q8_0", {}),
+    "granite_moe": ("Q8_0", {}),
+    "cohere": ("Q8_0", TIED),
+    "cohere_head_norms": ("Q4_0", TIED),
+    "cohere2": ("Q8_0", TIED),
+    "falcon_7b": ("Q8_0", FOUR_TIMES),
+    "falcon_40b": ("Q5_0", {"bias": False} | FOUR_TIMES),
+    "glm": ("Q8_0", HEADS),
+    "glm4": ("Q4_K", HEADS),
+    "gpt2": ("Q8_0", FOUR_TIMES),
+    "gpt_bigcode": ("Q4_1", FOUR_TIMES),
+    "gpt_neox": ("Q8_0", {}),
+    "gpt_neox_sequential": ("F16", {}),
+    "gpt_oss": ("MXFP4", HEADS | {"swiglu_limit": 7.0}),
+    "bloom": ("Q8_0", FOUR_TIMES),
+    "mpt": ("Q8_0", FOUR_TIMES),
+    "olmo": ("Q8_0", {}),
+    "olmo2": ("Q6_K", {}),
+    "olmoe": ("Q8_0", {"clip_qkv": None}),
+    "phi": ("Q8_0", {}),
+    "phi3": ("Q4_K", {}),
+    "phi3_short": ("F32", {"hidden_size": 64}),
+    "stablelm": ("Q8_0", {}),
+    "stablelm_head_norms": ("Q8_0", {}),
+    "stablelm_parallel": ("Q8_0", {}),
+    "starcoder2": ("Q8_0", {}),
     "gemma": ("Q8_0", HEADS),
     "gemma2": ("Q4_K", HEADS | {"query_pre_attn_scalar": 64}),
     "gemma3": ("Q5_K", HEADS | {"query_pre_attn_scalar": 64}),
@@ -148,7 +176,18 @@ def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
         stored_format([tmp_path / "all.gguf"])
 
 
-@pytest.mark.parametrize("family", MODELS)
+SELDOM = {
+    *("granite", "cohere", "cohere2", "falcon_7b", "glm", "gpt_bigcode", "gpt_neox", "bloom"),
+    *("gpt_neox_sequential", "mpt", "olmo", "olmoe", "phi", "phi3", "starcoder2"),
+    *("stablelm", "stablelm_head_norms", "stablelm_parallel"),
+}
+"""Families whose files have nothing that those of another family here do not have."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.exhaustive) if f in SELDOM else f for f in MODELS],
+)
 def test_logits_are_those_of_transformers(written, family):
     kind, overrides = MODELS[family]
     folder, input_ids = written(family, kind, **overrides), prompt_of(100)
@@ -156,6 +195,22 @@ def test_logits_are_those_of_transformers(written, family):
     got = logits_of(load(unpack(folder / "model.gguf")), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
     torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["baichuan", "internlm2"])
+def test_families_that_are_llamas_in_these_files(tmp_path, architecture):
+    source = make_tiny_model("llama", tmp_path / "source")
+    path = write_gguf(source, tmp_path, architecture=architecture)
+    want = reference_logits(tmp_path / "dense", prompt_of(40))
+    torch.testing.assert_close(logits_of(load(unpack(path)), prompt_of(40)), want)
+
+
+def test_a_number_of_layers_says_which_baichuan_has_alibi(tmp_path):
+    source = make_tiny_model("llama", tmp_path / "source", num_hidden_layers=40)
+    path = write_gguf(source, tmp_path, architecture="baichuan")
+    arch = read_arch(unpack(path))
+    assert arch.rope is None and arch.max_position_embeddings == 512
+    load(unpack(path))
 
 
 @pytest.mark.parametrize(

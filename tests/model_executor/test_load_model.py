@@ -154,6 +154,16 @@ def test_a_missing_tensor_is_named(llama):
         load(llama)
 
 
+def test_a_missing_head_names_the_key_that_ties_it(llama):
+    tensors = tensors_of(llama)
+    del tensors["lm_head.weight"]
+    put(llama, tensors)
+    with pytest.raises(
+        WeightLoadError, match=r"lm_head\.weight\. .*set tie_word_embeddings to true"
+    ):
+        load(llama)
+
+
 def test_many_missing_tensors_are_counted(llama):
     put(llama, {"lm_head.weight": tensors_of(llama)["lm_head.weight"]})
     with pytest.raises(WeightLoadError, match=r"29 tensors missing .* and 19 more$") as caught:

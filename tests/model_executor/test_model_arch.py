@@ -235,3 +235,47 @@ def test_layer_types_may_be_longer_but_not_shorter_than_the_layers():
     config["num_hidden_layers"] = 4
     with pytest.raises(ConfigError, match="names 3 layers, num_hidden_layers is 4"):
         ModelArch.from_hf(config)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def test_the_last_layers_read_the_last_one_of_their_kind_before_them():
+    kinds = [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING]
+    config = minimal(sliding_window=8, layer_types=kinds, num_hidden_layers=6)
+    assert ModelArch.from_hf(config).kv_sources == (None,) * 6
+    shared = ModelArch.from_hf(config | {"num_kv_shared_layers": 3})
+    assert shared.kv_sources == (None, None, None, 1, 2, 1)
+    assert shared.is_one_stage and not ModelArch.from_hf(config).is_one_stage
+    with pytest.raises(ConfigError, match="must leave a layer of the kind 'full_attention'"):
+        ModelArch.from_hf(config | {"num_kv_shared_layers": 4})
+    with pytest.raises(ConfigError, match="must be from 0 to 5, got 6"):
+        ModelArch.from_hf(config | {"num_kv_shared_layers": 6})
+
+
+def test_layers_have_the_heads_that_the_config_gives_them():
+    own = {"1": {"head_dim": 64, "num_key_value_heads": 1}}
+    config = minimal(num_hidden_layers=2, head_dim=16, per_layer_config=own)
+    arch = ModelArch.from_hf(config)
+    sizes = arch.of_layer(1)
+    assert (sizes.head_size, sizes.num_kv_heads) == (64, 1)
+    assert arch.of_layer(0) is arch and arch.head_size == 16
+    own["1"]["num_key_value_heads"] = 3
+    with pytest.raises(ConfigError, match="layer 1 has head_dim 64 and num_key_value_heads 3"):
+        ModelArch.from_hf(config)
+    with pytest.raises(ConfigError, match="must be an object with an object for each layer, got"):
+        ModelArch.from_hf(config | {"per_layer_config": ["wide"]})
+
+
+def test_an_exaone_4_without_windows_has_rotations_in_all_layers():
+    config = minimal(model_type="exaone4", num_hidden_layers=2, layer_types=[SLIDING, FULL])
+    hybrid = ModelArch.from_hf(config | {"sliding_window": 8, "rope_theta": 1e4})
+    plain = ModelArch.from_hf(config | {"sliding_window": None, "rope_theta": 1e4})
+    assert [rope is None for rope in hybrid.layer_ropes] == [False, True]
+    assert [rope is None for rope in plain.layer_ropes] == [False, False]
+
+
+def test_the_mlps_of_layers_may_have_sizes_of_their_own():
+    assert ModelArch.from_hf(minimal(intermediate_size=[32, 48])).intermediate_size == 48
+    with pytest.raises(ConfigError, match="'intermediate_size' must be a whole number"):
+        ModelArch.from_hf(minimal(intermediate_size=[32, "wide"]))

@@ -1,12 +1,15 @@
 """Every family against transformers, float32, whole prompts without a cache."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
 from tests.reference_model import load_reference
 from tests.tiny_models import ALL_FAMILIES, make_tiny_model, sparing
+from vllm.errors import ConfigError
 
 MIXTURES = (
     *("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "phimoe"),
@@ -68,6 +71,8 @@ def test_logits_are_those_of_transformers(tiny_model, family, length):
         ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
         ("phimoe", {"rope_parameters": LONGROPE_OF_PHIMOE}),
         ("deepseek_v3", LIKE_KIMI_K2),
+        ("glm4_moe_lite", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+        ("hunyuan_moe", {"moe_intermediate_size": [48, 48], "n_group": False, "moe_topk": 2}),
         ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "n_shared_experts": 1}),
     ],
 )
@@ -90,6 +95,23 @@ def test_experts_are_read_one_by_one_or_joined(tiny_model, tmp_path, family):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe", "model.layers.3.eh_proj.weight"),
+        ("deepseek_v32", "model.layers.2.self_attn.indexer.wk.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"),
+    ],
+)
+def test_layers_that_predict_drafts_are_not_loaded(tiny_model, tmp_path, family, name):
+    source = tiny_model(family)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {name: torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(source / "config.json")
+    got, want = (logits_of(load(folder), prompt_of(20)) for folder in (tmp_path, source))
+    assert torch.equal(got, want)
+
+
 def test_a_window_hides_older_keys(tiny_model):
     model, input_ids = load(tiny_model("mistral")), prompt_of(60)
     changed = input_ids.clone()
@@ -98,3 +120,11 @@ def test_a_window_hides_older_keys(tiny_model):
     before, after = logits_of(model, input_ids), logits_of(model, changed)
     assert torch.equal(before[31:], after[31:])
     assert not torch.equal(before[30], after[30])
+
+
+def test_experts_of_gemma_4_are_refused(tmp_path):
+    folder = make_tiny_model("gemma4_wide", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"enable_moe_block": True}))
+    with pytest.raises(ConfigError, match=r"enable_moe_block in config\.json must be false"):
+        load(folder)

@@ -50,7 +50,7 @@ def test_an_unknown_architecture_is_named_with_near_matches_and_all_there_are_in
         ModelRegistry.resolve("Qwen2NoForCausalLM")
     message = str(caught.value)
     assert "'Qwen2NoForCausalLM' is not supported" in message
-    near, names = re.search(r"nearest: (.+)\); supported architectures: (.+)$", message).groups()
+    near, names = re.search(r"nearest: (.+)\)\. .*supported architectures: (.+)$", message).groups()
     assert "Qwen2ForCausalLM" in near.split(", ")
     assert names.split(", ") == sorted(ModelRegistry.supported())
     assert "\n" not in message

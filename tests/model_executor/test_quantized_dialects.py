@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.hpu import captured_log
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
 from tests.quantized_checkpoints import FORMATS, made_once, write
@@ -14,11 +15,15 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return made_once(tmp_path_factory.mktemp("quantized"))
+
+
+FILE = "model.safetensors"
 
 
 def changed_settings(folder, tmp_path, change, *, key="quantization_config", file=None):
@@ -35,7 +40,23 @@ def changed_settings(folder, tmp_path, change, *, key="quantization_config", fil
 
 
 def nested(settings):
-    return {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    algorithm = {"quant_algo": settings["quant_algo"], "exclude_modules": ["lm_head"]}
+    return {"producer": {"name": "modelopt"}, "quantization": algorithm}
+
+
+def mixed(settings):
+    of_all = {"quant_algo": settings["quant_algo"]}
+    layers = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn", "mlp")]
+    return settings | {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": dict.fromkeys(layers, of_all),
+    }
+
+
+def mixed_formats(settings):
+    (group,) = settings["config_groups"].values()
+    groups = {"group_0": group | {"format": settings["format"]}}
+    return settings | {"format": "mixed-precision", "config_groups": groups}
 
 
 def auto_round(packing, key="packing_format"):
@@ -54,10 +75,33 @@ DIALECTS = {
     ),
     "compression_config": ("ct-w8a8", lambda s: s, {"key": "compression_config"}),
     "hf_quant_config.json": ("modelopt", nested, {"file": "hf_quant_config.json"}),
+    "modelopt as the producer": (
+        "modelopt",
+        lambda s: {"quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.33"}},
+        {},
+    ),
     "nested modelopt": ("modelopt", lambda s: nested(s) | {"quant_method": "modelopt"}, {}),
+    "hf_quant_config.json of NVFP4": ("nvfp4", nested, {"file": "hf_quant_config.json"}),
+    "modelopt_fp4": ("nvfp4", lambda s: s | {"quant_method": "modelopt_fp4"}, {}),
+    "NVFP4 by layers": ("nvfp4", mixed, {}),
+    "FP8 by layers": ("modelopt", mixed, {}),
+    "formats of groups": ("ct-nvfp4", mixed_formats, {}),
     "auto-round as GPTQ": ("gptq-4", auto_round("auto_round:auto_gptq"), {}),
     "old auto-round": ("gptq-4", auto_round("auto_round:gptq:exllamav2", "backend"), {}),
     "auto-round as AWQ": ("awq", auto_round("auto_round:auto_awq"), {}),
+    "a longer name of e4m3": ("fp8-static", lambda s: s | {"fmt": "float8_e4m3fn"}, {}),
+    "null for defaults": (
+        "gptq-4",
+        lambda s: s | dict.fromkeys(("checkpoint_format", "lm_head", "is_marlin_format")),
+        {},
+    ),
+    "the name in capitals": ("gptq-4", lambda s: s | {"quant_method": "GPTQ"}, {}),
+    "values in capitals": ("awq", lambda s: s | {"version": "GEMM"}, {}),
+    "an underline in the name": (
+        "ct-w4a16",
+        lambda s: s | {"quant_method": "compressed_tensors", "format": "pack_quantized"},
+        {},
+    ),
     "actorder weight": ("ct-w4a16", lambda s: with_order(s, "weight"), {}),
     "actorder static": ("ct-w4a16", lambda s: with_order(s, "static"), {}),
 }
@@ -78,6 +122,53 @@ def test_other_dialects_mean_the_same_weights(checkpoint, tmp_path, dialect):
     assert len(stored) == 8
     for path, layer in stored:
         assert torch.equal(weight_of(layer), twins[path].weight), path
+
+
+def test_settings_without_a_name_are_completed_by_the_file_beside_them(checkpoint, tmp_path):
+    folder, _ = checkpoint("modelopt")
+    copy = changed_settings(folder, tmp_path, lambda s: {"ignore": ["lm_head"]})
+    (copy / "hf_quant_config.json").write_text(json.dumps(nested({})))
+    stored = [m for m in load(copy).modules() if isinstance(m, ParallelLinear)]
+    twin = [m for m in load(folder).modules() if isinstance(m, ParallelLinear)]
+    assert len(stored) == 8
+    assert all(torch.equal(weight_of(a), weight_of(b)) for a, b in zip(stored, twin, strict=True))
+
+
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_modules_of_a_block_that_gptq_does_not_list_are_dense(tmp_path, has_lists):
+    folder, dense = write("gptq-4", tmp_path, skipped=("mlp",))
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"]
+    listed = {"modules_in_block_to_quantize": [parts[:3], parts[3:]] if has_lists else parts}
+
+    def change(settings):
+        return {k: v for k, v in settings.items() if k != "modules_to_not_convert"} | listed
+
+    model = load(changed_settings(folder, tmp_path, change))
+    twins = dict(load(dense).named_modules())
+    for path, layer in model.named_modules():
+        if isinstance(layer, ParallelLinear):
+            found = layer.weight if ".mlp." in path else weight_of(layer)
+            assert torch.equal(found, twins[path].weight), path
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gptq-4",
+            {"dynamic": {r"+:.*\.1\..*v_proj": {"bits": 8}}},
+            r"q_proj, .*k_proj, .*v_proj .*the rule '\+:.*v_proj' is for "
+            r"model.layers.1.self_attn.v_proj\); they run as one layer",
+        ),
+        ("gptq-4", {"dynamic": {"-:.*up_proj": {}}}, r"the rule '-:.*up_proj' is for .*up_proj"),
+        ("ct-w4a16", {"ignore": ["re:.*v_proj"]}, r"leaves some of .*v_proj unquantized"),
+    ],
+)
+def test_a_rule_for_one_part_of_a_layer_is_named(checkpoint, tmp_path, name, change, message):
+    """Its pattern may fit the name of the fused layer, qkv_proj or gate_up_proj, as well."""
+    copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | change)
+    with pytest.raises(ConfigError, match=message):
+        load(copy)
 
 
 @pytest.mark.parametrize(
@@ -140,22 +231,62 @@ def test_scales_of_queries_are_known_and_not_needed(checkpoint, tmp_path):
     assert logits_of(load(folder), prompt_of(3)).isfinite().all()
 
 
-@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
-def test_old_checkpoints_of_bitsandbytes_are_named(checkpoint, tmp_path, key):
-    folder = changed_settings(checkpoint("awq")[0], tmp_path, lambda s: {key: True})
-    with pytest.raises(ConfigError, match=r"quantized with 'bitsandbytes', .* --quantization int4"):
-        load(folder)
+def test_old_checkpoints_of_bitsandbytes_do_not_name_it(checkpoint, tmp_path):
+    folder = checkpoint("bnb-int8")[0]
+    old = changed_settings(folder, tmp_path, lambda s: {"load_in_8bit": True})
+    assert torch.equal(*(logits_of(load(each), prompt_of(3)) for each in (old, folder)))
 
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
-def test_checkpoints_of_mlx_are_named(checkpoint, tmp_path, keys):
-    folder = shutil.copytree(checkpoint("awq")[0], tmp_path / "mlx")
-    config = json.loads((folder / "config.json").read_text())
+def test_checkpoints_of_mlx_do_not_name_it(checkpoint, tmp_path, keys):
+    folder, dense = checkpoint("mlx-4")
+    copy = shutil.copytree(folder, tmp_path / "mlx")
+    config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
-    config |= {key: {"group_size": 64, "bits": 4} for key in keys}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantized with 'mlx', .* --quantization int4"):
-        load(folder)
+    config |= {key: {"group_size": 32, "bits": 4} for key in keys}
+    (copy / "config.json").write_text(json.dumps(config))
+    twins = dict(load(dense).named_modules())
+    layers = [(p, m) for p, m in load(copy).named_modules() if isinstance(m, ParallelLinear)]
+    assert all(torch.equal(weight_of(layer), twins[path].weight) for path, layer in layers)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embeddings_of_mlx_are_stored_as_layers_are(checkpoint, tmp_path, is_tied):
+    """And one layer has settings of its own, another is dense."""
+    folder, dense_folder = checkpoint("mlx-4")
+    copy, twin = (shutil.copytree(each, tmp_path / each.name) for each in (folder, dense_folder))
+    tensors, dense = (load_file(each / "model.safetensors") for each in (copy, twin))
+
+    def store(name, bits):
+        found = [key for key in tensors if key.startswith(f"{name}.")]
+        for key in found:
+            del tensors[key]
+        tensors[f"{name}.weight"] = weight = dense[f"{name}.weight"]
+        if bits is not None:
+            parts, dense[f"{name}.weight"] = FORMATS[f"mlx-{bits}"].quantize(weight)
+            tensors.update({f"{name}.{part}": values for part, values in parts.items()})
+
+    other, plain = "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"
+    for name, bits in (("model.embed_tokens", 4), (other, 5), (plain, None)):
+        store(name, bits)
+    for path, values in ((copy, tensors), (twin, dense)):
+        config = json.loads((path / "config.json").read_text())
+        config["tie_word_embeddings"] = is_tied
+        if path == copy:
+            config["quantization_config"] |= {other: {"group_size": 32, "bits": 5}, plain: False}
+        if is_tied:
+            del values["lm_head.weight"]
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({key: each.contiguous() for key, each in values.items()}, path / FILE)
+    got, want = load(copy), load(twin)
+    ids = prompt_of(20)
+    assert torch.equal(got.model.embed_tokens(ids), want.model.embed_tokens(ids))
+    for name in (other, plain):
+        packed = getattr(got.get_submodule(name), "weight", None)
+        packed = weight_of(got.get_submodule(name)) if packed is None else packed
+        assert torch.equal(packed, want.get_submodule(name).weight)
+    logits, wanted = logits_of(got, ids), logits_of(want, ids)
+    assert (logits - wanted).norm() < 0.2 * wanted.norm()
 
 
 def test_auto_round_has_settings_of_single_layers(checkpoint, tmp_path):
@@ -203,3 +334,21 @@ def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
         return
     with pytest.raises(ConfigError, match=message):
         load(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("nvfp4", "NVFP4 (W4A4, read as W4A16) and kept as NVFP4"),
+        ("ct-mxfp4", "MXFP4 and kept as MXFP4"),
+        ("bnb-nf4", "bitsandbytes nf4 and kept as numbers of 8 bits in groups"),
+        ("mlx-4", "MLX affine, 4 bits and kept as numbers of 4 bits with minimums"),
+    ],
+)
+def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, stored):
+    if load_cpu_kernels() is None:
+        pytest.skip("the kernels are not built")
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    with captured_log() as messages:
+        load(checkpoint(name)[0])
+    assert f"8 layers are stored as {stored}, in 0.1 MiB" in "\n".join(messages)

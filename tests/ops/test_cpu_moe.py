@@ -72,13 +72,17 @@ def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden
         ExpertOptions(limit=0.8),
         ExpertOptions(alpha=1.1, limit=3.0, scales_inputs=True),
         ExpertOptions(scales_inputs=True),
+        ExpertOptions(has_gate=False),
+        ExpertOptions(has_gate=False, first_expert=3),
     ],
     ids=str,
 )
 def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
     gate_up, down = experts_of(6, 96, 104, dtype)
     added = ExpertBiases(torch.randn(6, 208).to(dtype), torch.randn(6, 96).to(dtype))
-    for biases in (added, NO_BIASES):
+    if not options.has_gate:
+        gate_up = gate_up[:, :104].contiguous()
+    for biases in (added, NO_BIASES) if options.has_gate else (NO_BIASES,):
         packed = PackedExperts.pack(gate_up.clone(), down.clone(), None, biases, options)
         for num_tokens in (1, 7, 64):
             x = torch.randn(num_tokens, 96).to(dtype)
@@ -87,8 +91,10 @@ def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
             want = NATIVE.moe(x, *choices, gate_up, down, biases, options)
             tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
             torch.testing.assert_close(got, want, rtol=tolerance, atol=2 * tolerance)
-    with pytest.raises(ValueError, match=r"a bias is \[5, 208\].*\[6, 208\]"):
-        PackedExperts.pack(gate_up, down, None, ExpertBiases(torch.randn(5, 208).to(dtype)))
+    few = ExpertBiases(torch.randn(5, 208).to(dtype))
+    message = r"a bias is \[5, 208\].*\[6, 208\]" if options.has_gate else "no biases, and got one"
+    with pytest.raises(ValueError, match=message):
+        PackedExperts.pack(gate_up, down, None, few, options)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

@@ -364,6 +364,7 @@ NARROW = {
 }
 CLAMPED = ExpertOptions(limit=1.0, first_expert=2)
 SCALED = ExpertOptions(scales_inputs=True, first_expert=2)
+WITHOUT_GATES = ExpertOptions(has_gate=False, first_expert=2)
 
 
 @pytest.mark.parametrize("kind", NARROW)
@@ -387,13 +388,15 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     for options, biases in (
         *((OTHERS_FIRST, NO_BIASES), (CLAMPED, added)),
         *((CLAMPED, ExpertBiases(added[0])), (SCALED, NO_BIASES), (OTHERS_FIRST, added)),
+        (WITHOUT_GATES, NO_BIASES),
     ):
-        experts = ops.prepare_experts(gates, ups, downs, torch.bfloat16, biases, options)
+        given = gates if options.has_gate else []
+        experts = ops.prepare_experts(given, ups, downs, torch.bfloat16, biases, options)
         assert isinstance(experts, HPUNarrowExperts)
         parameters = experts.named_parameters()
         numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
         assert [p.dtype for p in numbers] == [dtype] * 2
-        both = torch.cat([gate, up], dim=1)
+        both = torch.cat([gate, up], dim=1) if options.has_gate else up
         want = NATIVE.moe(x, *routed, both, down, biases, options).float()
         before = counted.calls
         got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu()
@@ -401,27 +404,29 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
         assert (got.float() - want).norm() < 0.01 * want.norm()
         has_one = options == CLAMPED or (options == OTHERS_FIRST and biases == NO_BIASES)
         assert counted.calls - before == (has_one and is_lazy)
-        assert_products(experts, gate, up, down, 0.01)
+        assert_products(experts, gate[:, :0] if not options.has_gate else gate, up, down, 0.01)
     exact = ops.prepare_experts(gates, ups, downs, torch.float32).to("hpu")
     for number, weight in enumerate(downs):
         widened = exact.down.of_expert(number, torch.float32).cpu()
         assert torch.equal(widened.T, weight.dequantize())
 
 
-@pytest.mark.parametrize("options", [CLAMPED, OTHERS_FIRST])
+@pytest.mark.parametrize("options", [CLAMPED, OTHERS_FIRST, WITHOUT_GATES])
 @torch.inference_mode()
-def test_experts_in_fp8_with_biases_are_products_of_fp8(options):
+def test_experts_in_fp8_without_an_operator_are_products_of_fp8(options):
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
     ops, size, hidden = HPUOps(bridge), 24, 32
     shapes = ((size, hidden), (size, hidden), (hidden, size))
     stored = [fp8_experts(*shape, shape[1]) for shape in shapes]
-    biases = torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16()
-    experts = ops.prepare_experts(*stored, torch.bfloat16, ExpertBiases(*biases), options)
+    biases = ExpertBiases(torch.randn(3, 2 * size).bfloat16(), torch.randn(3, hidden).bfloat16())
+    if not options.has_gate:
+        stored[0], biases = [], NO_BIASES
+    experts = ops.prepare_experts(*stored, torch.bfloat16, biases, options)
     assert isinstance(experts, HPUFp8Experts)
     x, routed = torch.randn(9, hidden).bfloat16(), NATIVE.route(torch.randn(9, 5), ROUTING)
-    gate, up, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored)
-    both = torch.cat([gate, up], dim=1)
-    given = x.float(), *routed, both, down, ExpertBiases(*(bias.float() for bias in biases))
+    *first, down = (torch.stack([w.dequantize() for w in weights]) for weights in stored if weights)
+    exact = ExpertBiases(*(None if bias is None else bias.float() for bias in biases))
+    given = x.float(), *routed, torch.cat(first, dim=1), down, exact
     want = NATIVE.moe(*given, options)
     got = experts.to("hpu").forward(*(t.to("hpu") for t in (x, *routed))).cpu().float()
     assert (got - want).norm() < 0.1 * want.norm()

@@ -183,6 +183,7 @@ def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtyp
     assert_close(ops.gelu_and_mul(wider, is_tanh), NATIVE.gelu_and_mul(wider, is_tanh))
     for alone in (x, wider):
         assert_close(ops.gelu(alone, is_tanh), NATIVE.gelu(alone, is_tanh))
+        assert_close(ops.squared_relu(alone), NATIVE.squared_relu(alone))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,6 +296,7 @@ def test_not_a_number_is_not_hidden(ops):
         for is_tanh in (False, True):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
+            assert ops.squared_relu(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
         for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
             assert got.isnan().nonzero().tolist() == [[0, 5]]
@@ -332,6 +334,9 @@ def test_rotary_embedding_gives_the_bits_of_the_reference(
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     positions = torch.randint(300, (num_tokens,))
     want = NATIVE.rotary_embedding(positions, query, key, cos_sin, is_neox)
+    alone, no_key = ops.rotary_embedding(positions, query.clone(), None, cos_sin, is_neox)
+    assert no_key is None or not no_key.numel()
+    assert torch.equal(alone, want[0])
     got = ops.rotary_embedding(positions, query, key, cos_sin, is_neox)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])

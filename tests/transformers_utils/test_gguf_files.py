@@ -118,6 +118,23 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
         ("qwen2", "I'll add 12\n", ["I", "'ll", " add", " ", "1", "2", "\n"]),
         ("tekken", "camelCase 12", ["camel", "Case", " ", "1", "2"]),
         ("smollm", "add 12", ["add", " ", "1", "2"]),
+        ("default", "a `b` 12345", ["a", " `", "b", "`", " ", "123", "45"]),
+        ("falcon", "a `b` 12345", ["a", " ", "`", "b", "`", " ", "123", "45"]),
+        ("deepseek-coder", "ab\n 12,世界", ["ab", "\n", " ", "1", "2", ",", "世界"]),
+        ("deepseek-llm", "Añ\n ;12世界 ", ["A", "ñ", "\n", " ;", "1", "2", "世界", " "]),
+        ("deepseek-v3", "_ab 1234世界カ", ["_ab", " ", "123", "4", "世界カ"]),
+        ("qwen35", "हिन्दी 12", ["हिन्दी", " ", "1", "2"]),
+        ("qwen2", "हिन्दी", ["ह", "िन", "्द", "ी"]),
+        ("falcon3", "add 1234", ["add", " ", "123", "4"]),
+        ("smaug-bpe", "add 1234", ["add", " ", "123", "4"]),
+        ("megrez", "add 12", ["add", " ", "1", "2"]),
+        ("gpt-4o", "camelCase's 1234", ["camel", "Case's", " ", "123", "4"]),
+        ("kimi-k2", "word世界Word", ["word", "世界", "Word"]),
+        ("bloom", "so, 12 (a)", ["so", ",", " 12", " (", "a", ")"]),
+        ("viking", "so 12", ["so", " ", "1", "2"]),
+        ("seed-coder", "a!\n12", ["a", "!", "\n", "1", "2"]),
+        ("stablelm2", "a!\n12", ["a", "!\n", "1", "2"]),
+        ("superbpe", "so many 12345", ["so many ", "12", "345"]),
     ],
 )
 def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
@@ -131,7 +148,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars'; supported: default, gpt-2"),
+        ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars', .*original model with --tokenizer"),
         ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama"),
         (
             {"tokenizer__ggml__model": "llama"},
@@ -147,6 +164,16 @@ def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, 
     with pytest.raises(ConfigError, match=message) as failure:
         get_tokenizer(str(folder))
     assert "Name one with tokenizer=" in str(failure.value)
+
+
+def test_a_missing_rule_for_words_is_logged_whenever_the_file_is_opened(tmp_path, caplog):
+    path = write_gguf(BUNDLED_MODEL, tmp_path, tokenizer__ggml__pre=None)
+    with caplog.at_level("WARNING", "vllm"):
+        folder = unpack(path)
+    assert "has no metadata 'tokenizer.ggml.pre'" in caplog.text
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = tokenizer.pre_tokenizer.pre_tokenize_str("a`b 12345")
+    assert [end for _, (_, end) in words] == [1, 2, 3, 4, 7, 9]
 
 
 HUGE = 1 << 60
@@ -251,7 +278,7 @@ def test_other_architectures_are_named(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"architecture 'mamba', .*supported: llama, qwen2"):
+    with pytest.raises(ConfigError, match=r"architecture 'mamba', .*supported: llama, .*qwen2"):
         find_folder(str(tmp_path / "model.gguf"))
 
 

@@ -1,6 +1,7 @@
 """Reading config.json: overrides, defaults of the model type, and one line for what is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch
+from vllm.config.families import usual_architecture
 from vllm.errors import ConfigError
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.hf_config import (
     complete_hf_config,
     is_known_to_transformers,
@@ -47,6 +50,81 @@ def test_a_model_type_by_another_published_name_is_the_usual_one(tmp_path):
 )
 def test_transformers_is_asked_for_the_usual_name(name, is_known):
     assert is_known_to_transformers(name) == is_known
+
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+RW = SIZES | {"n_layer": 2, "n_head": 4, "parallel_attn": True, "alibi": False, "bias": False}
+LLAMA = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+FALCON = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 4096}
+PHI3 |= {"original_max_position_embeddings": 2048}
+OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Falcon 40B": (
+        RW | {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_head_kv": 2},
+        FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "model_type": "falcon"},
+    ),
+    "Falcon 7B": (
+        RW | {"architectures": ["RWForCausalLM"], "model_type": "RefinedWebModel"},
+        FALCON | {"multi_query": True, "model_type": "falcon"},
+    ),
+    "Falcon RW": (
+        RW
+        | {"architectures": ["RWForCausalLM"], "model_type": "RefinedWebModel", "alibi": True}
+        | {"multi_query": False, "parallel_attn": False, "bias": True},
+        FALCON
+        | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+        | {"model_type": "falcon"},
+    ),
+    "Llama 1": (
+        LLAMA | {"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "pad_token_id": -1},
+        LLAMA | {"model_type": "llama", "max_position_embeddings": 2048},
+    ),
+    "InternLM": (
+        LLAMA
+        | {"architectures": ["InternLMForCausalLM"], "model_type": "internlm", "bias": True}
+        | {"auto_map": {"AutoConfig": "configuration_internlm.InternLMConfig"}},
+        LLAMA | {"model_type": "llama", "attention_bias": True},
+    ),
+    "Aquila": (
+        LLAMA | {"architectures": ["AquilaForCausalLM"], "model_type": "aquila"},
+        LLAMA | {"model_type": "llama"},
+    ),
+    "XVERSE": (
+        LLAMA | {"architectures": ["XverseForCausalLM"], "model_type": "xverse"},
+        LLAMA | {"model_type": "llama"},
+    ),
+    "Yi": (
+        LLAMA | {"architectures": ["YiForCausalLM"], "model_type": "Yi", "rope_theta": 5e6},
+        LLAMA | {"model_type": "llama", "rope_theta": 5e6},
+    ),
+    "StableLM": (
+        LLAMA
+        | {"architectures": ["StableLMEpochForCausalLM"], "model_type": "stablelm_epoch"}
+        | {"rope_pct": 0.5, "norm_eps": 1e-3, "num_key_value_heads": 4},
+        LLAMA
+        | {"model_type": "stablelm", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-3}
+        | {"num_key_value_heads": 4},
+    ),
+    "Phi 3 of 128k": (
+        PHI3 | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": FACTORS | {"type": "su"}},
+        PHI3 | {"rope_scaling": FACTORS | {"type": "longrope"}},
+    ),
+}
+"""Model -> what its first config.json says, and the same in the words of transformers."""
+
+
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_the_first_config_of_a_model_is_read_as_transformers_spells_it(name, tmp_path):
+    old, usual = OLD_FILES[name]
+    usual = {**usual, "architectures": [usual_architecture(old["architectures"][0])]}
+    assert usual["architectures"][0] in ModelRegistry.supported()
+    found, expected = (load(write(tmp_path, content)) for content in (old, usual))
+    arch, same = ModelArch.from_hf(found), ModelArch.from_hf(expected)
+    spelled = arch.hf_config["model_type"], arch.hf_config.get("attention_bias")
+    assert spelled == (same.hf_config["model_type"], same.hf_config.get("attention_bias"))
+    of_files = {"hf_config": {}, "architecture": ""}
+    assert replace(arch, **of_files) == replace(same, **of_files)
 
 
 def test_the_result_is_plain_data(tmp_path):

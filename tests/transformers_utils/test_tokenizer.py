@@ -51,6 +51,25 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path, text, messag
 
 
 @pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ((), "needs sentencepiece and protobuf, and sentencepiece and protobuf are not installed"),
+        (
+            ("sentencepiece",),
+            "needs .*, and protobuf is not installed: pip install 'vllm.sentencepiece.'",
+        ),
+    ],
+)
+def test_packages_that_read_a_tokenizer_model_are_named(tmp_path, monkeypatch, installed, message):
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not read")
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer._is_installed", installed.__contains__)
+    with pytest.raises(ConfigError, match=f"no usable tokenizer .*tokenizer.model {message}"):
+        get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("model_type", "tokenizer_class"),
     [
         ("llama", "PreTrainedTokenizerFast"),

@@ -94,8 +94,9 @@ class LLM(PoolingMethods):
 
         All prompts are checked before the first one runs. When the loop is left early, by
         Ctrl-C or by an error, the remaining requests are dropped and the object can be used
-        again. A request that fails while it runs has finish reason "error" and the message as
-        its stop reason; the others are not affected.
+        again. An adapter that does not fit the model is such an error. A request that fails while
+        it runs has finish reason "error" and the message as its stop reason; the others are not
+        affected.
 
         Args:
             prompts: one or several, of any prompt type; a list of integers is one prompt.
@@ -114,7 +115,8 @@ class LLM(PoolingMethods):
             One output per prompt, in their order.
 
         Raises:
-            RequestError: (a ValueError) a prompt or its parameters are wrong; names the prompt.
+            RequestError: (a ValueError) a prompt, its adapter or its parameters are wrong; names
+                the prompt.
             CapacityError: (a ValueError) a prompt can never fit the KV cache.
         """
         refuse(prompt_adapter_request=prompt_adapter_request)

@@ -48,8 +48,11 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "adapters with pooled inputs",
 }
 """Keys of adapter_config.json that ask for what is not supported."""
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Parameters of all experts of a layer, in the order in which peft wraps them."""
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of all experts of a layer, in the order in which peft wraps them; experts without
+gates have `up_proj` instead of `gate_up_proj`."""
+ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
+"""The parameters as messages list them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights with which peft has changed the weights of the model, too."""
 _MAX_PATTERN_CHARS = 256
@@ -180,10 +183,11 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
                 f"{path}: {key} is {shown(given[key])}; {what} are not supported. Merge the "
                 f"adapter into the weights of its model (merge_and_unload of peft)"
             )
-    if given.get("bias", "none") != "none":
+    if given.get("bias", "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
-            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported. Merge the adapter "
-            f"into the weights of its model (merge_and_unload of peft)"
+            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported, or weights without "
+            f"a bias among them. Merge the adapter into the weights of its model "
+            f"(merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
@@ -231,6 +235,21 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     )
 
 
+def _may_have_biases(path: Path) -> bool:
+    """Return whether a file of weights has a bias, or cannot tell by its header; what is damaged is
+    reported where it is loaded."""
+    if path.suffix != ".safetensors":
+        return True
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return length > _MAX_CONFIG_BYTES or any(
+                name.endswith(".bias") for name in json.loads(file.read(length))
+            )
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
 def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     is_known = isinstance(given, list) and all(
         isinstance(name, str) and name.rpartition(".")[2] in ("weight", *EXPERT_PARAMETERS)
@@ -239,7 +258,7 @@ def _read_parameters(path: Path, given: Any) -> tuple[str, ...]:
     if not is_known:
         raise RequestError(
             f"{path}: target_parameters is {shown(given)}; only weights, and "
-            f"{' and '.join(EXPERT_PARAMETERS)} of experts, are supported. Merge the adapter into "
+            f"{ACCEPTED_PARAMETERS} of experts, are supported. Merge the adapter into "
             f"the weights of its model (merge_and_unload of peft)"
         )
     return tuple(given)

@@ -210,7 +210,8 @@ class AdapterLayers:
         layer = self.experts[experts]
         size = layer.intermediate_size * layer.tp.size
         hidden = layer.hidden_size
-        return (size, hidden) if name == "down_proj" else (hidden, 2 * size)
+        sizes = {"gate_up_proj": (hidden, 2 * size), "up_proj": (hidden, size)}
+        return sizes.get(name, (size, hidden))
 
     def projections(
         self, module: str, rows: Tensor, *, is_transposed: bool

@@ -1,6 +1,8 @@
 """Reads the files of an adapter for a model, and compares them with it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from vllm.errors import RequestError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.lora.files import (
-    EXPERT_PARAMETERS,
+    ACCEPTED_PARAMETERS,
     NAME_PREFIX,
     AdapterConfig,
     check_files,
@@ -17,28 +19,42 @@ from vllm.lora.files import (
     weights_file,
 )
 from vllm.lora.layers import AdapterLayers
+from vllm.lora.methods import HeadWithAdapters
 from vllm.lora.places import AdaptedPlaces
 from vllm.lora.targets import Target
 from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
-from vllm.model_executor.layers.embedding import DenseTable, VocabParallelEmbedding
+from vllm.model_executor.layers.embedding import (
+    DenseTable,
+    EmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.slice import DENSE_DTYPES, Source
+from vllm.model_executor.layers.stored.stored_linear import StoredTable
 from vllm.ops.low_rank import LowRank
 from vllm.utils.background_work import Rest, no_rest
 
 logger = init_logger(__name__)
 
-_ENDINGS = {
-    ".lora_A.weight": 0,
-    ".lora_B.weight": 1,
-    ".lora_embedding_A": 0,
-    ".lora_embedding_B": 1,
-}
+_ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+_ENDING = re.compile(
+    r"\.lora_(?:(?P<linear>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<table>[AB])(?:\.[^.]+)?)$"
+)
+"""End of the name of a tensor. Between its two parts peft has the name of the adapter in memory,
+which other tools have left there when they saved it."""
 _INNER = ".base_layer"
 """End of the name of experts with a second parameter that is adapted, in an adapter's file."""
 _UNCHANGED = ".base_layer.weight"
 """End of the name of a weight of the model, which peft saves for embeddings and heads."""
+_WEIGHT = ".weight"
 _LONGEST_NAME = 512
 """Of a tensor."""
+
+
+def _rows_of(
+    layer: VocabParallelEmbedding, method: EmbeddingMethod, first: int, end: int
+) -> Tensor:
+    weight = layer._parameters.get("weight")  # None: the CPU has packed it
+    return method.embed(layer, torch.arange(first, end)) if weight is None else weight[first:end]
 
 
 class AdapterReader:
@@ -62,6 +78,11 @@ class AdapterReader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._names = [PurePath(name).name for name in names]
+        self._tables = {
+            path: module
+            for path, module in layers.model.named_modules()
+            if isinstance(module, VocabParallelEmbedding)
+        }
 
     @property
     def places(self) -> AdaptedPlaces:
@@ -100,7 +121,7 @@ class AdapterReader:
                                 f"target_parameters of the config is "
                                 f"{shown(list(config.parameters))}, which does not name it. "
                                 f"Correct the config: accepted are "
-                                f"{' and '.join(EXPERT_PARAMETERS)} of {stem}"
+                                f"{ACCEPTED_PARAMETERS} of {stem}"
                             )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):
@@ -204,49 +225,53 @@ class AdapterReader:
                     f"{path}: {shown(name)} is the name of no tensor of an adapter: it has more "
                     f"than {_LONGEST_NAME} characters, or some that cannot be printed"
                 )
-            if name.endswith(_UNCHANGED):
+            if self._copied_module(name) is not None:
                 continue
-            ending = next((e for e in _ENDINGS if name.endswith(e)), None)
+            ending = _ENDING.search(name)
             if ending is None:
                 raise self._misfit(path, name)
-            module = self._layers.module_of(name.removesuffix(ending))
+            module = self._layers.module_of(name[: ending.start()])
             if self._layers.is_elsewhere(module):
                 continue
-            if self._layers.is_table(module) != ("_embedding_" in ending):
+            if self._layers.is_table(module) != (ending["table"] is not None):
                 raise self._misfit(path, name)
             pair = found.setdefault(module, ["", ""])
-            if pair[_ENDINGS[ending]]:
+            number = "AB".index(ending["table"] or ending["linear"])
+            if pair[number]:
                 raise RequestError(
-                    f"{path}: {pair[_ENDINGS[ending]]} and {name} are the same tensor of {module}"
+                    f"{path}: {pair[number]} and {name} are the same tensor of {module}"
                 )
-            pair[_ENDINGS[ending]] = name
+            pair[number] = name
         if not names:
             raise RequestError(f"{path} has no tensors")
         for module, pair in found.items():
             if not all(pair):
-                missing = list(_ENDINGS)[pair.index("") + 2 * self._layers.is_table(module)]
+                missing = _ENDINGS[pair.index("") + 2 * self._layers.is_table(module)]
                 raise RequestError(f"{path}: {module} has no {missing}")
         return found
 
     def _check_unchanged(self, path: Path, tensors: Mapping[str, Source], rest: Rest) -> None:
         """Compare the weights that peft has saved beside the adapter with those of the model, where
         these can be looked up."""
+        ignored = []
         for name, source in tensors.items():
-            if not name.endswith(_UNCHANGED):
+            module = self._copied_module(name)
+            if module is None or self._layers.is_elsewhere(module):
                 continue
-            module = self._layers.module_of(name.removesuffix(_UNCHANGED))
-            if self._layers.is_elsewhere(module):
+            ignored.append(name)
+            layer = self._tables.get(module)
+            if layer is None:
+                if module not in self._layers.targets:
+                    raise self._misfit(path, name)
                 continue
-            layer = self._layers.model.get_submodule(module) if self._knows_table(module) else None
-            if not isinstance(layer, VocabParallelEmbedding):
-                raise self._misfit(path, name)
             shape = [layer.num_embeddings, layer.embedding_dim]
             is_same = list(source.shape) == shape
-            if is_same and isinstance(layer.method, DenseTable):
+            own = layer.method.inner if isinstance(layer.method, HeadWithAdapters) else layer.method
+            if is_same and isinstance(own, DenseTable) and not isinstance(own, StoredTable):
                 first = min(layer.first_id, layer.num_embeddings)
                 count = min(layer.local_size, layer.num_embeddings - first)
                 given = source.narrow(0, first, count)
-                is_same = is_close(given, layer.weight.detach(), rest)
+                is_same = is_close(given, partial(_rows_of, layer, own), rest)
             if not is_same:
                 raise RequestError(
                     f"{path}: {name} {list(source.shape)} is not the weight of this model "
@@ -254,8 +279,19 @@ class AdapterReader:
                     f"the weights of its model (merge_and_unload of peft)"
                 )
 
-    def _knows_table(self, module: str) -> bool:
-        return self._layers.is_table(module) or module in self._layers.targets
+        if ignored:
+            logger.info(
+                "%s has %d weights of the model as well, which are ignored: %s%s",
+                *(path, len(ignored), ", ".join(ignored[:3]), ", ..." if len(ignored) > 3 else ""),
+            )
+
+    def _copied_module(self, name: str) -> str | None:
+        """Return the module of a tensor that is a weight of the model: of a layer that is adapted,
+        or of the embedding or the head; None: the tensor is none of them."""
+        if name.endswith(_UNCHANGED):
+            return self._layers.module_of(name.removesuffix(_UNCHANGED))
+        module = self._layers.module_of(name.removesuffix(_WEIGHT))
+        return module if name.endswith(_WEIGHT) and module in self._tables else None
 
     def _misfit(self, path: Path, name: str) -> RequestError:
         names = [

@@ -4,7 +4,7 @@ Independent of models: what they belong to is known to `AdapterLayers`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,13 +66,19 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
-def is_close(given: Source, known: Tensor, rest: Rest) -> bool:
-    """Whether a tensor has these values, but for their rounding."""
+def is_close(given: Source, known: Callable[[int, int], Tensor], rest: Rest) -> bool:
+    """Return whether a tensor has the values of a weight, but for their rounding.
+
+    Args:
+        given: the tensor, [rows, elements].
+        known: returns rows of the weight, from a first one up to an end.
+        rest: between two reads.
+    """
     largest, differences = 0.0, [0.0]
     for start in range(0, given.shape[0], _ROWS_COMPARED):
         rest()
         part = given.read((slice(start, start + _ROWS_COMPARED),)).float()
-        own = known[start : start + len(part)].float()
+        own = known(start, start + len(part)).float()
         largest = max(largest, float(own.abs().max()))
         differences.append(float((part - own).abs().max()))
     return all(difference <= 0.02 * largest for difference in differences)  # False for NaN

@@ -35,12 +35,11 @@ class ExpertOptions:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The weights of an expert, by their names in checkpoints: those of the first product in
-        their order, then that of the second."""
+        """The weights of an expert by their names in checkpoints, `down_proj` last."""
         return ("gate_proj", "up_proj", "down_proj") if self.has_gate else ("up_proj", "down_proj")
 
     def first_width(self, size: int) -> int:
-        """Outputs of the first product of an expert of this intermediate size."""
+        """Return the output features of the first matmul of an expert of this intermediate size."""
         return 2 * size if self.has_gate else size
 
 
@@ -77,7 +76,7 @@ SILU_EXPERTS = ExpertOptions()
 """The options of most families."""
 
 SQUARED_RELU_EXPERTS = ExpertOptions(has_gate=False)
-"""Those of Nemotron 3."""
+"""The options of Nemotron 3."""
 
 
 class ExpertBiases(NamedTuple):

@@ -131,7 +131,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2 of each element (arXiv 2109.08668).
+        """Return the squares of positive elements, and zero for the others (arXiv 2109.08668).
 
         Args:
             x: [..., N]. Not changed.
@@ -227,13 +227,13 @@ class Ops(AttentionOps):
         logs: Tensor,
         beta: Tensor,
     ) -> Tensor:
-        """The gated delta rule over one token of each of B sequences; see
-        `delta_rule.run_delta_rule`.
+        """Apply the gated delta rule to one token of each of B sequences, as
+        `delta_rule.run_delta_rule` does.
 
         All but indices are float32.
 
         Args:
-            states: [rows, H, V, K]; those of the sequences are replaced.
+            states: [rows, H, V, K]; the B rows are replaced.
             rows: [B] int64, no row twice.
             is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
             q, k: [B, G, K].

@@ -21,6 +21,11 @@ class StoredWeight(ABC):
     def shape(self) -> torch.Size:
         """(out_features, in_features)"""
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Words of the log for its format."""
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """[out_features, in_features] float32."""
@@ -75,6 +80,10 @@ class Fp8Weight(StoredWeight):
     """Every device rounds inputs with `input_scale`; else one may keep them as they are."""
 
     @property
+    def kind(self) -> str:
+        return "fp8"
+
+    @property
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
@@ -94,6 +103,10 @@ class Int8Weight(StoredWeight):
     """[out_features] float32."""
 
     @property
+    def kind(self) -> str:
+        return "int8"
+
+    @property
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
@@ -101,14 +114,8 @@ class Int8Weight(StoredWeight):
         return self.numbers.float() * self.scales[:, None]
 
     def as_grouped(self) -> "GroupedWeight | None":
-        if self.shape[1] % 4:
-            return None
-        codes = self.numbers.view(torch.uint8) ^ _BYTE_MIDDLE
-        return GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=self.scales[None],
-            zeros=torch.full((1, len(codes)), _BYTE_MIDDLE, dtype=torch.int16),
+        return (
+            None if self.shape[1] % 4 else GroupedWeight.from_int8(self.numbers, self.scales[None])
         )
 
 
@@ -136,6 +143,25 @@ class GroupedWeight(StoredWeight):
     groups: Tensor | None = None
     """[in_features] int32: the group of each input, each of the G groups at least once; None:
     in_features / G neighbours each."""
+
+    @classmethod
+    def from_int8(
+        cls, numbers: Tensor, scales: Tensor, groups: Tensor | None = None
+    ) -> "GroupedWeight":
+        """Return a weight of int8 numbers [out_features, in_features], as many as fill words, with
+        scales [G, out_features] and groups as of the class."""
+        codes = numbers.contiguous().view(torch.uint8) ^ _BYTE_MIDDLE
+        return cls(
+            words=codes.view(torch.int32).T.contiguous(),
+            bits=8,
+            scales=scales,
+            zeros=torch.full(scales.shape, _BYTE_MIDDLE, dtype=torch.int16),
+            groups=groups,
+        )
+
+    @property
+    def kind(self) -> str:
+        return f"numbers of {self.bits} bits in groups"
 
     @property
     def shape(self) -> torch.Size:
@@ -242,6 +268,15 @@ def round_to_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
 
 
+def round_in_groups(groups: Tensor) -> GroupedWeight:
+    """Return int8 in groups for dense weights [out_features, G, inputs of a group], of which a
+    multiple of four are in a group."""
+    rows = groups.flatten(0, 1)
+    scales, numbers = _divided(rows.abs().amax(dim=1, keepdim=True), 127, rows)
+    whole = numbers.round().to(torch.int8).view(len(groups), -1)
+    return GroupedWeight.from_int8(whole, scales.view(len(groups), -1).T.contiguous())
+
+
 def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Scales with which the largest sizes become a number, and a weight divided by them."""
     largest = largest.float()
@@ -313,6 +348,10 @@ class MinimumWeight(StoredWeight):
     """With as many groups and factors."""
 
     @property
+    def kind(self) -> str:
+        return f"numbers of {self.bits} bits with minimums"
+
+    @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
@@ -334,12 +373,60 @@ class MinimumWeight(StoredWeight):
             minimums=minimums,
         )
 
+    @classmethod
+    def of_groups(
+        cls, codes: Tensor, bits: int, scales: Tensor, minimums: Tensor
+    ) -> "MinimumWeight":
+        """Return a weight whose groups of inputs have a scale and a minimum each.
+
+        Args:
+            codes: [out_features, in_features] uint8, below 2^bits.
+            bits: 5 or less.
+            scales, minimums: [out_features, G], which are rounded to float16.
+        """
+        num_in, num_groups = codes.shape[1], scales.shape[1]
+        size = num_in // num_groups
+        per_factor = size // _MINIMUM_BLOCK if size % _MINIMUM_BLOCK == 0 else 1
+        ones = torch.ones(len(codes), num_groups * per_factor, dtype=torch.int8)
+        both = (
+            GroupScales(factors=each.half().float(), multipliers=ones)
+            for each in (scales, minimums)
+        )
+        return cls(codes=codes, bits=max(bits, 4), scales=next(both), minimums=next(both))
+
+
+_MINIMUM_BLOCK = 32
+"""Inputs of a group, where larger groups are divided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseValues(StoredWeight):
+    """A weight that was stored in another way, and is dense on every device."""
+
+    values: Tensor
+    """[out_features, in_features] of the dtype of the model."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.values.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantize(self) -> Tensor:
+        return self.values.float()
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackedWeight(StoredWeight):
     """The outputs of several weights of the same inputs, one after the other."""
 
     parts: tuple[StoredWeight, ...]
+
+    @property
+    def kind(self) -> str:
+        return " and ".join(dict.fromkeys(part.kind for part in self.parts))
 
     @property
     def shape(self) -> torch.Size:
@@ -370,6 +457,10 @@ class Mxfp4Weight(StoredWeight):
     """[..., B] uint8: exponents, 127 is 1."""
 
     @property
+    def kind(self) -> str:
+        return "MXFP4"
+
+    @property
     def shape(self) -> torch.Size:
         *outputs, num_blocks, num_bytes = self.blocks.shape
         return torch.Size((*outputs, num_blocks * num_bytes * 2))
@@ -381,11 +472,10 @@ class Mxfp4Weight(StoredWeight):
 
     def codes(self) -> Tensor:
         """[..., in_features] uint8: the four bits of each element."""
-        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
+        return nibbles_of(self.blocks).flatten(-2)
 
     def dequantize(self) -> Tensor:
-        table = torch.tensor([*E2M1, *(-x for x in E2M1)])
-        elements = table[self.codes().int()].unflatten(-1, (self.scales.shape[-1], -1))
+        elements = e2m1_numbers(self.codes()).unflatten(-1, (self.scales.shape[-1], -1))
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(elements, exponents.unsqueeze(-1)).flatten(-2)
 
@@ -396,18 +486,66 @@ class Mxfp4Weight(StoredWeight):
         return Mxfp4Weight(blocks=blocks, scales=torch.cat((self.scales, other.scales)))
 
 
-def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """Rows of int32 words as numbers of 2, 3, 4 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4Weight(StoredWeight):
+    """Elements of four bits (E2M1) times a scale for each group of inputs: a number of e4m3 times a
+    factor of the output."""
 
-    Numbers follow each other from the lowest bits on, also over the end of a word (3 bits).
+    packed: Tensor
+    """[out_features, in_features / 2] uint8: two elements each, the first in the lower four
+    bits."""
+    scales: Tensor
+    """[out_features, G] float8_e4m3fn, for in_features / G neighbours each; not negative."""
+    factors: Tensor
+    """[out_features] float32."""
+
+    @property
+    def kind(self) -> str:
+        return "NVFP4"
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.packed), 2 * self.packed.shape[1]))
+
+    def dequantize(self) -> Tensor:
+        scales = self.scales.float() * self.factors[:, None]
+        elements = e2m1_numbers(nibbles_of(self.packed)).unflatten(1, (scales.shape[1], -1))
+        return (elements * scales[..., None]).flatten(1)
+
+    def joined(self, other: StoredWeight) -> "Nvfp4Weight | None":
+        if not isinstance(other, Nvfp4Weight) or self.scales.shape[1:] != other.scales.shape[1:]:
+            return None
+        scales = torch.cat([each.scales.view(torch.uint8) for each in (self, other)])
+        return Nvfp4Weight(
+            packed=torch.cat((self.packed, other.packed)),
+            scales=scales.view(torch.float8_e4m3fn),
+            factors=torch.cat((self.factors, other.factors)),
+        )
+
+
+def nibbles_of(packed: Tensor) -> Tensor:
+    """Split the two elements of four bits in each byte, the lower one first: [..., N] uint8 ->
+    [..., 2 * N] uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def e2m1_numbers(codes: Tensor) -> Tensor:
+    """Return elements of E2M1 in float32, of four bits each."""
+    return torch.tensor([*E2M1, *(-x for x in E2M1)])[codes.int()]
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """Rows of int32 words as numbers of 2 to 6 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
+
+    Numbers follow each other from the lowest bits on, also over the end of a word.
     """
-    if bits == 3:  # 32 numbers are in three words
-        threes = words.unflatten(1, (-1, 3)).long() & 0xFFFFFFFF
+    if 32 % bits:  # 32 numbers are in as many words as they have bits
+        several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
         places = torch.arange(32) * bits
         first, shifts = places // 32, places % 32
-        low = threes[..., first] >> shifts
-        high = threes[..., (first + 1).clamp(max=2)] << (32 - shifts)
-        return ((low | high) & 7).to(torch.uint8).flatten(1)
+        low = several[..., first] >> shifts
+        high = several[..., (first + 1).clamp(max=bits - 1)] << (32 - shifts)
+        return ((low | high) & (1 << bits) - 1).to(torch.uint8).flatten(1)
     numbers = words.contiguous().view(torch.uint8)  # four bytes of a word, the lowest first
     if bits == 8:
         return numbers

@@ -1,20 +1,16 @@
 """Reads config.json, and completes it with the defaults of the model type from transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm.config.arch.sizes import check_kinds, check_sizes
-from vllm.config.families import (
-    TEXT_TYPES,
-    family_of,
-    family_of_architecture,
-    usual_architecture,
-)
+from vllm.config.families import TEXT_TYPES, family_of, text_types_of, usual_architecture
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
+from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
 
 _OF_THE_WHOLE = (
@@ -28,11 +24,21 @@ _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rop
 """Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
 
 
-def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def read_hf_config(
+    folder: Path,
+    overrides: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None] = lambda raw: None,
+) -> dict[str, Any]:
     """Read config.json, or the params.json of Mistral AI, and apply `overrides`. Does not import
     transformers.
 
     Of a model with a part for images it is the config of the language model (`_text_config`).
+
+    Args:
+        folder: of the file.
+        overrides: values to use instead of the ones in the file.
+        check: called before the kinds and sizes of values are checked, which other models may have
+            otherwise.
 
     Raises:
         ConfigError: no config.json, broken JSON, or absurd sizes.
@@ -43,7 +49,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     elif (folder / PARAMS).is_file():
         raw = read_params(folder)
     else:
-        raise ConfigError(f"model folder '{folder}' has no config.json")
+        raise ConfigError(f"model folder '{folder}' has no config.json{_found_instead(folder)}")
     if "quantization_config" not in raw:
         raw |= _other_quantization(raw, folder)
     own = raw.get("quantization_config")
@@ -51,10 +57,29 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
     if isinstance(own, dict) and own == raw.get("quantization"):
         own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
+    if isinstance(own, dict) and own and "quant_method" not in own:
+        # ModelOpt has said its name in a file of its own only, or as the producer.
+        own |= _other_quantization({}, folder).get("quantization_config", {}) | own
+        if isinstance(producer := own.get("producer"), dict) and "name" in producer:
+            own.setdefault("quant_method", producer["name"])
     raw = _with_overrides(_text_config(raw), overrides)
+    check(raw)
     check_kinds(raw)
     check_sizes(raw)  # before transformers makes lists of that length
     return raw
+
+
+_OTHER_FILES = {
+    "adapter_config.json": "an adapter of a model: give the model that it was trained on, and the "
+    "adapter with lora_modules or a LoRARequest",
+    "model_index.json": "a pipeline of diffusers, which makes images. Use a language model",
+}
+"""File of what is no model -> what it is."""
+
+
+def _found_instead(folder: Path) -> str:
+    found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
+    return "" if found is None else f", but {found}: it is {_OTHER_FILES[found]}"
 
 
 def complete_hf_config(
@@ -80,9 +105,8 @@ def complete_hf_config(
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
     """
+    raw = with_usual_spellings(raw)
     family = family_of(raw.get("model_type"))
-    if family.also_typed:
-        raw = {**raw, "model_type": family.model_type}
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
@@ -120,14 +144,19 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
-def is_known_to_transformers(architecture: str) -> bool:
-    """Whether the installed transformers has a decoder of this name, or the language model of a
-    checkpoint of this name."""
+def is_known_to_transformers(architecture: str, model_type: object = None) -> bool:
+    """Return whether the installed transformers has a decoder of this name, or the language model
+    of a checkpoint of this name.
+
+    Args:
+        architecture: name in config.json.
+        model_type: of the language model; None: the usual one.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = usual_architecture(architecture)
     if architecture in TEXT_TYPES:
-        return TEXT_TYPES[architecture] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return (model_type or TEXT_TYPES[architecture]) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
@@ -211,7 +240,7 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     name = names[0] if isinstance(names, list) and names else None
     wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
     text = raw.get("text_config")
-    if wanted is None or (text is None and raw.get("model_type") == wanted):
+    if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     if not isinstance(text, Mapping):
         raise ConfigError(
@@ -219,12 +248,12 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"Download the file again"
         )
     model_type = text.get("model_type") or wanted
-    accepted = (wanted, *family_of_architecture(str(name)).also_text_types)
+    accepted = text_types_of(str(name))
     if model_type not in accepted:
         raise ConfigError(
             f"config.json: the language model of {name} must be of model_type "
-            f"{' or '.join(map(repr, accepted))}, got "
-            f"{model_type!r}, which has no modules here"
+            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint with "
+            f"nothing but the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     return {**text, **whole, "model_type": model_type}

@@ -1,5 +1,6 @@
 """Loads tokenizers. transformers is imported at the first call, because that is slow."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +21,9 @@ AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
 _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", TEKKEN)
 """Files of tokenizers. The folder of a model must have at least one of them."""
 
+
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+"""Packages that read `tokenizer.model`, and their modules."""
 
 _MISTRAL_FILES = ("tokenizer.model.v*", "tokenizer.mm.model.v*")
 
@@ -87,7 +91,13 @@ def get_tokenizer(
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
         if "trust_remote_code" in own_words:
             own_words = "it has its own code, which runs only with trust_remote_code"
-        reason = _what_lacks(folder) or _of_mistral(folder) or _damage(folder) or own_words
+        reason = (
+            _what_lacks(folder)
+            or _of_mistral(folder)
+            or _of_sentencepiece(folder)
+            or _damage(folder)
+            or own_words
+        )
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
@@ -151,6 +161,27 @@ def _of_mistral(folder: Path) -> str | None:
     if not names or (folder / "tokenizer.json").is_file():
         return None
     return f"{names[0]} alone cannot be read. Save tokenizer.json of the same model beside it"
+
+
+def _of_sentencepiece(folder: Path) -> str | None:
+    """Return why `tokenizer.model` cannot be read: a package that is not installed; None: another
+    file is there, or no package lacks."""
+    if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+        return None
+    missing = [name for name, module in _SENTENCEPIECE.items() if not _is_installed(module)]
+    if not missing:
+        return None
+    return (
+        f"tokenizer.model needs {' and '.join(_SENTENCEPIECE)}, and {' and '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'vllm[sentencepiece]'"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _failure(tokenizer_name: str, reason: str) -> str:

@@ -8,6 +8,7 @@ import zlib
 import pytest
 
 from tests.entrypoints.openai.server_fakes import make_client
+from vllm.entrypoints.middleware.decompression import ENCODINGS
 from vllm.entrypoints.middleware.limits import BodyLimits
 
 JSON = {"Content-Type": "application/json"}
@@ -111,7 +112,13 @@ def in_two(data):
     return gzip.compress(data[:7], mtime=0) + gzip.compress(data[7:])
 
 
+def zstd(data, **options):
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
 PACKERS = {
+    "zstd": lambda data: zstd(data[:9]) + zstd(data[9:]),
     "gzip": gzip.compress,
     "x-gzip": in_two,
     "deflate": zlib.compress,
@@ -140,11 +147,16 @@ def test_a_compressed_body_is_unpacked(encoding, size):
         ("gzip", gzip.compress(b"{}", mtime=0) + b"rest", 400, "not valid gzip data"),
         ("deflate", b"\xff\xff", 400, "not valid deflate data"),
         ("deflate", zlib.compress(b"{}") + b"rest", 400, "not valid deflate data"),
-        ("br", b"{}", 415, "must be one of gzip, deflate, got 'br'"),
-        ("gzip, gzip", b"{}", 415, "must be one of gzip, deflate, got 'gzip, gzip'"),
+        ("zstd", lambda: zstd(b"x" * 10**8), 413, "100 bytes (--max-request-bytes)"),
+        ("zstd", lambda: b"{}" + zstd(b"{}"), 400, "not valid zstd data"),
+        ("zstd", lambda: zstd(b"{}") + b"rest", 400, "not valid zstd data"),
+        ("zstd", lambda: zstd(b"{}")[:-1], 400, "ends too early"),
+        ("br", b"{}", 415, f"must be one of {', '.join(ENCODINGS)}, got 'br'"),
+        ("gzip, gzip", b"{}", 415, f"must be one of {', '.join(ENCODINGS)}, got 'gzip, gzip'"),
     ],
 )
 def test_a_body_that_cannot_be_unpacked_is_refused(encoding, content, status, text):
+    content = content() if callable(content) else content
     client = make_client(max_request_bytes=100)
     headers = {**JSON, "Content-Encoding": encoding}
     answer = client.post("/echo", content=content, headers=headers)

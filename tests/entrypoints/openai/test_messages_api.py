@@ -238,6 +238,18 @@ def test_an_early_error_of_the_engine_has_its_status(error, status, kind, stream
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
+def test_a_thread_is_refused_as_clients_expect_that_then_send_all_messages(path, thread):
+    answer = post(make_client(ScriptedEngine("x")), path, thread=thread)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert error["details"] == details
+
+
 def test_an_error_in_between_is_the_last_event():
     engine = ScriptedEngine("a", "b")
     engine.error, engine.error_at = EngineDeadError("the core died"), 1

@@ -49,17 +49,27 @@ def read_heads(
         ConfigError: a layer has sizes that no layer can have.
     """
     given = config.get("per_layer_config") or {}
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        raise ConfigError(
+            f"per_layer_config in config.json must be an object with an object for each layer, got "
+            f"{given!r}. Correct the file"
+        )
     found = []
     for index in range(num_layers):
-        own = given.get(index) or given.get(str(index)) or {}
-        sizes = (own.get("head_dim") or usual[0], own.get("num_key_value_heads") or usual[1])
-        if any(type(size) is not int or size < 1 for size in sizes) or num_heads % sizes[1]:
+        own = given.get(index) or given.get(str(index))
+        if own is None:
+            found.append(usual)
+            continue
+        head_size = own.get("head_dim") or usual[0]
+        num_kv_heads = own.get("num_key_value_heads") or usual[1]
+        are_sizes = all(type(n) is int and 0 < n < 2**14 for n in (head_size, num_kv_heads))
+        if not are_sizes or num_heads % num_kv_heads:
             raise ConfigError(
-                f"per_layer_config in config.json: layer {index} has head_dim {sizes[0]!r} and "
-                f"num_key_value_heads {sizes[1]!r}; they must be positive numbers, and the second "
-                f"one must divide num_attention_heads ({num_heads}). Correct the file"
+                f"per_layer_config in config.json: layer {index} has head_dim {head_size!r} and "
+                f"num_key_value_heads {num_kv_heads!r}; they must be positive numbers, and the "
+                f"second one must divide num_attention_heads ({num_heads}). Correct the file"
             )
-        found.append(sizes)
+        found.append((head_size, num_kv_heads))
     return tuple(found)
 
 
@@ -117,11 +127,11 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
-    them.
+    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
+    to them.
 
     Raises:
-        ConfigError: the kinds of too few layers are given.
+        ConfigError: the kinds of too few layers are given, or they are no list.
     """
     family = family_of(config.get("model_type"))
     if not family.has_attention or family.has_states_beside_attention:
@@ -141,7 +151,12 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
     layer_types = read_layer_kinds(config)
     if not layer_types:
         # As Kimi Linear is published; the first layer is number 1.
-        numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or ()
+        numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
+        if not isinstance(numbers, list):
+            raise ConfigError(
+                f"config.json: 'kda_layers' of linear_attn_config must be a list of layers, got "
+                f"{numbers!r}. Correct the file"
+            )
         return tuple(index + 1 in numbers for index in range(num_layers))
     if len(layer_types) < num_layers:
         raise ConfigError(

@@ -76,8 +76,8 @@ class ModelArch:
     kv_sources: tuple[int | None, ...]
     """Per layer: the earlier layer whose keys and values it reads; None: it has its own."""
     state_layers: tuple[bool, ...]
-    """Per layer: whether it keeps a state of fixed size in place of keys and values, or beside
-    them."""
+    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
+    to them."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
@@ -97,7 +97,7 @@ class ModelArch:
         _check_sizes(config)
         hidden_size = _number(config, *_HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
-        head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
+        head_size = _first(config, _HEAD_SIZE) or _divide(config, hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
@@ -112,7 +112,7 @@ class ModelArch:
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
+            intermediate_size=_read_intermediate_size(config) or 4 * hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -225,6 +225,7 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEAD_SIZE = ("head_dim", "qk_rope_head_dim")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
@@ -240,6 +241,19 @@ _LARGEST = {
     1 << 28: (*_INTERMEDIATE_SIZE, "vocab_size"),
 }
 """Sizes far above those of all models; a larger one is a damaged or a hostile file."""
+
+
+def missing_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the sizes of a decoder that a config does not have, each by its usual name."""
+    required, family = (
+        [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)],
+        family_of(config.get("model_type")),
+    )
+    if not family.heads_are_channels:
+        required.append(_NUM_HEADS)
+    if family.default_max_positions is None:
+        required.append(_MAX_POSITIONS)
+    return [names[0] for names in required if _first(config, names) is None]
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -263,7 +277,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
-    """Nemotron-H has as many layers as it says the kinds of, and may say no number."""
+    """Return the number of layers; a config of Nemotron-H may only list their kinds."""
     if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
         return len(kinds)
     return _number(config, *_NUM_LAYERS)
@@ -298,6 +312,12 @@ def _num_unused_positions(config: Mapping[str, Any]) -> int:
     return 0
 
 
+def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
+    """Return the size of the MLPs; where layers have their own, the largest."""
+    value = _first(config, _INTERMEDIATE_SIZE)
+    return max(value) if isinstance(value, list) else value
+
+
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
@@ -307,8 +327,13 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+def named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the data type that a config names; None: it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _read_dtype(config: Mapping[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = str(named_dtype(config) or "float32")
     return name.removeprefix("torch.")
 
 
@@ -370,7 +395,9 @@ def _read_rope(
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     stretch = parameters.get("alpha")
-    if rope_type == "dynamic" and stretch:  # of Hunyuan: the base is stretched, however long a text
+    if (
+        rope_type == "dynamic" and stretch and head_size > 2
+    ):  # of Hunyuan: the base is stretched, however long a text
         theta *= float(stretch) ** (head_size / (head_size - 2))
         rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)

@@ -52,11 +52,16 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     ): (1, MAX_POSITIONS),
     (
         *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
-        "num_experts_per_tok",
+        *("num_experts_per_tok", "moe_num_experts", "moe_k", "moe_num_shared_experts"),
+        "num_shared_experts",
     ): (0, _MAX_EXPERTS),
 }
+_MAY_BE_OFF = ("n_group", "topk_group")
+"""False is the same as absent."""
+_MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts")
+"""A number for each layer."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
@@ -70,10 +75,11 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     for names, (least, most) in _RANGES.items():
         for name in names:
             value = config.get(name)
-            if value is None:
+            if value is None or (value is False and name in _MAY_BE_OFF):
                 continue
-            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-            if isinstance(value, bool) or not is_whole or not least <= value <= most:
+            is_list = name in _MAY_BE_LISTS and isinstance(value, list)
+            values = value if is_list else [value]
+            if not values or not all(_is_whole(each, least, most) for each in values):
                 raise ConfigError(
                     f"config.json: '{name}' must be a whole number from {least} to {most}, got "
                     f"{value!r}. Correct the file, or give another value with hf_overrides"
@@ -84,7 +90,9 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     )
     if not layers or not experts or config.get("is_moe") is False:  # Doge names some all the same
         return
-    if config[layers] * config[experts] > _MAX_EXPERT_LAYERS:
+    num_experts = config[experts]
+    most = max(num_experts) if isinstance(num_experts, list) else num_experts
+    if config[layers] * most > _MAX_EXPERT_LAYERS:
         raise ConfigError(
             f"config.json: '{layers}' times '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
             f"{config[layers]} times {config[experts]}. Correct the file, or give other values "
@@ -92,7 +100,15 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         )
 
 
-_OBJECTS = ("auto_map", "quantization_config", "rope_parameters", "rope_scaling")
+def _is_whole(value: object, least: int, most: int) -> bool:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return not isinstance(value, bool) and is_whole and least <= value <= most  # type: ignore[operator]
+
+
+_OBJECTS = (
+    *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
+    "linear_attn_config",
+)
 _TEXTS = ("dtype", "torch_dtype", "model_type")
 _NOT_NEGATIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),

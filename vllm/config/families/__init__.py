@@ -16,6 +16,7 @@ __all__ = [
     "GGUFFacts",
     "family_of",
     "family_of_architecture",
+    "text_types_of",
     "usual_architecture",
 ]
 
@@ -56,6 +57,18 @@ def family_of_architecture(name: str) -> Family:
         if any(name in each for each in names):
             return family
     return _UNKNOWN
+
+
+def text_types_of(architecture: str) -> tuple[str, ...]:
+    """Return each `model_type` that the language model of an architecture with a part for images
+    may have, the usual one first; empty: it is no such architecture.
+
+    >>> text_types_of("Gemma3ForConditionalGeneration")
+    ('gemma3_text',)
+    """
+    if architecture not in TEXT_TYPES:
+        return ()
+    return TEXT_TYPES[architecture], *family_of_architecture(architecture).also_text_types
 
 
 def usual_architecture(name: str) -> str:

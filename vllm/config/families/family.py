@@ -36,8 +36,32 @@ class GGUFFacts:
     """A file with `expert_count` is of this family."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """Key and value for config.json."""
-    biases: Mapping[str, str] = field(default_factory=dict)
-    """Key for config.json -> module of the first layer. The key is true if that has a bias."""
+    norm_key: str = "rms_norm_eps"
+    """Key for config.json with what norms add to a variance."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys and values for config.json that are the same for all models."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Key for config.json, with a dot for one inside of another -> metadata of the architecture. A
+    key is left out where the metadata has none, or 0."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Key for config.json -> tensor of the first layer. The key is true if that is there."""
+    omits_head_size: bool = False
+    """config.json must not have `head_dim`: it follows from other sizes."""
+    fewer_norms: tuple[str, str] | None = None
+    """Key for config.json with the number of norms before attention and MLP, 1 or 2, and the tensor
+    of the first layer that makes it 2."""
+    has_rotations: bool = True
+    """False: positions are told by a table or by ALiBi."""
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of rotations in YaRN that the metadata does not say."""
+    alibi_layers: int | None = None
+    """Number of layers of the model that has ALiBi. The metadata does not say it."""
+    has_fused_gate: bool = False
+    """`ffn_up` has the gate projection, and the up projection behind it."""
+    head_norms: Literal["one", "per_head", "all_heads"] = "one"
+    """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
+    window_period: int | None = None
+    """Every n-th layer has full attention, the others a window. None: as in `Family`."""
     has_neighbour_rotations: bool = False
     """Queries and keys are stored for rotations of neighbouring elements of a head."""
     has_post_norms: bool = False
@@ -73,6 +97,11 @@ class Family:
     also_typed: tuple[str, ...] = ()
     """Other values of `model_type` in published checkpoints."""
 
+    values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """One of these -> values that its config.json does not have, and that it means."""
+    old_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of older config.json files -> their names in transformers."""
+
     # ---- names and classes
     architectures: tuple[str, ...] = ()
     """Classes of generating models, and of encoders; the first one is the usual one."""
@@ -92,8 +121,6 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
-    left_to_transformers: tuple[str, ...] = ()
-    """Keys of the config. Where one of them is on, the modules of transformers run the model."""
     has_mtp_layers: bool = False
     """Checkpoints may have layers behind the last one that guess further tokens, in the form of
     DeepSeek V3, for speculative decoding."""
@@ -111,9 +138,9 @@ class Family:
     """Key of the config that lists the layers with attention; the others keep a state."""
     attention_period_keys: tuple[str, str] | None = None
     """Keys of the config with n and i: layer i, and every n-th one from there, has attention; the
-    others keep a state."""
+    others keep a recurrent state."""
     has_states_beside_attention: bool = False
-    """Every layer keeps a state, and keys and values."""
+    """Every layer keeps a recurrent state, and keys and values."""
     dense_up_to_key: str | None = None
     """Key of the config with the number of tokens up to which each attends to all before it. In
     longer texts the original attends to some of them; here attention stays dense."""
@@ -167,7 +194,7 @@ class Family:
     in_params_json: Literal["dense", "experts"] | None = None
     """Which models in the format of Mistral AI are of this family."""
     norms_add_one: bool = False
-    """Norms multiply by 1 + weight. GGUF files have the sum."""
+    """Norms multiply by 1 + weight."""
 
     # ---- quantization
     awq_pairs: tuple[tuple[str, ...], ...] = ()

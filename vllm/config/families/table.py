@@ -77,8 +77,14 @@ _AWQ_LLAMA = (_ATTENTION, (_NORM_OF_MLP, *_DENSE), _VALUES, _MLP)
 _AWQ_MIXTURE = (_ATTENTION, (_NORM_OF_MLP, *_EXPERTS, *_SHARED, *_DENSE), _VALUES, _MLP)
 _AWQ_GEMMA2 = (_ATTENTION, ("pre_feedforward_layernorm", *_DENSE), _VALUES, _MLP)
 
-_QUERY, _GATE = "self_attn.q_proj", "mlp.gate_proj"
-_LLAMA_BIASES = {"attention_bias": _QUERY, "mlp_bias": _GATE}
+_QUERY, _GATE = "self_attn.q_proj.bias", "mlp.gate_proj.bias"
+_LLAMA_FLAGS = {"attention_bias": _QUERY, "mlp_bias": _GATE}
+_GRANITE_SCALES = {
+    "embedding_multiplier": ".embedding_scale",
+    "residual_multiplier": ".residual_scale",
+    "attention_multiplier": ".attention.scale",
+    "logits_scaling": ".logit_scale",
+}
 _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 _FP8_DEEPSEEK = FP8Scales(blocked=("lm_head", r"mlp\.gate\b"), scale_format="scalar")
@@ -89,15 +95,21 @@ _BLOOM_POSITIONS = 2048
 _LLAMAS = (
     Family(
         model_type="llama",
+        also_typed=("aquila", "internlm", "xverse", "Yi"),
+        old_keys={"bias": "attention_bias"},  # InternLM
         module="llama",
         architectures=("LlamaForCausalLM",),
+        also_published_as=(
+            *("AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM", "LLaMAForCausalLM"),
+            *("XverseForCausalLM", "YiForCausalLM"),
+        ),
         pooling_architectures=("LlamaModel", "LlamaForSequenceClassification"),
         windows="ignored",
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
         tokenizer="",
         gguf=GGUFFacts(
             architecture="llama",  # and so is Mistral
-            biases=_LLAMA_BIASES,
+            flags=_LLAMA_FLAGS,
             has_neighbour_rotations=True,
         ),
         awq_pairs=_AWQ_LLAMA,
@@ -122,7 +134,7 @@ _LLAMAS = (
         gguf=GGUFFacts(
             architecture="llama",
             has_experts=True,
-            biases=_LLAMA_BIASES,
+            flags=_LLAMA_FLAGS,
             has_neighbour_rotations=True,
             expert_count_key="num_local_experts",
         ),
@@ -145,6 +157,11 @@ _LLAMAS = (
         rope_implied_by="max_position_embeddings",  # without it: ALiBi
         config_class="llama",
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="baichuan",
+            has_neighbour_rotations=True,
+            alibi_layers=40,
+        ),
     ),
     Family(
         model_type="internlm2",
@@ -152,6 +169,11 @@ _LLAMAS = (
         architectures=("InternLM2ForCausalLM",),
         config_class="llama",
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="internlm2",
+            has_neighbour_rotations=True,
+            flags={"bias": _QUERY},
+        ),
     ),
     Family(
         model_type="internlm3",
@@ -276,7 +298,7 @@ _QWENS = (
         gguf=GGUFFacts(
             architecture="qwen2moe",
             has_experts=True,
-            biases={"qkv_bias": _QUERY},
+            flags={"qkv_bias": _QUERY},
             has_shared_expert=True,
         ),
         awq_pairs=_AWQ_MIXTURE,
@@ -289,7 +311,7 @@ _QWENS = (
         windows="if_switched_on",
         config_defaults=ConfigDefaults(class_prefix="Qwen3", values=_QWEN3_DEFAULTS),
         tokenizer="Qwen2Tokenizer",
-        gguf=GGUFFacts(architecture="qwen3", biases={"attention_bias": _QUERY}),
+        gguf=GGUFFacts(architecture="qwen3", flags={"attention_bias": _QUERY}),
         awq_pairs=_AWQ_LLAMA,
     ),
     Family(
@@ -300,7 +322,7 @@ _QWENS = (
         gguf=GGUFFacts(
             architecture="qwen3moe",
             has_experts=True,
-            biases={"attention_bias": _QUERY},
+            flags={"attention_bias": _QUERY},
             normalizes_experts=True,
         ),
         awq_pairs=_AWQ_MIXTURE,
@@ -383,11 +405,17 @@ _GEMMAS = (
         norms_add_one=True,
     ),
     Family(
+        model_type="gemma3n_text",
+        module="gemma3n",
+        architectures=("Gemma3nForCausalLM",),
+        full_attention_every=5,
+        tokenizer="GemmaTokenizer",
+    ),
+    Family(
         model_type="gemma4_text",
         module="gemma4",
         architectures=("Gemma4ForCausalLM",),
         full_attention_every=6,
-        left_to_transformers=("enable_moe_block",),
         tokenizer="",
     ),
 )
@@ -398,6 +426,12 @@ _GRANITES = (
         architectures=("GraniteForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(
+            architecture="granite",
+            has_neighbour_rotations=True,
+            flags=_LLAMA_FLAGS,
+            values=_GRANITE_SCALES,
+        ),
     ),
     Family(
         model_type="granitemoe",
@@ -405,6 +439,14 @@ _GRANITES = (
         architectures=("GraniteMoeForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=(_ATTENTION, (_NORM_OF_MLP, *_GRANITE_EXPERTS), _VALUES),
+        gguf=GGUFFacts(
+            architecture="granitemoe",
+            has_experts=True,
+            has_neighbour_rotations=True,
+            flags=_LLAMA_FLAGS,
+            values=_GRANITE_SCALES,
+            expert_count_key="num_local_experts",
+        ),
     ),
     Family(
         model_type="granitemoehybrid",
@@ -436,6 +478,11 @@ _OTHERS = (
         architectures=("BloomForCausalLM",),
         default_max_positions=_BLOOM_POSITIONS,
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="bloom",
+            norm_key="layer_norm_epsilon",
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="chatglm",
@@ -450,6 +497,13 @@ _OTHERS = (
         module="cohere",
         architectures=("CohereForCausalLM",),
         tokenizer="CohereTokenizer",
+        gguf=GGUFFacts(
+            architecture="command-r",
+            norm_key="layer_norm_eps",
+            flags={"attention_bias": _QUERY, "use_qk_norm": "self_attn.q_norm.weight"},
+            values={"logit_scale": ".logit_scale"},
+            head_norms="per_head",
+        ),
     ),
     Family(
         model_type="cohere2",
@@ -458,6 +512,12 @@ _OTHERS = (
         full_attention_every=4,
         has_rope_without_window=False,
         tokenizer="CohereTokenizer",
+        gguf=GGUFFacts(
+            architecture="cohere2",
+            norm_key="layer_norm_eps",
+            flags={"attention_bias": _QUERY},
+            values={"logit_scale": ".logit_scale"},
+        ),
     ),
     Family(
         model_type="deepseek",
@@ -510,9 +570,26 @@ _OTHERS = (
     ),
     Family(
         model_type="falcon",
+        also_typed=("RefinedWeb", "RefinedWebModel"),  # 40B; 7B and RW
+        values_of_type={"RefinedWeb": {"new_decoder_architecture": True}},
+        old_keys={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_head_kv": "num_kv_heads",
+        },
         module="falcon",
         architectures=("FalconForCausalLM",),
+        also_published_as=("RWForCausalLM",),
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="falcon",
+            activation=("activation", "gelu"),
+            norm_key="layer_norm_epsilon",
+            constants={"new_decoder_architecture": True},
+            omits_head_size=True,
+            flags={"bias": _QUERY},
+            fewer_norms=("num_ln_in_parallel_attn", "post_attention_layernorm.weight"),
+        ),
     ),
     Family(
         model_type="falcon_h1",
@@ -532,12 +609,23 @@ _OTHERS = (
         module="glm",
         architectures=("GlmForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="chatglm",
+            flags={"attention_bias": _QUERY},
+            has_fused_gate=True,
+        ),
     ),
     Family(
         model_type="glm4",
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="glm4",
+            flags={"attention_bias": _QUERY},
+            has_fused_gate=True,
+            has_post_norms=True,
+        ),
     ),
     Family(
         model_type="glm4_moe",
@@ -563,18 +651,36 @@ _OTHERS = (
         module="gpt2",
         architectures=("GPT2LMHeadModel",),
         tokenizer="GPT2Tokenizer",
+        gguf=GGUFFacts(
+            architecture="gpt2",
+            activation=("activation_function", "gelu_new"),
+            norm_key="layer_norm_epsilon",
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="gpt_bigcode",
         module="gpt2",
         architectures=("GPTBigCodeForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="starcoder",
+            activation=("activation_function", "gelu_pytorch_tanh"),
+            norm_key="layer_norm_epsilon",
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="gpt_neox",
         module="gpt_neox",
         architectures=("GPTNeoXForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
+        gguf=GGUFFacts(
+            architecture="gptneox",
+            activation=("hidden_act", "gelu"),
+            norm_key="layer_norm_eps",
+            values={"use_parallel_residual": ".use_parallel_residual"},
+        ),
     ),
     Family(
         model_type="gptj",
@@ -588,6 +694,15 @@ _OTHERS = (
         architectures=("GptOssForCausalLM",),
         tokenizer="",
         reasoning_parser="openai_gptoss",
+        gguf=GGUFFacts(
+            architecture="gpt-oss",
+            has_experts=True,
+            flags={"attention_bias": _QUERY},
+            has_post_norms=True,
+            expert_count_key="num_local_experts",
+            window_period=2,
+            yarn={"truncate": False},
+        ),
     ),
     Family(
         model_type="hunyuan_v1_moe",
@@ -650,6 +765,12 @@ _OTHERS = (
         architectures=("MptForCausalLM",),
         also_published_as=("MPTForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
+        gguf=GGUFFacts(
+            architecture="mpt",
+            norm_key="layer_norm_epsilon",
+            values={"attn_config.clip_qkv": ".attention.clamp_kqv"},
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="nemotron",
@@ -670,6 +791,11 @@ _OTHERS = (
         module="olmo",
         architectures=("OlmoForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
+        gguf=GGUFFacts(
+            architecture="olmo",
+            has_neighbour_rotations=True,
+            values={"clip_qkv": ".attention.clamp_kqv"},
+        ),
     ),
     Family(
         model_type="olmo2",
@@ -677,6 +803,11 @@ _OTHERS = (
         architectures=("Olmo2ForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=(_VALUES, _MLP),
+        gguf=GGUFFacts(
+            architecture="olmo2",
+            has_post_norms=True,
+            head_norms="all_heads",
+        ),
     ),
     Family(
         model_type="olmo3",
@@ -689,6 +820,14 @@ _OTHERS = (
         module="olmo",
         architectures=("OlmoeForCausalLM",),
         tokenizer="GPTNeoXTokenizer",
+        gguf=GGUFFacts(
+            architecture="olmoe",
+            has_experts=True,
+            constants={"norm_topk_prob": False},
+            values={"clip_qkv": ".attention.clamp_kqv"},
+            head_norms="all_heads",
+            expert_count_key="num_experts",
+        ),
     ),
     Family(
         model_type="opt",
@@ -705,6 +844,11 @@ _OTHERS = (
         module="phi",
         architectures=("PhiForCausalLM",),
         tokenizer="GPT2Tokenizer",
+        gguf=GGUFFacts(
+            architecture="phi2",
+            activation=("hidden_act", "gelu_new"),
+            norm_key="layer_norm_eps",
+        ),
     ),
     Family(
         model_type="phi3",
@@ -715,6 +859,11 @@ _OTHERS = (
             ("input_layernorm", "self_attn.qkv_proj"),
             (_NORM_OF_MLP, "mlp.gate_up_proj"),
         ),
+        gguf=GGUFFacts(
+            architecture="phi3",
+            values={"sliding_window": ".attention.sliding_window"},
+            has_fused_gate=True,
+        ),
     ),
     Family(
         model_type="phimoe",
@@ -724,16 +873,39 @@ _OTHERS = (
         tokenizer=_GENERIC,
     ),
     Family(
+        model_type="solar_open",
+        module="routed",
+        architectures=("SolarOpenForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="stablelm",
+        also_typed=("stablelm_epoch",),
+        old_keys={"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
         module="stablelm",
         architectures=("StableLmForCausalLM",),
+        also_published_as=("StableLMEpochForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="stablelm",
+            norm_key="layer_norm_eps",
+            values={"use_parallel_residual": ".use_parallel_residual"},
+            flags={"use_qkv_bias": _QUERY, "qk_layernorm": "self_attn.q_norm.weight"},
+            head_norms="per_head",
+        ),
     ),
     Family(
         model_type="starcoder2",
         module="starcoder2",
         architectures=("Starcoder2ForCausalLM",),
         tokenizer="GPT2Tokenizer",
+        gguf=GGUFFacts(
+            architecture="starcoder2",
+            activation=("hidden_act", "gelu_pytorch_tanh"),
+            norm_key="norm_epsilon",
+            flags={"use_bias": _QUERY},
+            values={"sliding_window": ".attention.sliding_window"},
+        ),
     ),
 )
 _WITH_IMAGES = (
@@ -742,6 +914,13 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        tokenizer="GemmaTokenizer",
+    ),
+    Family(
+        model_type="gemma3n",
+        module="text_of_images",
+        architectures=("Gemma3nForConditionalGeneration",),
+        text_type="gemma3n_text",
         tokenizer="GemmaTokenizer",
     ),
     Family(
@@ -763,7 +942,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
-        also_text_types=("ministral3",),
+        also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
     ),
     Family(
         model_type="qwen3_5",

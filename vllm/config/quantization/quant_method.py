@@ -3,6 +3,8 @@
 from vllm.config.arch.model_arch import ModelArch
 from vllm.errors import ConfigError
 
+_USUAL_NAMES = {"compressed_tensors": "compressed-tensors", "auto_round": "auto-round"}
+
 
 def quant_method(arch: ModelArch) -> str | None:
     """The format; None: the checkpoint is not quantized.
@@ -19,4 +21,13 @@ def quant_method(arch: ModelArch) -> str | None:
             "quant_method, the name of the format, such as gptq or awq. Add it, or use another "
             "checkpoint"
         )
-    return str(settings["quant_method"])
+    return usual_name(settings["quant_method"])
+
+
+def usual_name(name: str) -> str:
+    """Return the name of a format as it is in the table of formats.
+
+    >>> usual_name("Compressed_Tensors")
+    'compressed-tensors'
+    """
+    return _USUAL_NAMES.get(name.lower(), name.lower())

@@ -28,6 +28,7 @@ from vllm.config import (
     StructuredOutputConfig,
     VllmConfig,
 )
+from vllm.config.arch.model_arch import named_dtype
 from vllm.config.families import TEXT_TYPES, family_of
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
@@ -58,6 +59,7 @@ from vllm.engine.resolve.speculative import (
     resolve_lookup,
 )
 from vllm.engine.resolve.speculators import check_speculator, find_method, resolve_speculator
+from vllm.engine.resolve.unsupported import check_described, no_architecture, unsupported
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import (
@@ -72,6 +74,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
+from vllm.transformers_utils.weight_dtype import dtype_of_files
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -332,9 +335,14 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     asked = without_gguf(asked, folder)
     other = asked.hf_config_path
     config_folder = folder if other is None else _metadata_folder(other, asked.revision, load)
-    raw = read_hf_config(config_folder, asked.hf_overrides)
-    check_architecture(raw, config_folder, asked.model_impl)
+    raw = read_hf_config(
+        config_folder,
+        asked.hf_overrides,
+        lambda raw: check_architecture(raw, config_folder, asked.model_impl),
+    )
     arch = _read_arch(asked, load, raw, config_folder)
+    if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
+        arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
@@ -373,20 +381,18 @@ def _read_arch(
         elif "AutoConfig" in (raw.get("auto_map") or {}):
             source = asked.hf_config_path or model_name(asked)
             code_folder = _metadata_folder(source, asked.code_revision, load)
-    arch = ModelArch.from_hf(
-        complete_hf_config(
-            raw,
-            folder,
-            trust_remote_code=asked.trust_remote_code,
-            code_folder=code_folder,
-            code_revision=asked.code_revision,
-            token=load.hf_token,
-        )
+    completed = complete_hf_config(
+        raw,
+        folder,
+        trust_remote_code=asked.trust_remote_code,
+        code_folder=code_folder,
+        code_revision=asked.code_revision,
+        token=load.hf_token,
     )
-    implementation = asked.model_impl
-    if implementation == "auto" and _is_left_to_transformers(arch):
-        implementation = "transformers"
-    runs_as = _class_of(arch.architecture, implementation)
+    runs_as = _class_of(raw["architectures"][0], asked.model_impl, completed)
+    if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
+        check_described(completed, raw)
+    arch = ModelArch.from_hf(completed)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
     if arch.architecture in TEXT_TYPES:
@@ -404,12 +410,6 @@ def _read_arch(
             arch.hf_config.get(dense_key),
         )
     return replace(arch, architecture=runs_as)
-
-
-def _is_left_to_transformers(arch: ModelArch) -> bool:
-    """Whether the config has something on that the modules of the family do not have."""
-    family = family_of(arch.model_type)
-    return any(arch.hf_config.get(key) for key in family.left_to_transformers)
 
 
 def model_name(asked: ModelConfig) -> str:
@@ -436,20 +436,26 @@ def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelIm
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ConfigError(f"config.json of '{folder}' has no 'architectures'")
-    _class_of(names[0], model_impl)
+        raise no_architecture(raw, folder)
+    _class_of(names[0], model_impl, raw)
 
 
-def _class_of(architecture: str, model_impl: ModelImpl) -> str:
-    """The name in the registry of what runs an architecture.
+def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) -> str:
+    """Return the name in the registry of what runs an architecture.
+
+    Args:
+        architecture: name in config.json.
+        model_impl: as the user set it.
+        raw: values of config.json, or of the language model in it.
 
     Raises:
         ConfigError: nothing does.
     """
+    model_type = raw.get("model_type")
     is_ours = architecture in ModelRegistry.supported()
     if is_ours and model_impl != "transformers":
         return architecture
-    is_theirs = is_known_to_transformers(architecture)
+    is_theirs = is_known_to_transformers(architecture, model_type)
     if is_theirs and model_impl != "vllm":
         return TEXT_BY_TRANSFORMERS if architecture in TEXT_TYPES else BY_TRANSFORMERS
     if is_ours:
@@ -457,12 +463,13 @@ def _class_of(architecture: str, model_impl: ModelImpl) -> str:
             f"model_impl='transformers': the installed transformers has no decoder "
             f"{architecture}. Leave model_impl out"
         )
-    elsewhere = (
-        " with model_impl='vllm'. Leave model_impl out to run it with the modules of transformers"
-        if is_theirs
-        else ", and the installed transformers has no decoder of that name either"
-    )
-    raise ConfigError(ModelRegistry.unsupported_message(architecture, elsewhere))
+    if is_theirs:
+        raise ConfigError(
+            f"model architecture {architecture!r} of model_type {model_type!r} is not supported "
+            f"with model_impl='vllm'. Leave model_impl out to run it with the modules of "
+            f"transformers"
+        )
+    raise unsupported(architecture, raw)
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:

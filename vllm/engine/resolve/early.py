@@ -47,8 +47,12 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
     if (None in folders or settings["code_revision"]) and not is_offline():
         return None
     if folders[0] is not None:
-        raw = read_hf_config(folders[0], settings["hf_overrides"])
-        check_architecture(raw, folders[0], settings["model_impl"])
+        folder = folders[0]
+        raw = read_hf_config(
+            folder,
+            settings["hf_overrides"],
+            lambda raw: check_architecture(raw, folder, settings["model_impl"]),
+        )
         if complete_plain_config(raw) is None:
             _check_length(asked, raw)
             return None

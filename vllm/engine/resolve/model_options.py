@@ -22,6 +22,9 @@ _OTHER_NAMES = {
     "awq_marlin": "awq",
     "gptq_hpu": "gptq",
     "gptq_marlin": "gptq",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+    "modelopt_mixed": "modelopt",
 }
 """Values of `--quantization` that name a format together with kernels for it."""
 
@@ -75,7 +78,7 @@ def _check_quantization(model: ModelConfig, platform: Platform) -> None:
     if own is not None:
         if asked == "inc" and own in _FP8_CHECKPOINTS:
             return
-        if own != _OTHER_NAMES.get(asked, asked):
+        if _OTHER_NAMES.get(own, own) != _OTHER_NAMES.get(asked, asked):
             raise ConfigError(
                 f"quantization={asked!r}: the checkpoint is quantized already, with {own!r}; "
                 f"leave the argument out"
@@ -225,7 +228,7 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(
             "VLLM_MERGED_PREFILL=1 lays prompts end to end in one row, and the model has "
-            "layers with states (Mamba, DeltaNet), which would mix them up. Leave it out"
+            "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
     if settings["enable_prefix_caching"] and platform.needs_static_shapes:

@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.anthropic.request import THREAD_UNSUPPORTED
 from vllm.entrypoints.shared.body_route import BodyRoute, Handler
 from vllm.entrypoints.shared.errors import (
     ERROR_BODIES,
@@ -41,6 +42,8 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     detail: dict[str, Any] = {"type": kind, "message": info.message}
     if kind == "api_error":
         detail["code"] = info.code
+    elif info.code == THREAD_UNSUPPORTED:
+        detail["details"] = {"error_code": info.code, "unsupported": [info.param]}
     return {"type": "error", "error": detail}
 
 

@@ -67,6 +67,8 @@ class Conversation(RequestBody):
     output_config: OutputConfig | None = None
     output_format: JsonObject | None = None
     """An older name of `output_config.format`."""
+    thread: JsonObject | None = None
+    """A conversation that the server holds, which this one does not."""
 
     LIMITS: ClassVar[Limits] = {"messages": MESSAGES, "tools": TOOLS}
 
@@ -97,6 +99,8 @@ class ErrorDetail(RequestModel):
     message: str
     code: str | None = None
     """Kind of an error in the server, such as EngineDeadError; only with type api_error."""
+    details: JsonObject | None = None
+    """For programs: `error_code`, and the fields that are `unsupported`."""
 
 
 class AnthropicError(RequestModel):

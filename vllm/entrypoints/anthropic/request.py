@@ -31,6 +31,10 @@ def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
     return make_chat_request(fields, format_field="output_config.format")
 
 
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""The code with which Anthropic's clients send the request again, without a thread."""
+
+
 def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     """The fields of a chat request that determine its prompt.
 
@@ -40,6 +44,13 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     Raises:
         RequestError: see `as_chat_request`.
     """
+    if conversation.thread is not None:
+        raise RequestError(
+            "thread is not available: this server holds no conversations. Leave it out, and send "
+            "all messages",
+            param="thread",
+            code=THREAD_UNSUPPORTED,
+        )
     messages = as_messages(conversation)
     tools = as_tools(conversation.tools)
     choice, is_parallel = as_tool_choice(conversation.tool_choice, conversation.tools)

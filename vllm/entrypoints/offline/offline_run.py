@@ -10,7 +10,7 @@ from vllm.entrypoints.offline.progress import GenerationProgress, MakeBar
 from vllm.errors import CapacityError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineRequest
-from vllm.outputs import AnyRequestOutput
+from vllm.outputs import AnyRequestOutput, RequestOutput
 
 Prompts = PromptType | Sequence[PromptType]
 
@@ -28,6 +28,8 @@ def run_requests(
 
     Raises:
         CapacityError: a prompt can never fit the KV cache; names it.
+        RequestError: a request was refused before it ran, as its adapter does not fit the model;
+            names the prompt.
     """
     pending: dict[str, None] = {}
     try:
@@ -46,15 +48,27 @@ def _collect(
 ) -> dict[str, AnyRequestOutput]:
     """Run steps until `pending` is empty; finished requests are removed from it."""
     finished: dict[str, AnyRequestOutput] = {}
+    places = {request_id: index for index, request_id in enumerate(pending)}
     with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
         while pending:
             ctrl_c.raise_if_set()
             for output in engine.step():
                 if output.finished and output.request_id in pending:
                     del pending[output.request_id]
+                    with naming_prompt(places[output.request_id], len(places)):
+                        _refuse_wrong_adapter(output)
                     finished[output.request_id] = output
                     progress.update(output)
     return finished
+
+
+def _refuse_wrong_adapter(output: AnyRequestOutput) -> None:
+    """Raise the error of a request that was refused before its first token, if it has an adapter:
+    the files of one are wrong for every request."""
+    if isinstance(output, RequestOutput) and output.lora_request is not None:
+        for sample in output.outputs:
+            if sample.is_refused and not sample.token_ids:
+                raise RequestError(str(sample.stop_reason))
 
 
 @contextmanager

@@ -45,14 +45,16 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        above = F.softplus(self.alpha_p) * x * x
-        rest = torch.expm1(x.clamp(max=self.largest)) - x
-        below = rest * (self.beta + F.softplus(self.alpha_n))
-        return torch.where(x > 0, above, below) + self.beta * x
+        # In float32, without softplus and expm1, which cards do not have.
+        p, n = (alpha.float().exp().add(1.0).log() for alpha in (self.alpha_p, self.alpha_n))
+        y = x.float()
+        below = (y.clamp(max=self.largest).exp() - 1.0 - y) * (self.beta + n)
+        return (torch.where(y > 0, p * y * y, below) + self.beta * y).to(x.dtype)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
+    "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
@@ -124,6 +126,7 @@ _GATED: dict[str, Callable[[], nn.Module]] = {
     "silu": SiluAndMul,
     "swish": SiluAndMul,
     "gelu": GeluAndMul,
+    "gelu_fast": partial(GeluAndMul, is_tanh=True),
     "gelu_new": partial(GeluAndMul, is_tanh=True),
     "gelu_pytorch_tanh": partial(GeluAndMul, is_tanh=True),
 }

@@ -1,5 +1,7 @@
-"""Gated DeltaNet and Kimi Delta Attention, which take the place of attention: a convolution over
-the last tokens, and a state that maps keys to values and is corrected by each token.
+"""Gated DeltaNet and Kimi Delta Attention, layers that models have instead of attention.
+
+A convolution over the last tokens, and a state that maps keys to values and is corrected by each
+token.
 
 Independent of launches: `StateLayer` knows whose tokens they are.
 """
@@ -93,8 +95,8 @@ class DeltaNetSizes:
         return keys, keys, self.num_value_heads * self.value_size
 
     def mixed_parts(self, prefix: str) -> dict[str, int]:
-        """Queries, keys and values, by names with a prefix -> features, in the order of the
-        checkpoint."""
+        """Return the features of queries, keys and values, by names with a prefix, in the order of
+        the checkpoint."""
         return dict(zip((f"{prefix}{part}" for part in "qkv"), self.features, strict=True))
 
 
@@ -106,7 +108,7 @@ def _fits(sizes: DeltaNetSizes, num_ranks: int) -> bool:
 
 
 class DeltaLayer(SlicedModule, StateLayer):
-    """What layers with the gated delta rule have in common; subclasses have the projections.
+    """Base of layers with the gated delta rule; subclasses have the projections.
 
     Args:
         sizes: over all ranks.
@@ -170,7 +172,7 @@ class DeltaLayer(SlicedModule, StateLayer):
     def advance(
         self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
     ) -> tuple[Tensor, States]:
-        """See `StateLayer`.
+        """Run sequences by chunks, as `StateLayer` says.
 
         Args:
             inputs: of the convolution [B, L, channels], of beta [B, L, H], and of what is left of a
@@ -184,7 +186,7 @@ class DeltaLayer(SlicedModule, StateLayer):
         return y, (window, state)
 
     def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
-        """See `StateLayer`. The operator replaces the states where they are."""
+        """Run one token of each sequence; the operator replaces the states in memory."""
         assert self.window is not None and self.delta_state is not None
         mixed, b, a = (part[:, None] for part in inputs)
         windows = load_states((self.window,), rows, is_new)
@@ -197,8 +199,8 @@ class DeltaLayer(SlicedModule, StateLayer):
         )
 
     def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is left of a state, as a logarithm, and how far a token corrects it, [B, L, H]; the
-        first maybe [B, L, H, K]."""
+        """Return the logarithm of the part of a state that is left, and how far a token corrects
+        it, [B, L, H]; the first maybe [B, L, H, K]."""
         steps, rate = time_steps(a, self.dt_bias, lengths), -self.A_log.exp()
         if self.is_by_key:
             steps, rate = steps.unflatten(-1, (self.num_heads, self.key_size)), rate[:, None]
@@ -209,8 +211,8 @@ class DeltaLayer(SlicedModule, StateLayer):
         return steps * rate, beta
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [..., G, K] of length 1, queries also divided by the root of K, and
-        values [..., H, V], of what the convolution has put out."""
+        """Split the output of the convolution: queries and keys [..., G, K], scaled to length 1,
+        queries also divided by the root of K, and values [..., H, V]."""
         keys = self.num_key_heads * self.key_size
         q, k, v = mixed.split((keys, keys, self.num_heads * self.value_size), dim=-1)
         q, k = (_unit(x.unflatten(-1, (self.num_key_heads, self.key_size))) for x in (q, k))
@@ -298,5 +300,5 @@ class KimiDeltaAttention(DeltaLayer):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors [..., D] of length 1 in the same directions."""
+    """Scale vectors [..., D] to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)

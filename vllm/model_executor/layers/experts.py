@@ -100,7 +100,7 @@ class Experts(MethodLayer):
         intermediate_size: of one expert, over all ranks.
         tp: the ranks that share the layer.
         options: what an expert computes between its products.
-        has_bias: both products of an expert have one; not without gates.
+        has_bias: both products of an expert have one; gated experts only.
 
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
@@ -112,7 +112,7 @@ class Experts(MethodLayer):
     own_parameters = ("gate_up_bias", "down_bias")
 
     gate_up: nn.Parameter
-    """Of the first product; experts without gates have that of the ups alone."""
+    """[E, 2 * I, hidden], gate then up; [E, I, hidden] for experts without gates."""
     down: nn.Parameter
     gate_up_bias: nn.Parameter | None
     """[E, 2 * I]"""

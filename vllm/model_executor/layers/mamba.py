@@ -35,7 +35,7 @@ _ACTIVATIONS = ("silu", "swish")
 def check_activation(name: str) -> None:
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act {name!r} in config.json is not supported for layers with states; "
+            f"hidden_act {name!r} in config.json is not supported for recurrent layers; "
             f"supported: {', '.join(_ACTIVATIONS)}"
         )
 
@@ -131,7 +131,7 @@ class GatedRMSNorm(SlicedModule):
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """x * silu(gate), in float32."""
+    """Return x * silu(gate) in float32."""
     return x.float() * nn.functional.silu(gate.float())
 
 
@@ -158,7 +158,7 @@ class Mamba2Sizes:
     has_norm: bool = True
     """False: what the heads put out is gated and not normed."""
     is_gated_last: bool = False
-    """See `GatedRMSNorm`."""
+    """The gate multiplies after the norm, and not before."""
     in_scales: Mapping[str, float] = field(default_factory=dict)
     """Part of what the projection in puts out -> what multiplies it, when not 1."""
 
@@ -265,8 +265,8 @@ class Mamba2Mixer(SlicedModule, StateLayer):
             factors = [sizes.in_scales.get(name, 1.0) for name in sizes.in_parts]
             # Real memory even while a model is built on the meta device: no checkpoint fills it.
             counts = torch.tensor(self.in_proj.split_sizes, device="cpu")
-            scales = torch.tensor(factors, dtype=torch.float32, device="cpu")
-            scales = scales.repeat_interleave(counts)
+            of_parts = torch.tensor(factors, dtype=torch.float32, device="cpu")
+            scales = of_parts.repeat_interleave(counts)
         self.register_buffer("in_scales", scales, persistent=False)
         self.norm: GatedRMSNorm | None = None
         if sizes.has_norm:

@@ -1,5 +1,5 @@
-"""A short convolution between two gates, which takes the place of attention in LFM2: what a token
-sees of the tokens before it is the last few of them.
+"""A short convolution between two gates, instead of attention in LFM2: a token sees only the last
+few tokens before it.
 
 Independent of launches: `StateLayer` knows whose tokens they are.
 """

@@ -68,6 +68,8 @@ class Source:
     format of the layer, which says so to `picked`."""
     path: Path | None = None
     """Of the file that it is in, for errors; None: unknown."""
+    is_converted: bool = False
+    """Name and layout are those of the parameter, not those of a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "Source":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""
@@ -88,6 +90,18 @@ class Source:
             made.shape,
             lambda index: function(self.read(()))[index],
             dtype=self.dtype and made.dtype,
+            features=self.features,
+            path=self.path,
+        )
+
+    def made(
+        self, shape: torch.Size, dtype: torch.dtype, function: Callable[[Tensor], Tensor]
+    ) -> "Source":
+        """Return the tensor of this shape that a function makes, which needs the values."""
+        return Source(
+            shape,
+            lambda index: function(self.read(()))[index],
+            dtype=dtype,
             features=self.features,
             path=self.path,
         )

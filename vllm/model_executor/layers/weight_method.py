@@ -47,6 +47,9 @@ class WeightMethod(ABC, Generic[Layer]):
     optional_parameters: tuple[str, ...] = ()
     """Parameters that a checkpoint may lack; see `fill_missing`."""
 
+    unused_tensors: tuple[str, ...] = ()
+    """Ends of the names of tensors that a checkpoint may have of the layer and nothing reads."""
+
     def fill_missing(self, place: Place) -> None:
         """Fill a part of an optional parameter for which the checkpoint has no tensor."""
         raise AssertionError(f"{place.param_name} is not optional")

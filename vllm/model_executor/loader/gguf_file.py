@@ -1,4 +1,4 @@
-"""The tensors of a GGUF model as those of a checkpoint: names, the order of rows, and numbers.
+"""The tensors of a GGUF model as those of our modules: names, the order of rows, and numbers.
 
 A tensor is read and dequantized a few rows at a time, straight into its parameter. A method that
 keeps its blocks as they are reads their parts (`BlockSource`).
@@ -42,14 +42,14 @@ def stored_format(files: list[Path]) -> GGUFBlocks | None:
     """
     if not files or files[0].suffix != SUFFIX:
         return None
-    names = open_model(files).checkpoint_names()
+    names = open_model(files).module_names()
     types = {name: stored.type.name for name, stored in names.items()}
     check_package(types.values())
     return GGUFBlocks(types)
 
 
 def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
-    """Every tensor of a model by its name in checkpoints of transformers; valid until the next.
+    """Every tensor of a model by the name of its parameter; valid until the next.
 
     Args:
         files: all of the model, the first one first.
@@ -58,7 +58,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
         WeightLoadError: a file is damaged, or has tensors that are unknown.
     """
     model = open_model(files)
-    for name, stored in model.checkpoint_names().items():
+    for name, stored in model.module_names().items():
         try:
             with stored.path.open("rb") as file:
                 order = _order(model, name, stored)
@@ -66,16 +66,9 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
                 source = _source(_Rows(file.fileno(), name, stored, order if is_matrix else None))
                 if order is not None and not is_matrix:
                     source = source.mapped(partial(torch.index_select, dim=0, index=order))
-                if model.family.norms_add_one and name.endswith("norm.weight"):
-                    source = source.mapped(_less_one)
-                yield name, replace(source, path=stored.path)
+                yield name, replace(source, path=stored.path, is_converted=True)
         except OSError as error:
             raise WeightLoadError(f"cannot read {stored.path}: {error.strerror}") from error
-
-
-def _less_one(weight: Tensor) -> Tensor:
-    """What Gemma stores for a norm; its GGUF files have the weight itself."""
-    return weight.float() - 1
 
 
 def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
@@ -87,12 +80,7 @@ def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
     if not model.facts.has_neighbour_rotations or not is_rotated:
         return None
     num_rows = stored.shape[0]
-    heads = "head_count" if ".q_proj." in name else "head_count_kv"
-    num_heads = model.metadata.get(f"{model.architecture}.attention.{heads}")
-    if isinstance(num_heads, list):
-        num_heads = num_heads[0]
-    if num_heads is None:
-        num_heads = model.get(".attention.head_count", int)
+    num_heads = model.num_heads if ".q_proj." in name else model.num_kv_heads
     return halves_of_neighbours(num_rows, num_heads)
 
 

@@ -30,13 +30,17 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Dtype that a tensor is read as. Exponents are read as bytes, and words as signed ones of the same
+bits: torch computes with neither."""
 _LENGTH = struct.Struct("<Q")
 _PART_BYTES = 8 << 20
 """Read at once by one thread; also the size of its buffer where a dtype is converted."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.slice import Place, SlicedModule, Source
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
@@ -33,7 +34,8 @@ class _Targets:
 
     by_name: dict[str, Place] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
-    """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
+    """Other names of tied parameters, and tensors that no method reads: a checkpoint may have them,
+    and they are not read."""
     elsewhere: set[str] = field(default_factory=set)
     """Beginnings of the names of tensors that only other ranks have, up to a dot."""
 
@@ -157,8 +159,15 @@ def _fill(
     if problems:
         folders = sorted({str(path.parent) for path in paths if path is not None})
         where = f" {', '.join(folders)}" if folders else ""
+        hint = ""
+        if any(isinstance(place.module, ParallelLMHead) for place in todo.values()):
+            hint = (
+                ". The output head is missing: if its weights are those of the token embeddings, "
+                "set tie_word_embeddings to true in config.json or with hf_overrides"
+            )
         raise WeightLoadError(
             f"checkpoint{where} and {type(model).__name__} do not match: {'; '.join(problems)}"
+            f"{hint}"
         )
 
 
@@ -189,6 +198,9 @@ def _converted(
 ) -> Iterator[tuple[str, str, Source, Path | None]]:
     """Name in the checkpoint, name in the model, tensor, its file; without what is ignored."""
     for checkpoint_name, whole in tensors:
+        if whole.is_converted:
+            yield checkpoint_name, checkpoint_name, whole, whole.path
+            continue
         is_ignored = checkpoint_name.endswith(model.ignored_tensors)
         if not is_ignored and not checkpoint_name.startswith(model.ignored_prefixes):
             with _naming(whole.path):
@@ -241,6 +253,13 @@ def _find_targets(model: LoadableModel) -> _Targets:
         slices = module.slices if isinstance(module, SlicedModule) else {}
         if isinstance(module, SlicedModule):
             targets.elsewhere.update(f"{path}.{part}" for part in module.elsewhere)
+        if isinstance(module, MethodLayer):
+            parts = {part for of_param in slices.values() for part in of_param}
+            targets.aliases |= {
+                checkpoint_name(path, part, tensor)
+                for part in parts
+                for tensor in module.method.unused_tensors
+            }
         for param_name, param in module.named_parameters(recurse=False):
             is_alias = id(param) in seen
             seen.add(id(param))

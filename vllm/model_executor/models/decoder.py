@@ -44,7 +44,7 @@ def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
 
 
 def rms_norm_from_one(arch: ModelArch, size: int) -> RMSNorm:
-    """The norm of Qwen3-Next, whose weights are stored less one."""
+    """Return the norm of Qwen3-Next, whose weights are stored less one."""
     return RMSNorm(size, arch.norm_eps, offset=1)
 
 
@@ -99,7 +99,7 @@ class DecoderOptions:
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_output_gate: bool = False
-    """What attention puts out is multiplied with the sigmoid of `gate_proj`."""
+    """The output of attention is multiplied with the sigmoid of `gate_proj`."""
     has_sinks: bool = False
     """Each head has a learned score, `sinks`, of one more key without a value."""
     alibi_scale: float = 0.0

@@ -1,4 +1,4 @@
-"""Falcon-H1: decoders with attention and a Mamba-2 mixer beside each other in every layer."""
+"""Falcon-H1: decoders with parallel attention and Mamba-2 mixers in every layer."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,8 +25,8 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class FalconH1Layer(DecoderLayer):
-    """Attention and a mixer of the same normed input, and an MLP behind them. Multipliers of muP
-    (arXiv 2203.03466) are on the inputs and outputs of all three."""
+    """Attention and a mixer of the same normed input, then an MLP. Multipliers of muP (arXiv
+    2203.03466) are on the inputs and outputs of all three."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -75,7 +75,7 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        # Of the keys: rotations do not change by how much a product of both is scaled.
+        # The multiplier of keys is part of the scale of scores, as rotations are linear.
         scale = float(config.get("key_multiplier") or 1.0) * arch.head_size**-0.5
         options = replace(
             llama_options(arch),
@@ -91,7 +91,7 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
 
 
 def _sizes(arch: ModelArch) -> Mamba2Sizes:
-    """What config.json says of the mixers."""
+    """Return the sizes of the mixers."""
     config, sizes = arch.hf_config, hybrid_sizes(arch)
     scales = _multipliers(config, "ssm_multipliers", len(sizes.in_parts))
     return replace(
@@ -104,13 +104,13 @@ def _sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def _scaled(x: Tensor, config: Mapping[str, Any], name: str) -> Tensor:
-    """x times a multiplier of config.json."""
+    """Return x times a multiplier of config.json."""
     scale = float(config.get(name) or 1.0)
     return x if scale == 1.0 else x * scale
 
 
 def _multipliers(config: Mapping[str, Any], name: str, count: int) -> list[float]:
-    """Several multipliers of config.json; 1 where it has none.
+    """Return several multipliers of config.json, 1 where it has none.
 
     Raises:
         ConfigError: they are not so many numbers.

@@ -57,11 +57,11 @@ def split_groups(
 def split_sizes_of_groups(
     name: str, source: Source, fused: str, sizes: Mapping[str, int], num_groups: int
 ) -> Iterator[tuple[str, Source]]:
-    """`split_groups` of parts whose heads are of different sizes.
+    """Split a layer as `split_groups`, into parts whose heads are of different sizes.
 
     Args:
         name, source, fused, num_groups: as there.
-        sizes: what takes the place of `fused` -> output features of that part in a group.
+        sizes: replacement of `fused` -> output features of that part in a group.
     """
     group = sum(sizes.values())
     return _split(name, source, fused, sizes, group, num_groups * group)
@@ -87,7 +87,7 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
 
 
 def add_one_to_norms(name: str, source: Source) -> Iterable[tuple[str, Source]]:
-    """The weight of a norm whose checkpoint has it less 1; other tensors as they are."""
+    """Add 1 to the weight of a norm; return other tensors as they are."""
     if name.endswith("norm.weight"):
         source = source.mapped(_plus_one)
     return ((name, source),)

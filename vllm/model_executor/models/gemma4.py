@@ -127,6 +127,7 @@ class TokenFeatures(nn.Module):
         super().__init__()
         size, count = arch.config_size("hidden_size_per_layer_input"), arch.num_layers
         self.sizes, self.hidden_size = (count, size), arch.hidden_size
+        self.vocab_size = arch.vocab_size
         self.embed_tokens_per_layer = VocabParallelEmbedding(
             arch.config_size("vocab_size_per_layer_input"), count * size, tp
         )
@@ -134,7 +135,10 @@ class TokenFeatures(nn.Module):
         self.per_layer_projection_norm = RMSNorm(size, arch.norm_eps)
 
     def look_up(self, input_ids: Tensor) -> Tensor:
-        """Return the rows of the table for token ids [T]."""
+        """Return the rows of the table for token ids [T]. An id without a row has the first one."""
+        table = self.embed_tokens_per_layer
+        if table.num_embeddings < self.vocab_size:
+            input_ids = torch.where(input_ids < table.num_embeddings, input_ids, 0)
         return self.embed_tokens_per_layer.look_up(input_ids) * self.sizes[1] ** 0.5
 
     def forward(self, embeddings: Tensor, rows: Tensor) -> Sequence[Tensor]:
@@ -229,6 +233,7 @@ class Gemma4Decoder(Decoder):
     ) -> None:
         super().__init__(arch, options, layer_type, tp)
         self.kv_sources, self.hidden_size = arch.kv_sources, arch.hidden_size
+        self.is_one_stage = arch.is_one_stage
         has_features = bool(arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = TokenFeatures(arch, tp) if has_features else None
 
@@ -239,7 +244,7 @@ class Gemma4Decoder(Decoder):
             ConfigError: some layers are to run, and depend on others.
         """
         is_whole = (first, end) == (0, len(self.layers))
-        if not is_whole and (self.features is not None or any(self.kv_sources)):
+        if not is_whole and self.is_one_stage:
             raise ConfigError(
                 "the layers of this model cannot run apart: they read the keys and values of "
                 "earlier layers, or a table by token ids. Leave out what divides them"
@@ -250,6 +255,7 @@ class Gemma4Decoder(Decoder):
             hidden_states, rows = hidden_states.split(sizes, dim=-1)
             hidden_states = hidden_states.contiguous()
             features = self.features(hidden_states, rows)
+        hidden_states = self.before_layers(hidden_states)
         read: dict[int, KeyAndValue] = {}
         for index in range(first, end):
             source = self.kv_sources[index]
@@ -257,7 +263,16 @@ class Gemma4Decoder(Decoder):
             hidden_states, read[index] = self.layers[index](
                 positions, hidden_states, features[index], given
             )
+        hidden_states = self.after_layers(hidden_states)
         return self.norm(hidden_states) if end == len(self.layers) else hidden_states
+
+    def before_layers(self, hidden_states: Tensor) -> Tensor:
+        """Return what the first layer takes of embeddings [T, hidden]."""
+        return hidden_states
+
+    def after_layers(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden states [T, hidden] of what the last layer has returned."""
+        return hidden_states
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
@@ -265,6 +280,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     of tokens for each layer, and layers that read the keys and values of earlier ones."""
 
     decoder_type = Gemma4Decoder
+    layer_type: ClassVar[type[Layer]] = Gemma4Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         f".{name}.": f".features.{name}."
         for name in (
@@ -277,8 +293,14 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         config = arch.hf_config
         if config.get("enable_moe_block"):
             raise ConfigError(
-                f"{arch.architecture} with experts (enable_moe_block) has no modules here. Leave "
-                f"model_impl out to run it with the modules of transformers"
+                f"enable_moe_block in config.json must be false for {arch.architecture}, got true: "
+                f"experts with the activation of Gemma are not supported. Use a dense model, such "
+                f"as E2B, E4B or 31B"
+            )
+        if config.get("use_bidirectional_attention") == "all":
+            raise ConfigError(
+                f"use_bidirectional_attention in config.json must be null or 'vision' for "
+                f"{arch.architecture}, got 'all': tokens of text must not see later ones"
             )
         options = replace(
             llama_options(arch),
@@ -286,7 +308,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             table_scale=arch.hidden_size**0.5,
             logit_soft_cap=config.get("final_logit_softcapping"),
         )
-        super().__init__(arch, tp, options, Gemma4Layer)
+        super().__init__(arch, tp, options, self.layer_type)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return embeddings, and next to them what layers get of a table by token ids."""

@@ -60,7 +60,7 @@ class JambaForCausalLM(DecoderForCausalLM):
 
 
 def _sizes(arch: ModelArch) -> MambaSizes:
-    """What config.json says of the mixers."""
+    """Return the sizes of the mixers."""
     config, rank = arch.hf_config, arch.hf_config.get("mamba_dt_rank", "auto")
     return MambaSizes(
         hidden_size=arch.hidden_size,

@@ -42,7 +42,7 @@ def _in_words_of_deepseek(arch: ModelArch) -> ModelArch:
 
 
 def delta_attention_sizes(arch: ModelArch) -> DeltaNetSizes:
-    """What config.json says, as it is published or as transformers completes it."""
+    """Read the sizes from config.json, as it is published or as transformers completes it."""
     given: Mapping[str, Any] = arch.hf_config.get("linear_attn_config") or {}
     numbers = {
         "linear_num_heads": given.get("num_heads"),
@@ -85,7 +85,7 @@ class KimiLinearLayer(DecoderLayer):
 
 
 def kimi_routing(arch: ModelArch) -> Routing:
-    """How tokens choose experts.
+    """Return how tokens choose experts.
 
     Args:
         arch: in the words of DeepSeek V3.
@@ -101,13 +101,15 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         ".w1.": ".gate_proj.",
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
+        ".forget_gate.f_a_proj.": ".f_a_proj.",  # as transformers calls them
+        ".forget_gate.f_b_proj.": ".f_b_proj.",
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """The rates of heads are stored as [1, 1, heads, 1]."""
+        """Flatten the rates of heads, which are stored as [1, 1, heads, 1]."""
         if name.endswith(".A_log"):
             source = source.mapped(lambda x: x.flatten())
         return ((name, source),)

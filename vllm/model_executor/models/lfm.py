@@ -88,13 +88,14 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     layer_type = Lfm2MoeLayer
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """The bias of choices belongs to the router."""
+        """Name the bias of choices as a parameter of the router."""
         name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
         return super().convert(name, source)
 
 
 def _mlp_size(arch: ModelArch) -> int:
-    """Intermediate features of an MLP: config.json may give the number before it is adjusted."""
+    """Return the intermediate features of an MLP; config.json may give a number that is still to be
+    adjusted."""
     config, size = arch.hf_config, arch.intermediate_size
     if not config.get("block_auto_adjust_ff_dim", True):
         return size

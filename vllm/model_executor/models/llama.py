@@ -17,6 +17,11 @@ class LlamaForCausalLM(DecoderForCausalLM):
     """Llama 1 to 3.3, CodeLlama, Granite 3B and 8B Code, SmolLM and many more (Touvron et al. 2023,
     arXiv 2302.13971; Grattafiori et al. 2024, arXiv 2407.21783)."""
 
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".ln1.": ".input_layernorm.",  # Yi, before it was published as a Llama
+        ".ln2.": ".post_attention_layernorm.",
+    }
+
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch))
 

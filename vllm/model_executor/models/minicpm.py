@@ -36,7 +36,7 @@ class _MiniCPM(DecoderForCausalLM):
         base_size = float(config.get("dim_model_base") or arch.hidden_size)
         options = replace(
             options,
-            table_scale=float(config.get("scale_emb", 1.0)),
+            table_scale=float(config.get("scale_emb") or 1.0),
             logit_scale=base_size / arch.hidden_size,
         )
         super().__init__(arch, tp, options, layer_type)

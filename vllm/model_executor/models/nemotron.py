@@ -20,5 +20,5 @@ class NemotronForCausalLM(DecoderForCausalLM):
         super().__init__(arch, tp, options)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """The weight of a norm is 1 + what is stored."""
+        """Add 1 to the weights of norms."""
         return add_one_to_norms(name, source)

@@ -52,7 +52,7 @@ class NemotronHLayer(Layer):
         )
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return nn.Identity()  # there is none beside the other
+        return nn.Identity()  # it is in `self_attn`, if there is one
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -130,12 +130,12 @@ class NemotronHForCausalLM(DecoderForCausalLM):
 
 
 def _with_act(arch: ModelArch) -> ModelArch:
-    """With the activation of MLPs and experts."""
+    """Return the model with the activation of MLPs and experts."""
     return replace(arch, hidden_act=arch.hf_config.get("mlp_hidden_act") or "relu2")
 
 
 def _sizes(arch: ModelArch) -> Mamba2Sizes:
-    """What config.json says of the mixers."""
+    """Return the sizes of the mixers."""
     names = {
         "num_heads": "mamba_num_heads",
         "head_dim": "mamba_head_dim",

@@ -29,7 +29,7 @@ from vllm.model_executor.models.mixture import MixtureLayer, mixture_options, sp
 
 
 def delta_net_sizes(arch: ModelArch) -> DeltaNetSizes:
-    """What config.json says, in the words of Qwen3-Next."""
+    """Read the sizes from config.json."""
     return DeltaNetSizes(
         hidden_size=arch.hidden_size,
         num_key_heads=arch.config_size("linear_num_key_heads"),
@@ -91,7 +91,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     def split_delta_net(
         self, name: str, source: Source, sizes: DeltaNetSizes
     ) -> Iterable[tuple[str, Source]]:
-        """The parts of a tensor of a fused layer; other tensors as they are."""
+        """Return the parts of a tensor of a fused layer; other tensors as they are."""
         if ".conv1d." in name:
             return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
         groups, per_key = sizes.num_key_heads, sizes.heads_per_key
@@ -108,7 +108,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     def _split_experts(
         self, parent: str, name: str, source: Source, weight: str
     ) -> Iterable[tuple[str, Source]]:
-        """The weights of all experts are stored as one, [experts, out, in]; gates, then ups."""
+        """Split the weights of all experts, [experts, out, in]; gates come before ups."""
         options = mixture_options(self.arch)
         parts = {"down_proj": (0, self.arch.hidden_size)}
         if weight == "gate_up_proj":

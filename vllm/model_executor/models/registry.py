@@ -1,11 +1,12 @@
 """The model class of each architecture. Importing this module imports neither models nor torch."""
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from vllm.config.families import FAMILIES, family_of_architecture
+from vllm.config.families import FAMILIES, family_of_architecture, usual_architecture
 from vllm.errors import ConfigError
 
 _PACKAGE = "vllm.model_executor.models"
@@ -83,20 +84,39 @@ class _ModelRegistry:
             raise ConfigError(f"model {arch_name!r}: cannot import {model!r}: {error}") from error
         return found
 
-    def unsupported_message(self, arch_name: str, elsewhere: str = "") -> str:
-        """What an error says about an architecture that is not in the registry.
+    def unsupported_message(
+        self, arch_name: str, reason: str = "", nearest: Sequence[str] = ()
+    ) -> str:
+        """Return the text of the error about an architecture that cannot run.
 
         Args:
             arch_name: name in config.json.
-            elsewhere: whether transformers has it, as the end of a sentence.
+            reason: continues the sentence; empty: no more is known.
+            nearest: supported architectures to name as such; empty: some with similar names.
         """
         names = self.supported()
-        near = difflib.get_close_matches(arch_name, names, n=3)
+        near = nearest or self._with_similar_names(arch_name)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
-            f"model architecture {arch_name!r} is not supported{hint}{elsewhere}; "
-            f"supported architectures: {', '.join(names)}"
+            f"model architecture {arch_name!r} is not supported{hint}{reason}. Use a checkpoint of "
+            f"a supported architecture, or add a class of your own with "
+            f"ModelRegistry.register_model; supported architectures: {', '.join(names)}"
         )
+
+    def _with_similar_names(self, arch_name: str) -> list[str]:
+        """Compare names without the ends that most of them have."""
+        stems: dict[str, list[str]] = {}
+        for name in self.supported():
+            is_model = name not in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS)
+            if is_model and usual_architecture(name) == name:
+                stems.setdefault(_stem(name), []).append(name)
+        found = difflib.get_close_matches(_stem(arch_name), stems, n=3, cutoff=0.65)
+        return [name for stem in found for name in stems[stem]][:3]
+
+
+def _stem(arch_name: str) -> str:
+    """Return the part of an architecture's name that tells families apart, in lower case."""
+    return re.sub(r"(For[A-Z][A-Za-z]+|LMHeadModel|Model)$", "", arch_name).lower()
 
 
 def is_encoder(arch_name: str) -> bool:

@@ -46,6 +46,10 @@ class Glm4MoeForCausalLM(RoutedForCausalLM):
         super().__init__(arch, tp, options, BalancedLayer)
 
 
+class SolarOpenForCausalLM(Glm4MoeForCausalLM):
+    """Solar Open 100B (Upstage 2025): a GLM-4.5 in which all layers have experts."""
+
+
 class Dots1Layer(RoutedLayer):
     """A `RoutedLayer` with the router of DeepSeek V3, whatever the config calls it."""
 
@@ -100,11 +104,10 @@ class ErnieMoeLayer(RoutedLayer):
 
     def has_experts(self, spec: LayerSpec) -> bool:
         config, index = spec.arch.hf_config, spec.index
-        last = int(config.get("moe_layer_end_index") or -1)
-        first = int(config.get("moe_layer_start_index") or 0)
+        first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
         step = int(config.get("moe_layer_interval") or 1)
-        last = spec.arch.num_layers - 1 if last == -1 else last
-        return first <= index <= last and (index + 1) % step == 0
+        last = spec.arch.num_layers - 1 if last in (None, -1) else int(last)
+        return int(first or 0) <= index <= last and (index + 1) % step == 0
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
         arch, config = spec.arch, spec.arch.hf_config

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
+from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
@@ -30,12 +31,20 @@ class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
 
 
-class Gemma4ForConditionalGeneration(_LanguageModel, Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B and 31B (Google 2026), of which text input is served."""
+class _LanguageModelOfTowers(_LanguageModel):
+    """Names where there is also a part for sounds."""
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
         f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
     )
+
+
+class Gemma3nForConditionalGeneration(_LanguageModelOfTowers, Gemma3nForCausalLM):
+    """Gemma 3n E2B and E4B (Google 2025), of which text input is served."""
+
+
+class Gemma4ForConditionalGeneration(_LanguageModelOfTowers, Gemma4ForCausalLM):
+    """Gemma 4 E2B, E4B and 31B (Google 2026), of which text input is served."""
 
 
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):

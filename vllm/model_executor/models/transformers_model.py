@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class TransformersForCausalLM(CausalLM):
     names: CheckpointNames
     _undivided: str | None = None
     """Why it cannot run some of its layers."""
+    _device = torch.device("cpu")
+    """Of its weights. Only the CPU packs them, so a model without parameters is there."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
@@ -175,6 +178,8 @@ class TransformersForCausalLM(CausalLM):
             if isinstance(module, Attention)
         ]
         last = self.arch.derived_max_model_len - 1
+        held = chain(self.parameters(), self.buffers())
+        self._device = next((tensor.device for tensor in held), self._device)
         try:
             # The second token is the same in both: what is before it and how far away differ.
             with _alone(self.tp):
@@ -239,7 +244,7 @@ class TransformersForCausalLM(CausalLM):
         return self._on_device(hidden_states[rows].to(self.dtype))
 
     def _on_device(self, values: list[int] | Tensor) -> Tensor:
-        return torch.as_tensor(values).to(next(self.parameters()).device)
+        return torch.as_tensor(values).to(self._device)
 
     def _why_undivided(self) -> str | None:
         """Why the layers run all or not at all; None: they can be divided."""
@@ -338,13 +343,11 @@ class TransformersForCausalLM(CausalLM):
 
     def _attention_of(self, module: nn.Module, num_heads: int, num_kv_heads: int) -> Attention:
         index: Any = module.layer_idx
-        window: Any = self.arch.layer_windows[index]
-        if hasattr(module, "sliding_window"):
-            window = module.sliding_window
+        window = self.arch.layer_windows[index]
         soft_cap: Any = getattr(module, "attn_logit_softcapping", None)
         head_size: Any = getattr(module, "head_dim", self.arch.head_size)
         scale: Any = module.scaling
-        return Attention(
+        return AttentionOfTransformers(
             num_heads,
             head_size,
             num_kv_heads,
@@ -358,6 +361,13 @@ class TransformersForCausalLM(CausalLM):
 def _refusal(arch: ModelArch, reason: str) -> ConfigError:
     names = arch.hf_config.get("architectures") or [arch.architecture]
     return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+
+
+class AttentionOfTransformers(Attention):
+    """Attention with the options that its module hands over when it runs for the first time, which
+    is before there is a cache: the attributes of the module may be the options of other layers."""
+
+    has_run = False
 
 
 class _Alone:
@@ -469,17 +479,15 @@ def _attend(
             f"{heads} heads of {attention.head_size}"
         )
     built: AttentionOptions = attention.options
-    asked = {
-        "scale": scaling if scaling is not None else built.scale,
-        "sliding_window": options.get("sliding_window", built.sliding_window),
-        "logits_soft_cap": options.get("softcap", built.logits_soft_cap),
-    }
-    for name, value_asked in asked.items():
-        if value_asked != getattr(built, name):
-            raise ConfigError(
-                f"its attention asks for {name}={value_asked}, and was built with "
-                f"{getattr(built, name)}"
-            )
+    asked = AttentionOptions(
+        scale=scaling if scaling is not None else built.scale,
+        sliding_window=options.get("sliding_window", built.sliding_window),
+        logits_soft_cap=options.get("softcap", built.logits_soft_cap),
+    )
+    if not attention.has_run:
+        attention.options, attention.has_run = asked, True
+    elif asked != built:
+        raise ConfigError(f"its attention asks for {asked}, and for {built} before")
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
 

@@ -1,11 +1,21 @@
-"""AWQ checkpoints (arXiv 2306.00978) in the layout `gemm`: 4 bits, with zero points or without.
+"""AWQ checkpoints (arXiv 2306.00978) of 4 bits, with zero points or without, in two layouts.
+
+`gemm` packs outputs of an input in a word, in an order of its own, `gemv` inputs of an output in
+their order; there, scales and zero points are padded.
 
 Without them (`zero_point: false`) numbers are less 8; `qzeros`, where a checkpoint has it, says so.
 """
 
-from vllm.model_executor.layers.linear import LinearMethod
+import torch
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import WORD_BITS, Place, Source
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
-from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
+from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout, check_symmetric
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
@@ -13,6 +23,10 @@ from vllm.model_executor.quantization.settings import (
     is_listed,
     names,
 )
+from vllm.ops.stored_weight import GroupedWeight, StoredWeight, unpack_bits
+
+_BITS = 4
+_PER_WORD = WORD_BITS // _BITS
 
 
 class AWQ(CheckpointFormat[GroupLayout]):
@@ -28,9 +42,9 @@ class AWQ(CheckpointFormat[GroupLayout]):
         version = settings.get("version", "gemm")
         if isinstance(version, str):
             settings["version"] = version.lower()
-        choice(settings, "version", ("gemm",), "gemm")
+        self.version = choice(settings, "version", ("gemm", "gemv"), "gemm")
         self.layout = GroupLayout(
-            bits=choice(settings, "bits", (4,)),
+            bits=choice(settings, "bits", (_BITS,)),
             group_size=group_size_of(settings, "group_size"),
             is_awq=True,
             is_symmetric=not choice(settings, "zero_point", (True, False), True),
@@ -45,4 +59,52 @@ class AWQ(CheckpointFormat[GroupLayout]):
         return None if is_listed(names, self.ignored) else self.layout
 
     def method(self, name: str, storage: GroupLayout) -> LinearMethod:
-        return GroupedLinear(name, storage)
+        return GemvLinear(name, storage) if self.version == "gemv" else GroupedLinear(name, storage)
+
+
+class GemvLinear(RowsLinear):
+    """qweight, qzeros and scales in the layout `gemv`.
+
+    Args:
+        name: of the module.
+        layout: the bits, groups and zero points.
+    """
+
+    def __init__(self, name: str, layout: GroupLayout) -> None:
+        words = (torch.int32,)
+        implied = float(layout.middle) if layout.is_symmetric else None
+        tensors = (
+            RowTensor(name="qweight", dtypes=words, dtype=torch.int32, size=_PER_WORD),
+            RowTensor(name="scales", dtypes=SCALES, dtype=torch.float32, of="groups"),
+            RowTensor(name="qzeros", dtypes=words, dtype=torch.uint8, of="groups", missing=implied),
+        )
+        super().__init__(name, tensors, layout.group_size)
+        self.layout = layout
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        if place.param_name == "scales":
+            source = checked_scales(name, source, zero_is_fine=True)  # of padding
+        elif place.param_name == "qzeros":
+            shape = torch.Size((source.shape[0], source.shape[-1] * _PER_WORD))
+            source = source.made(shape, torch.uint8, lambda words: unpack_bits(words, _BITS))
+        else:
+            return source
+        num_groups = self.total_inputs // self.group
+        if len(source.shape) != 2 or not num_groups <= source.shape[1] <= 8 * num_groups + 64:
+            raise WeightLoadError(
+                f"tensor {name} has values of {list(source.shape)} groups in the checkpoint, the "
+                f"layer needs {num_groups} for an output, and padding"
+            )
+        return super().arranged(place, name, source.narrow(1, 0, num_groups))
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales, zeros = on_host(layer, "scales"), on_host(layer, "qzeros")
+        if self.layout.is_symmetric:
+            check_symmetric(self.name, self.layout, zeros)
+        weight = GroupedWeight(
+            words=on_host(layer, "qweight").T.contiguous(),
+            bits=_BITS,
+            scales=scales.T.contiguous(),
+            zeros=zeros.T.to(torch.int16).contiguous(),
+        )
+        return without_zero_scales(self.name, weight)

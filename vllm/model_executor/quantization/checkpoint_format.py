@@ -6,10 +6,14 @@ renames stand for.
 """
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from torch import nn
 
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,
@@ -18,9 +22,12 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
-from vllm.model_executor.layers.stored.stored_linear import StoredHead
+from vllm.model_executor.layers.stored.stored_linear import StoredHead, StoredLinear
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import part_names
+
+logger = init_logger(__name__)
 
 Storage = TypeVar("Storage")
 """How a layer is stored, in the words of a format."""
@@ -45,6 +52,16 @@ class CheckpointFormat(Quantization, Generic[Storage]):
             storage: of `storage_of`.
         """
 
+    def rule_for(self, names: Names) -> str | None:
+        """Return the rule of the settings that `storage_of` has followed for a layer, for messages;
+        None: there is none, or it is not known."""
+        return None
+
+    def described(self, storage: Storage) -> str | None:
+        """Return the words of the log for the format of a layer; None: the log does not mention
+        the layer."""
+        return None
+
     def stores_head(self, names: Names) -> bool:
         """Whether `storage_of` is to be asked for an output head of these names, which is not
         tied."""
@@ -53,30 +70,73 @@ class CheckpointFormat(Quantization, Generic[Storage]):
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
             return None
-        parts = [
-            [*self._all_names(part), *self._all_names(name)] for part in part_names(name, layer)
-        ]
-        found = [self.storage_of(names) for names in parts]
-        if any(each != found[0] for each in found):
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config leaves some of "
-                f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
-                f"different ways; they run as one layer, so it must be the same for all"
-            )
-        return None if found[0] is None else self.method(name, found[0])
+        # A rule for one part may fit the name of the whole as well: ".*v_proj" fits qkv_proj.
+        parts = [self.names_of(part) for part in part_names(name, layer)]
+        own = [self.storage_of(names) for names in parts]
+        if any(each != own[0] for each in own):
+            raise self._differing(parts)
+        whole = self.names_of(name)
+        found = [self.storage_of([*names, *whole]) for names in parts]
+        return None if found[0] is None else self._noted(found[0], self.method(name, found[0]))
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
-        names = self._all_names(name)
+        names = self.names_of(name)
         if not is_head or not self.stores_head(names):
             return None
         storage = self.storage_of(names)
-        return None if storage is None else StoredHead(self.method(name, storage))
+        if storage is None:
+            return None
+        return StoredHead(self._noted(storage, self.method(name, storage)))
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         # The first one tells: experts of a layer must be stored alike.
-        storage = self.storage_of(self._all_names(f"{name}.0.gate_proj"))
-        return None if storage is None else StoredExperts(name)
+        storage = self.storage_of(self.names_of(f"{name}.0.gate_proj"))
+        if storage is None:
+            return None
+        experts = StoredExperts(name)
+        experts.stored_as = self.described(storage)
+        return experts
 
-    def _all_names(self, name: str) -> list[str]:
+    def _differing(self, parts: Sequence[Names]) -> ConfigError:
+        rules: dict[str, list[str]] = {}
+        for names in parts:
+            if (rule := self.rule_for(names)) is not None:
+                rules.setdefault(rule, []).append(names[0])
+        said = "; ".join(f"the rule {rule!r} is for {', '.join(of)}" for rule, of in rules.items())
+        return ConfigError(
+            f"config.json of the checkpoint: quantization_config leaves some of "
+            f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
+            f"different ways{f' ({said})' if said else ''}; they run as one layer, so it must be "
+            f"the same for all. Quantize the model again with the same settings for them"
+        )
+
+    def finish_model(self, model: nn.Module) -> None:
+        counts: Counter[tuple[str, str]] = Counter()
+        num_bytes: Counter[tuple[str, str]] = Counter()
+        for layer in model.modules():
+            method: Any = layer.method if isinstance(layer, MethodLayer) else None
+            method = method.linear if isinstance(method, StoredHead) else method
+            is_stored = isinstance(method, StoredLinear | StoredExperts)
+            if is_stored and method.stored_as is not None and method.kept is not None:
+                key = method.stored_as, method.kept.kind
+                counts[key] += 1
+                num_bytes[key] += method.kept.num_bytes
+        for key, count in counts.items():
+            logger.info(
+                "%d layers are stored as %s and kept as %s, in %.1f MiB",
+                *(count, *key, num_bytes[key] / 2**20),
+            )
+
+    def _noted(self, storage: Storage, method: LinearMethod) -> LinearMethod:
+        if isinstance(method, StoredLinear):
+            method.stored_as = self.described(storage)
+        return method
+
+    def has_tensor(self, names: Names, tensor: str) -> bool:
+        """Return whether the files have a tensor of a module, by the end of its name."""
+        return any(self.names.has_tensor(f"{name}.{tensor}") for name in names)
+
+    def names_of(self, name: str) -> list[str]:
+        """Return all names that a module may have in the settings or files, its own first."""
         return [name, *self.names.of_module(name)]

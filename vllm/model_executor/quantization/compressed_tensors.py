@@ -1,14 +1,14 @@
 """compressed-tensors checkpoints, as llm-compressor writes them.
 
 `config_groups` say how the layers of their targets are stored: whole numbers packed in words
-(W4A16, W8A16), int8 (W8A8, W8A16) or fp8 (per tensor, output feature or block); `ignore` names
-layers that are dense. Static scales of inputs are those of fp8; int8 inputs are rounded with a
-scale for each row, also where the checkpoint has one for all.
+(W4A16, W8A16), int8 (W8A8, W8A16), fp8 (per tensor, output feature or block), or NVFP4, MXFP4 and
+MXFP8; `ignore` names layers that are dense. Static scales of inputs are those of fp8; int8 inputs
+are rounded with a scale for each row, also where the checkpoint has one for all.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,13 @@ from vllm.model_executor.layers.stored.stored_scales import (
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.float_groups import (
+    GROUPS,
+    FloatKind,
+    FloatNames,
+    described,
+    float_linear,
+)
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
 from vllm.model_executor.quantization.input_groups import InputGroups
@@ -42,15 +49,29 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
+from vllm.model_executor.quantization.sparse import Elements, SparseLinear
 from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
 from vllm.utils.text.patterns import compile_pattern
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+_FLOAT_FORMATS: dict[str, FloatKind] = {
+    "nvfp4-pack-quantized": "NVFP4",
+    "mxfp4-pack-quantized": "MXFP4",
+    "mxfp8-quantized": "MXFP8",
+}
+"""Formats with scales of small groups, and the kinds of their elements."""
+_FLOAT_NAMES = FloatNames(
+    packed="weight_packed",
+    factor="weight_global_scale",
+    input_factor="input_global_scale",
+    is_divisor=True,
+)
+_SPARSE = "sparse-24-bitmask"
 _CLASS = "Linear"
 """The target that means every linear layer."""
 
 
-class CompressedTensors(CheckpointFormat["_Scheme"]):
+class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -59,12 +80,14 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
             ConfigError: a setting is not supported.
         """
         sparsity = settings.get("sparsity_config") or {"format": "dense"}
-        if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
-            raise wrong("sparsity_config", sparsity, "none, or the format dense")
+        formats = ("dense", _SPARSE)
+        if not isinstance(sparsity, dict) or sparsity.get("format") not in formats:
+            raise wrong("sparsity_config", sparsity, f"none, or the format {' or '.join(formats)}")
+        is_sparse = sparsity["format"] == _SPARSE
         if settings.get("transform_config"):
             raise wrong("transform_config", settings["transform_config"], "none of it")
         _check_cache_scheme(settings.get("kv_cache_scheme") or {})
-        groups = settings.get("config_groups")
+        groups = settings.get("config_groups", {} if is_sparse else None)
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise wrong("config_groups", groups, "an object of groups")
         self.ignored = _patterns(settings, "ignore")
@@ -74,12 +97,19 @@ class CompressedTensors(CheckpointFormat["_Scheme"]):
     def stores_head(self, names: Names) -> bool:
         return True
 
-    def storage_of(self, names: Names) -> "_Scheme | None":
-        if _is_listed(names, self.ignored):
-            return None
-        return next((each for each in self.groups if _is_listed(names, each.targets)), None)
+    def storage_of(self, names: Names) -> "_Scheme | _Sparse | None":
+        found = None
+        if not _is_listed(names, self.ignored):
+            found = next((each for each in self.groups if _is_listed(names, each.targets)), None)
+        return _Sparse(found) if self.has_tensor(names, "bitmask") else found
 
-    def method(self, name: str, storage: "_Scheme") -> LinearMethod:
+    def described(self, storage: "_Scheme | _Sparse") -> str | None:
+        if isinstance(storage, _Sparse):
+            return f"{_SPARSE} of {storage.elements}"
+        kind = _FLOAT_FORMATS.get(storage.format)
+        return None if kind is None else described(kind, storage.rounds_inputs)
+
+    def method(self, name: str, storage: "_Scheme | _Sparse") -> LinearMethod:
         return storage.method(name)
 
 
@@ -134,7 +164,11 @@ class _Scheme:
         weights = _object(group, "weights", None)
         inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets", "config_groups.")
-        self.format = choice(group, "format", (*_FORMATS, "naive-quantized"))
+        self.format = choice(group, "format", (*_FORMATS, "naive-quantized", *_FLOAT_FORMATS))
+        self.rounds_inputs = bool(inputs)
+        if self.format in _FLOAT_FORMATS:
+            _check_floats(weights, _FLOAT_FORMATS[self.format])
+            return
         kind = choice(weights, "type", ("int", "float"), "int")
         if self.format == "naive-quantized":
             self.format = f"{kind}-quantized"
@@ -152,7 +186,6 @@ class _Scheme:
         order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
         self.has_order = order in ("group", "dynamic")
         self.block = block_of(weights, "block_structure") if strategy == "block" else None
-        self.rounds_inputs = bool(inputs)
         of_inputs = partial(choice, inputs, within="config_groups.*.input_activations.")
         is_dynamic = of_inputs("dynamic", (True, False, "local"), True)
         self.has_input_scale = self.rounds_inputs and is_dynamic is False
@@ -164,9 +197,48 @@ class _Scheme:
             self.has_input_zero = not of_inputs("symmetric", (True, False), True)
 
     def method(self, name: str) -> LinearMethod:
+        if self.format in _FLOAT_FORMATS:
+            return float_linear(name, _FLOAT_FORMATS[self.format], _FLOAT_NAMES)
         if self.format == "float-quantized":
             return Fp8Linear(name, self.block, self.has_input_scale)
         return _WordsLinear(name, self) if self.format == _FORMATS[0] else _Int8Linear(name, self)
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    """Layers with two non-zero elements in each four."""
+
+    scheme: _Scheme | None
+    """Of the elements; None: they are dense."""
+
+    @property
+    def elements(self) -> Elements:
+        """Return the kind of the elements.
+
+        Raises:
+            ConfigError: it is not supported.
+        """
+        scheme = self.scheme
+        if scheme is None:
+            return "dense"
+        if scheme.format == "int-quantized" and scheme.rounds_inputs and scheme.group_size == -1:
+            return "int8"
+        if scheme.format == "float-quantized" and scheme.block is None:
+            return "fp8"
+        accepted = "int-quantized (W8A8) and float-quantized, with sparse-24-bitmask"
+        raise wrong("config_groups.format", scheme.format, accepted)
+
+    def method(self, name: str) -> LinearMethod:
+        return SparseLinear(name, self.elements)
+
+
+def _check_floats(weights: Settings, kind: FloatKind) -> None:
+    of_weights = partial(choice, weights, within="config_groups.*.weights.")
+    bits = 8 if kind == "MXFP8" else 4
+    of_weights("num_bits", (bits,), bits)
+    of_weights("type", ("float",), "float")
+    of_weights("symmetric", (True,), True)
+    of_weights("group_size", (GROUPS[kind],), GROUPS[kind])
 
 
 class _WholeNumbers(StoredLinear):
@@ -337,15 +409,8 @@ class _Int8Linear(_WholeNumbers):
                 f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
                 f"rounded inputs needs a multiple of 4"
             )
-        codes = numbers.view(torch.uint8) ^ 0x80  # plus 128
         groups, kept = self._groups_of(layer).of_inputs(None)
         if kept is not None:
             scales = scales[:, kept]
-        weight = GroupedWeight(
-            words=codes.view(torch.int32).T.contiguous(),
-            bits=8,
-            scales=scales.T.contiguous(),
-            zeros=torch.full((scales.shape[1], len(scales)), 128, dtype=torch.int16),
-            groups=groups,
-        )
+        weight = GroupedWeight.from_int8(numbers, scales.T.contiguous(), groups)
         return without_zero_scales(self.name, weight)

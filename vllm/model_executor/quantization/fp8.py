@@ -36,9 +36,13 @@ from vllm.model_executor.quantization.settings import (
     choice,
     is_listed,
     names,
+    read_modelopt_settings,
     wrong,
 )
 from vllm.ops.stored_weight import Fp8Weight
+
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
+"""Names of the one element type that such checkpoints have."""
 
 
 class Fp8(CheckpointFormat[bool]):
@@ -51,7 +55,7 @@ class Fp8(CheckpointFormat[bool]):
         """
         settings = settings or {}
         scheme = choice(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
-        choice(settings, "fmt", ("e4m3",), "e4m3")
+        choice(settings, "fmt", _E4M3, _E4M3[0])
         self.has_input_scale = scheme == "static"
         self.block = block_of(settings, "weight_block_size")
         if self.block and self.has_input_scale:
@@ -63,8 +67,7 @@ class Fp8(CheckpointFormat[bool]):
 
     def stores_head(self, names: Names) -> bool:
         # The settings of checkpoints with a dense head need not say so.
-        scales = (f"{name}.{self._scale_name}" for name in names)
-        return any(self.names.has_tensor(each) for each in scales)
+        return self.has_tensor(names, self._scale_name)
 
     def method(self, name: str, storage: bool) -> LinearMethod:
         return Fp8Linear(name, self.block, self.has_input_scale, self._scale_name)
@@ -82,10 +85,7 @@ class ModelOptFp8(Fp8):
         Raises:
             ConfigError: a setting is not supported.
         """
-        settings = settings or {}
-        nested = settings.get("quantization")
-        if isinstance(nested, dict):  # as in hf_quant_config.json
-            settings = {**settings, **nested}
+        settings = read_modelopt_settings(settings or {})
         algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
         choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
         is_static = algorithm == "FP8"

@@ -22,6 +22,9 @@ from vllm.model_executor.quantization.settings import (
 )
 from vllm.utils.text.patterns import compile_pattern
 
+_IN_BLOCK = re.compile(r"\.\d+\.")
+"""In the names of modules of layers."""
+
 
 class GPTQ(CheckpointFormat[GroupLayout]):
     """`quant_method: gptq`."""
@@ -35,6 +38,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
+        self.in_blocks = _modules_of(settings, "modules_in_block_to_quantize")
 
     def stores_head(self, names: Names) -> bool:
         return bool(self.has_head)
@@ -42,10 +46,22 @@ class GPTQ(CheckpointFormat[GroupLayout]):
     def storage_of(self, names: Names) -> GroupLayout | None:
         if is_listed(names, self.ignored):
             return None
-        for pattern, layout in self.dynamic:
-            if any(pattern.match(name) for name in names):
-                return layout
-        return self.layout
+        is_in_block = any(_IN_BLOCK.search(name) for name in names)
+        if self.in_blocks and is_in_block and not is_listed(names, self.in_blocks):
+            return None
+        rule = self.rule_for(names)
+        return self.layout if rule is None else self.dynamic[rule][1]
+
+    def rule_for(self, names: Names) -> str | None:
+        """Return the first rule of `dynamic` for a layer of these names."""
+        return next(
+            (
+                rule
+                for rule, (pattern, _) in self.dynamic.items()
+                if any(pattern.match(name) for name in names)
+            ),
+            None,
+        )
 
     def method(self, name: str, storage: GroupLayout) -> LinearMethod:
         return GroupedLinear(name, storage)
@@ -69,18 +85,27 @@ def _layout_of(settings: Settings) -> GroupLayout:
     )
 
 
-def _dynamic_of(settings: Settings) -> list[tuple[re.Pattern[str], GroupLayout | None]]:
+def _modules_of(settings: Settings, key: str) -> list[str]:
+    """Return the names in a list of names, or in the lists in it, as optimum has them."""
+    given = settings.get(key) or []
+    flat: list[Any] = []
+    for each in given if isinstance(given, list) else [given]:
+        flat += each if isinstance(each, list) else [each]
+    return names({key: flat}, key)
+
+
+def _dynamic_of(settings: Settings) -> dict[str, tuple[re.Pattern[str], GroupLayout | None]]:
     """Patterns of module names with a layout of their own, or none: GPTQModel's `dynamic`."""
     dynamic: Any = settings.get("dynamic") or {}
     accepted = "patterns of module names, each with an object of settings"
     if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):
         raise wrong("dynamic", dynamic, accepted)
-    found: list[tuple[re.Pattern[str], GroupLayout | None]] = []
+    found: dict[str, tuple[re.Pattern[str], GroupLayout | None]] = {}
     for pattern, other in dynamic.items():
         try:
             compiled = compile_pattern(pattern.removeprefix("+:").removeprefix("-:"))
         except ValueError as error:
             raise wrong("dynamic", pattern, f"{accepted} ({error})") from error
         is_dense = pattern.startswith("-:")
-        found.append((compiled, None if is_dense else _layout_of({**settings, **other})))
+        found[pattern] = compiled, None if is_dense else _layout_of({**settings, **other})
     return found

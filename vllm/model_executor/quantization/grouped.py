@@ -138,7 +138,7 @@ class GroupedLinear(StoredLinear):
         unpacked = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
         zeros = unpacked.to(torch.int16) + layout.zero_offset
         if layout.is_symmetric:
-            self._check_symmetric(zeros[scales != 0])  # else it is padding
+            check_symmetric(self.name, layout, zeros[scales != 0])  # else it is padding
         g_idx = on_host(layer, "g_idx") if layout.has_groups else None
         groups, kept = self._groups_of(layer).of_inputs(g_idx)
         if kept is not None:
@@ -153,18 +153,22 @@ class GroupedLinear(StoredLinear):
         )
         return without_zero_scales(self.name, weight)
 
-    def _check_symmetric(self, zeros: Tensor) -> None:
-        layout = self.layout
-        if bool((zeros == layout.middle).all()):
-            return
-        key, wrong = "sym", "either sym or checkpoint_format is wrong there"
-        if layout.is_awq:
-            key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
-        raise WeightLoadError(
-            f"the zero points of {self.name} (qzeros) are from {int(zeros.min())} to "
-            f"{int(zeros.max())}, but {layout.middle} by quantization_config.{key} in "
-            f"config.json: {wrong}"
-        )
+
+def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
+    """Check zero points of a layer whose settings say that all of them are half of the range.
+
+    Raises:
+        WeightLoadError: they are not.
+    """
+    if bool((zeros == layout.middle).all()):
+        return
+    key, wrong = "sym", "either sym or checkpoint_format is wrong there"
+    if layout.is_awq:
+        key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
+    raise WeightLoadError(
+        f"the zero points of {name} (qzeros) are from {int(zeros.min())} to {int(zeros.max())}, "
+        f"but {layout.middle} by quantization_config.{key} in config.json: {wrong}"
+    )
 
 
 def layer_of(place: Place) -> ParallelLinear:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import ModelConfig
-from vllm.config.quantization.quant_method import quant_method
+from vllm.config.quantization.quant_method import quant_method, usual_name
 from vllm.errors import ConfigError
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import NOT_MARLIN
@@ -47,21 +47,23 @@ _formats: dict[str, Format] = {
         rounds_on={"cpu": f"{_PACKAGE}.cpu_packed:CPUInt4"},
     ),
     "inc": Format(rounds=f"{_PACKAGE}.inc.inc:create_inc"),
+    "mlx": Format(f"{_PACKAGE}.mlx:MLX"),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
     "fp8": Format(f"{_PACKAGE}.fp8:Fp8", rounds=f"{_PACKAGE}.rounded:create_fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
-    "modelopt": Format(f"{_PACKAGE}.fp8:ModelOptFp8"),
+    "modelopt": Format(f"{_PACKAGE}.modelopt:create_modelopt"),
+    "modelopt_fp4": Format(f"{_PACKAGE}.modelopt:create_modelopt"),
     "gptq": Format(f"{_PACKAGE}.gptq:GPTQ"),
     "awq": Format(f"{_PACKAGE}.awq:AWQ"),
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
+    "bitsandbytes": Format(f"{_PACKAGE}.bitsandbytes:BitsAndBytes"),
+    "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
+    "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
 _INSTEAD = {
-    "bitsandbytes": "load the unquantized checkpoint with --quantization int4 or int8",
-    "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
-    "mlx": "load the unquantized checkpoint with --quantization int4 or int8",
     "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
     "--quantization int4",
     "exl3": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
@@ -70,7 +72,6 @@ _INSTEAD = {
     "`vllm calibrate` writes",
     "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
     "--quantization fp8 or int8",
-    "torchao": "load the unquantized checkpoint with --quantization int4, int8 or fp8",
     "marlin": f"use {NOT_MARLIN}",
 }
 """What to do about formats that are not supported on purpose."""
@@ -83,7 +84,7 @@ def format_names() -> tuple[str, ...]:
 
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
     """Add a format of checkpoints."""
-    _formats[name] = Format(create)
+    _formats[usual_name(name)] = Format(create)
 
 
 def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:

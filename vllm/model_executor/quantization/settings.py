@@ -19,22 +19,30 @@ MAX_GROUP = 1 << 16
 def choice(
     settings: Settings, key: str, accepted: Sequence[Any], default: Any = None, within: str = ""
 ) -> Any:
-    """The value of a key, which must be one of those accepted.
+    """Return which of the accepted values a key has. Texts are compared without regard to case and
+    to which of - and _ is between words.
 
     Args:
         settings: has the key.
         key: its name.
         accepted: values.
-        default: where there is no such key.
+        default: where there is no such key, or null where that is not accepted.
         within: where the settings are in quantization_config, with a dot at the end.
 
     Raises:
         ConfigError: it is another one.
     """
     value = settings.get(key, default)
-    if not any(value is each or (type(value) is type(each) and value == each) for each in accepted):
-        raise wrong(within + key, value, ", ".join(map(str, accepted)))
-    return value
+    if value is None and None not in accepted:
+        value = default
+    for each in accepted:
+        if value is each or (type(value) is type(each) and _folded(value) == _folded(each)):
+            return each
+    raise wrong(within + key, value, ", ".join(map(str, accepted)))
+
+
+def _folded(value: Any) -> Any:
+    return value.lower().replace("_", "-") if isinstance(value, str) else value
 
 
 def wrong(key: str, value: Any, accepted: str) -> ConfigError:
@@ -45,13 +53,21 @@ def wrong(key: str, value: Any, accepted: str) -> ConfigError:
     )
 
 
+def read_modelopt_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings of ModelOpt in one object, as config.json has them; hf_quant_config.json
+    has them under the key `quantization`."""
+    nested = settings.get("quantization")
+    return {**settings, **nested} if isinstance(nested, dict) else dict(settings)
+
+
 def group_size_of(settings: Settings, key: str) -> int:
-    """Inputs that share a scale; -1: all.
+    """Return how many inputs share a scale; -1, which an absent key and null mean as well: all.
 
     Raises:
         ConfigError: it is neither -1 nor a positive number.
     """
-    size = settings.get(key, -1)
+    size = settings.get(key)
+    size = -1 if size is None else size
     if type(size) is not int or (size != -1 and not 0 < size <= MAX_GROUP):
         raise wrong(key, size, f"-1, or a number from 1 to {MAX_GROUP}")
     return size

@@ -67,7 +67,7 @@ def delta_tokens(
     logs: Tensor,
     beta: Tensor,
 ) -> Tensor:
-    """See `Ops.delta_tokens`.
+    """Run the kernel of `Ops.delta_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -109,14 +109,15 @@ def delta_tokens(
 
 
 def _check_states(states: Tensor, num_groups: int) -> None:
-    if states.shape[1] % num_groups:
-        raise ValueError(f"{states.shape[1]} heads are not a multiple of {num_groups} groups")
+    num_heads = states.shape[1]
+    if num_heads % num_groups:
+        raise ValueError(f"{num_heads} heads are not a multiple of {num_groups} groups")
     if not states.is_contiguous():
         raise ValueError("states are not dense")
 
 
 def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Return the tensors, dense, when they have the dtypes and shapes beside them."""
+    """Return the tensors, dense, after a check of their dtypes and shapes."""
     for name, (tensor, dtype, shape) in given.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
             raise ValueError(

@@ -21,7 +21,7 @@ class HPUNarrowExperts(CardLayer):
     """Experts of numbers of 4 or 8 bits.
 
     Args:
-        gate_up: of all experts, gate then up, or up alone.
+        gate_up: of all experts, gate then up, or only up.
         down: of all experts.
         biases, card: see `CardLayer`.
     """

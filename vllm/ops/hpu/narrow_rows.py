@@ -16,7 +16,9 @@ from vllm.ops.stored_weight import (
     GroupScales,
     MinimumWeight,
     Mxfp4Weight,
+    Nvfp4Weight,
     StoredWeight,
+    nibbles_of,
     pack_nibbles,
 )
 from vllm.platforms.habana.bridge import FusedKernels
@@ -29,7 +31,7 @@ _BYTE_MIDDLE = 128
 _WORD = 8
 """Numbers of 4 bits in a word."""
 _UINT4_MIDDLE = 8
-"""What `_Mxfp4Rows` has in place of 0."""
+"""What `_E2m1Rows` has in place of 0."""
 
 
 def whole(kept: Tensor) -> Tensor:
@@ -84,6 +86,12 @@ def _mxfp4_rows(
     return _Mxfp4Rows(weights, kernels, dtype) if _is_even(weights) else None
 
 
+def _nvfp4_rows(
+    weights: Sequence[Nvfp4Weight], kernels: FusedKernels, dtype: torch.dtype
+) -> NarrowRows | None:
+    return _Nvfp4Rows(weights, kernels, dtype) if _is_even(weights) else None
+
+
 def _minimum_rows(
     weights: Sequence[MinimumWeight], kernels: FusedKernels, dtype: torch.dtype
 ) -> NarrowRows:
@@ -94,6 +102,7 @@ def _minimum_rows(
 _KINDS: dict[type[StoredWeight], Callable[..., NarrowRows | None]] = {
     GroupedWeight: _grouped_rows,
     Mxfp4Weight: _mxfp4_rows,
+    Nvfp4Weight: _nvfp4_rows,
     MinimumWeight: _minimum_rows,
 }
 """Makes rows of weights of a kind, called as `narrow_rows`."""
@@ -164,33 +173,69 @@ class _WholeNumbers(nn.Module):
         return self._kernels.from_uint4(part(self.words), ones, self.zeros, dtype)
 
 
-class _Mxfp4Rows(NarrowRows):
-    """Elements of E2M1 times a power of two.
+class _E2m1Rows(nn.Module):
+    """Elements of E2M1.
 
     The elements are twice 0, 1/2, 1, 3/2, 2, 3, 4, 6: their places -7 to 7 in this order are what
     is in memory. The steps between them double twice, so an element is
     2 n - clamp(n, -4, 4) / 2 - clamp(n, -6, 6) of its place n. No dtype rounds any of this.
+
+    Args:
+        codes: [N, inputs] uint8 of each weight: the four bits of its elements.
+        kernels: of the card.
     """
+
+    def __init__(self, codes: Sequence[Tensor], kernels: FusedKernels) -> None:
+        super().__init__()
+        places = []
+        for each in codes:
+            size = each & 7
+            places.append(torch.where(each > 7, _UINT4_MIDDLE - size, _UINT4_MIDDLE + size))
+        self.places = _WholeNumbers(places, _UINT4_MIDDLE, kernels)
+
+    def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
+        """Return [rows, N] of `dtype`."""
+        places = self.places.widened(dtype, part)
+        return 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
+
+
+class _Mxfp4Rows(NarrowRows):
+    """Elements of E2M1 times a power of two, which no dtype rounds."""
 
     def __init__(
         self, weights: Sequence[Mxfp4Weight], kernels: FusedKernels, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        places = []
-        for weight in weights:
-            codes = weight.codes()
-            size = codes & 7
-            places.append(torch.where(codes > 7, _UINT4_MIDDLE - size, _UINT4_MIDDLE + size))
-        self.numbers = _WholeNumbers(places, _UINT4_MIDDLE, kernels)
+        self.elements = _E2m1Rows([weight.codes() for weight in weights], kernels)
         powers = torch.cat([weight.powers().T for weight in weights])
         self.scales = _parameter(powers[:, None].to(dtype))
         """[G, 1, N]"""
 
     def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
-        places = self.numbers.widened(dtype, part)
-        elements = 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
         scales = part(self.scales)
-        return (elements.unflatten(0, (len(scales), -1)) * scales).flatten(0, 1)
+        elements = self.elements.widened(dtype, part).unflatten(0, (len(scales), -1))
+        return (elements * scales).flatten(0, 1)
+
+
+class _Nvfp4Rows(NarrowRows):
+    """Elements of E2M1 times a scale, multiplied in float32."""
+
+    def __init__(
+        self, weights: Sequence[Nvfp4Weight], kernels: FusedKernels, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.elements = _E2m1Rows([nibbles_of(weight.packed) for weight in weights], kernels)
+        scales = torch.cat([weight.scales.float().T for weight in weights])
+        self.scales = _parameter(scales[:, None].to(dtype))
+        """[G, 1, N]"""
+        self.factors = _parameter(torch.stack([weight.factors for weight in weights])[:, None])
+        """[weights, 1, N]"""
+
+    def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
+        kept, factors = part(self.scales), part(self.factors)
+        scales = kept.float().unflatten(0, (len(factors), -1)) * factors[:, None]
+        elements = self.elements.widened(dtype, part).float().unflatten(0, (len(kept), -1))
+        return (elements * scales.flatten(0, 1)).flatten(0, 1).to(dtype)
 
 
 class _MinimumRows(NarrowRows):

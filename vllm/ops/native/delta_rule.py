@@ -7,9 +7,9 @@ the token's key towards the token's value, by a part beta of the difference:
     S_t = S' + beta_t * (v_t - S' k_t) k_t'
     y_t = S_t q_t
 
-B sequences of L tokens each, everything float32. A sequence comes with the state that its earlier
-tokens have left, and leaves a new one. A token of padding has the logarithm 0 and beta 0, which
-leaves a state as it is.
+B sequences of L tokens each, all in float32. A sequence begins with the state of its earlier
+tokens, and ends with a new one. A token of padding has the logarithm 0 and beta 0, which leaves a
+state as it is.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def run_delta_rule(
     of a chunk are one triangular system, and one state goes from each chunk to the next.
 
     Args:
-        q, k: [B, L, G, K]; each of the G groups serves H / G heads in turn.
+        q, k: [B, L, G, K]; each of the G groups serves H / G neighbouring heads.
         v: [B, L, H, V].
         logs: logarithm of what is left of the state, at most 0; 0 for padding. [B, L, H], or of
             each element of keys [B, L, H, K] (Kimi Team 2025, arXiv 2510.26692).
@@ -74,14 +74,16 @@ def run_delta_rule(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[B, L, G, R, D] -> [N, B, G, R, Q, D] for N chunks of Q tokens."""
+    """Divide [B, L, G, R, D] into N chunks of Q tokens, [N, B, G, R, Q, D]."""
     return x.unflatten(1, (-1, chunk)).permute(1, 0, 3, 4, 2, 5).contiguous()
 
 
 @dataclass(frozen=True)
 class _Faded:
-    """What fading does in N chunks of Q tokens, for R heads in each of G groups; [N, B, G, R, ...]
-    each. What is the same for all elements of keys has the size 1 in place of K."""
+    """The effect of fading in N chunks of Q tokens, for R heads in each of G groups.
+
+    All are [N, B, G, R, ...]. K is 1 where all elements of keys fade alike.
+    """
 
     scores: Tensor
     """[..., Q, Q] queries by earlier keys and their own, faded between both; else 0."""
@@ -94,7 +96,7 @@ class _Faded:
 
 
 def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
-    """Fade by one number for each token.
+    """Compute the fading by one number for each token.
 
     Args:
         q, k: [N, B, G, 1, Q, K].
@@ -107,13 +109,17 @@ def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
 
 
 def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
-    """Fade each element of keys by its own number, logs [N, B, G, R, Q, K].
+    """Compute the fading of each element of keys by its own number.
 
-    A product of a query and an earlier key is a sum of elements faded by their own amounts. Between
-    blocks of tokens it is a product of matrices: what comes before a block is faded up to its
-    start, what is in it from there on. Inside of a block there is no such point between two tokens,
-    and each pair is summed up by itself. All sums are of logarithms between two tokens, and not
-    differences of sums, which lose what they have in common.
+    The score of a query and an earlier key is a sum of elements faded by their own amounts. Between
+    blocks of tokens it is a matmul: keys before a block are faded up to its start, queries in it
+    from there on. Inside of a block there is no such point between two tokens, and each pair is
+    summed up by itself. Logarithms between two tokens are added up: differences of longer sums
+    would lose digits.
+
+    Args:
+        q, k: [N, B, G, 1, Q, K].
+        logs: [N, B, G, R, Q, K].
     """
     size = k.shape[-2]
     places = torch.arange(size, device=k.device)
@@ -174,8 +180,8 @@ def _run_chunks(
 def invert_unit_lower(lower: Tensor) -> Tensor:
     """Return the inverse of 1 + lower.
 
-    From the inverses of blocks on the diagonal those of blocks of twice the size are made, by
-    products of matrices alone. Each is a substitution by blocks, so that nothing cancels.
+    Inverses of blocks on the diagonal give the inverses of blocks of twice the size. Each is a
+    substitution by blocks, so that nothing cancels.
 
     Args:
         lower: [..., Q, Q], 0 on the diagonal and above.
@@ -196,7 +202,7 @@ def invert_unit_lower(lower: Tensor) -> Tensor:
 def _step(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`run_delta_rule` of one token: without the dimension L."""
+    """Run `run_delta_rule` of one token: without the dimension L."""
     num_groups = q.shape[1]
     grouped = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K]
     fading = logs.exp()[:, :, None] if logs.dim() == 3 else logs.exp()[..., None, None]

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from vllm.errors import WeightLoadError
+from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.weight_files import name_some
 
-_MAX_SIZE = 1 << 31
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
 
@@ -21,18 +21,9 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
     kind, family, facts = model.architecture, model.family, model.facts
-    hidden_size, num_heads = (
-        _size(model, ".embedding_length"),
-        _size(model, ".attention.head_count"),
-    )
-    num_layers = _size(model, ".block_count")
-    num_kv_heads = num_heads
-    if f"{kind}.attention.head_count_kv" in model.metadata:
-        num_kv_heads = _size(model, ".attention.head_count_kv")
-    head_size = hidden_size // num_heads
-    if f"{kind}.attention.key_length" in model.metadata:
-        head_size = _size(model, ".attention.key_length")
-    names = model.checkpoint_names()
+    hidden_size, head_size = model.size(".embedding_length"), model.head_size
+    num_layers = model.size(".block_count")
+    names = model.module_names()
     table = names.get("model.embed_tokens.weight")
     if table is None:
         raise WeightLoadError(f"{model.paths[0]} has no tensor token_embd.weight")
@@ -41,13 +32,13 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": _size(model, ".feed_forward_length"),
+        "intermediate_size": model.size(".feed_forward_length"),
         "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
         "head_dim": head_size,
-        "max_position_embeddings": _size(model, ".context_length"),
-        "rms_norm_eps": model.get(".attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": model.size(".context_length"),
+        facts.norm_key: _norm_eps(model),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "dtype": _dtype(model),
         **_tokens(model, table.shape[0]),
@@ -55,13 +46,25 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     }
     if model.metadata.get(f"{kind}.expert_count"):
         config |= _experts(model, config)
-    for key, module in facts.biases.items():
-        config[key] = f"model.layers.0.{module}.bias" in names
     activation_key, activation = facts.activation
-    config[activation_key] = activation
-    if family.full_attention_every is not None:
-        config |= _gemma(model, config, family.full_attention_every)
+    config |= {activation_key: activation, **facts.constants}
+    first = "model.layers.0."
+    config |= {key: first + tensor in names for key, tensor in facts.flags.items()}
+    if facts.fewer_norms is not None:
+        key, tensor = facts.fewer_norms
+        config[key] = 2 if first + tensor in names else 1
+    config |= _values(model)
+    period = facts.window_period or family.full_attention_every
+    if period is not None:
+        config |= _windows(model, num_layers, period)
+    if facts.unscaled_layers is not None:
+        config |= _gemma(model, config)
+    if num_layers == facts.alibi_layers:  # what tells the family that it has no rotations
+        del config["rope_parameters"]
+        config["model_max_length"] = config.pop("max_position_embeddings")
     _check_shapes(model, config)
+    if facts.omits_head_size:
+        del config["head_dim"]
     return config
 
 
@@ -78,19 +81,6 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
                 ids.append(place)
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
-
-
-def _size(model: GGUFModel, name: str) -> int:
-    """A number above 0 and not absurd; a list that has the same number for every layer will do."""
-    value = model.metadata.get(model.architecture + name)
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
-        value = value[0]
-    if type(value) is not int or not 0 < value < _MAX_SIZE:
-        raise WeightLoadError(
-            f"{model.paths[0]}: the metadata '{model.architecture}{name}' must be a number above 0 "
-            f"and below {_MAX_SIZE}, the same for all layers; got {str(value)[:40]}"
-        )
-    return value
 
 
 def _dtype(model: GGUFModel) -> str:
@@ -118,16 +108,36 @@ def _tokens(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
 
 
 def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
+    if not model.facts.has_rotations:
+        return {}
     kind = model.architecture
     theta = model.get(".rope.freq_base", float, 10000.0)
     scaling_type = model.get(".rope.scaling.type", str, "none")
     rope: dict[str, Any] = {"rope_type": "default"}
-    length = _size(model, ".context_length")
+    length = model.size(".context_length")
     original = model.metadata.get(f"{kind}.rope.scaling.original_context_length") or length
-    if scaling_type in ("linear", "yarn"):
+    num_rotated = model.get(".rope.dimension_count", int, head_size)
+    if not 0 < num_rotated <= head_size:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.rope.dimension_count' is {num_rotated}; a "
+            f"head has {head_size} elements"
+        )
+    by_length = model.factors_by_length
+    if by_length is not None:
+        short, long = (_divisors(factors, num_rotated) for factors in by_length)
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        }
+        if f"{kind}.rope.scaling.attn_factor" in model.metadata:
+            rope["attention_factor"] = model.get(".rope.scaling.attn_factor", float)
+    elif scaling_type in ("linear", "yarn"):
         rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
         if scaling_type == "yarn":
             rope["original_max_position_embeddings"] = original
+            rope |= model.facts.yarn
     elif scaling_type != "none":
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
@@ -135,16 +145,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
         )
     factors = model.rope_factors
     if factors is not None:
-        if factors.type.name != "F32" or factors.shape != (head_size // 2,):
-            raise WeightLoadError(
-                f"tensor rope_freqs.weight of {factors.path} is {factors.type.name} "
-                f"{list(factors.shape)}; F32 [{head_size // 2}] is expected"
-            )
-        values = np.fromfile(factors.path, "<f4", head_size // 2, offset=factors.start).tolist()
-        if not all(math.isfinite(value) and value > 0 for value in values):
-            raise WeightLoadError(
-                f"tensor rope_freqs.weight of {factors.path} must have finite numbers above 0"
-            )
+        values = _divisors(factors, num_rotated)
         # Llama 3.1 stores what its frequencies are divided by, not how that was computed.
         rope = {
             "rope_type": "longrope",
@@ -155,15 +156,68 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
             "original_max_position_embeddings": length,
         }
     full = {"rope_theta": theta, **rope}
+    if num_rotated != head_size:
+        full["partial_rotary_factor"] = num_rotated / head_size
+    made: dict[str, Any] = {"rope_parameters": full}
+    if by_length is not None:
+        made["original_max_position_embeddings"] = original
     if not model.facts.has_window_theta:
-        return {"rope_parameters": full}
+        return made
     local = model.get(".rope.freq_base_swa", float, 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _gemma(model: GGUFModel, config: dict[str, Any], usual_period: int) -> dict[str, Any]:
-    kind, num_layers = model.architecture, config["num_hidden_layers"]
+def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
+    """What the frequencies of so many rotated elements are divided by.
+
+    Raises:
+        WeightLoadError: the tensor is of another type or size, or has other numbers than divisors.
+    """
+    count = num_rotated // 2
+    if factors.type.name != "F32" or factors.shape != (count,):
+        raise WeightLoadError(
+            f"a tensor of {factors.path} with divisors of rotations is {factors.type.name} "
+            f"{list(factors.shape)}; F32 [{count}] is expected"
+        )
+    values: list[float] = np.fromfile(factors.path, "<f4", count, offset=factors.start).tolist()
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise WeightLoadError(
+            f"divisors of rotations in {factors.path} must be finite numbers above 0"
+        )
+    return values
+
+
+def _norm_eps(model: GGUFModel) -> float:
+    """What norms add to a variance; files name it after the kind of norm."""
+    name = ".attention.layer_norm_epsilon"
+    if model.architecture + name not in model.metadata:
+        name = ".attention.layer_norm_rms_epsilon"
+    return model.get(name, float)
+
+
+def _values(model: GGUFModel) -> dict[str, Any]:
+    """The values of the metadata that only models of the family have.
+
+    Raises:
+        WeightLoadError: one is no number.
+    """
+    found: dict[str, Any] = {}
+    for key, name in model.facts.values.items():
+        value = model.metadata.get(model.architecture + name)
+        if not isinstance(value, int | float | None):
+            raise WeightLoadError(
+                f"{model.paths[0]}: the metadata '{model.architecture}{name}' must be a number; "
+                f"got {str(value)[:40]}"
+            )
+        if value or value is False:
+            outer, _, inner = key.partition(".")
+            found[outer] = {inner: value} if inner else value
+    return found
+
+
+def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, Any]:
+    kind = model.architecture
     if num_layers > len(model.tensors):  # refused by name later
         raise _wrong_layers(model, num_layers)
     period = model.get(".attention.sliding_window_pattern", int, usual_period)
@@ -172,8 +226,18 @@ def _gemma(model: GGUFModel, config: dict[str, Any], usual_period: int) -> dict[
             f"{model.paths[0]}: the metadata '{kind}.attention.sliding_window_pattern' is "
             f"{period}; it must be at least 1"
         )
-    scale_of = config["head_dim"]
-    if num_layers == model.facts.unscaled_layers:
+    return {
+        "sliding_window": model.size(".attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+            for i in range(num_layers)
+        ],
+    }
+
+
+def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
+    kind, scale_of = model.architecture, config["head_dim"]
+    if config["num_hidden_layers"] == model.facts.unscaled_layers:
         scale_of = config["hidden_size"] // config["num_attention_heads"]
     caps = {
         "attn_logit_softcapping": f"{kind}.attn_logit_softcapping",
@@ -181,11 +245,6 @@ def _gemma(model: GGUFModel, config: dict[str, Any], usual_period: int) -> dict[
     }
     return {
         "query_pre_attn_scalar": scale_of,
-        "sliding_window": _size(model, ".attention.sliding_window"),
-        "layer_types": [
-            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
-            for i in range(num_layers)
-        ],
         **{key: model.metadata.get(name) for key, name in caps.items()},
     }
 
@@ -196,7 +255,7 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         WeightLoadError: models of the architecture have none, or the metadata contradicts itself.
     """
-    kind, names, facts = model.architecture, model.checkpoint_names(), model.facts
+    kind, names, facts = model.architecture, model.module_names(), model.facts
     if not facts.has_experts:
         raise WeightLoadError(
             f"{model.paths[0]} has a mixture of experts, which models of the architecture {kind!r} "
@@ -205,7 +264,7 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         )
     if config["num_hidden_layers"] > len(names):
         raise _wrong_layers(model, config["num_hidden_layers"])
-    count, used = _size(model, ".expert_count"), _size(model, ".expert_used_count")
+    count, used = model.size(".expert_count"), model.size(".expert_used_count")
     if used > count or count > len(names):
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.expert_count' is {count}, and "
@@ -217,13 +276,13 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         return found | {facts.expert_count_key: count}
     layers = range(config["num_hidden_layers"])
     found |= {
-        "moe_intermediate_size": _size(model, ".expert_feed_forward_length"),
+        "moe_intermediate_size": model.size(".expert_feed_forward_length"),
         "norm_topk_prob": model.get(".expert_weights_norm", bool, facts.normalizes_experts),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in layers if f"model.layers.{i}.mlp.gate.weight" not in names],
     }
     if facts.has_shared_expert:
-        size = _size(model, ".expert_shared_feed_forward_length")
+        size = model.size(".expert_shared_feed_forward_length")
         found["shared_expert_intermediate_size"] = size
     return found
 
@@ -233,6 +292,15 @@ def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
         f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
         f"file has {len(model.tensors)} tensors. It is damaged; download it again"
     )
+
+
+def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
+    """Of the norms of queries and of keys."""
+    head, found = model.head_size, {}
+    for part, num_heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
+        shapes = {"one": (head,), "per_head": (num_heads, head), "all_heads": (num_heads * head,)}
+        found[part] = shapes[model.facts.head_norms]
+    return found
 
 
 def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
@@ -249,12 +317,13 @@ def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         "gate_proj": (config["intermediate_size"], hidden),
         "up_proj": (config["intermediate_size"], hidden),
         "down_proj": (hidden, config["intermediate_size"]),
-        "q_norm": (head,),
-        "k_norm": (head,),
+        "embed_positions": (config.get("max_position_embeddings", 0), hidden),
+        "sinks": (config["num_attention_heads"],),
+        **_head_norm_shapes(model),
     }
     num_experts = config.get("num_experts", 0)
     shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
-    names = model.checkpoint_names()
+    names = model.module_names()
     if config["num_hidden_layers"] > len(names):
         raise _wrong_layers(model, config["num_hidden_layers"])
     without = range(config["num_hidden_layers"])
@@ -274,6 +343,8 @@ def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         )
     for name, tensor in names.items():
         stem, _, kind = name.rpartition(".")
+        if kind == "sinks":
+            stem = name
         parent, _, part = stem.rpartition(".")
         wanted = shapes.get(part, (hidden,))
         size_name = "moe_intermediate_size" if ".experts." in parent else None

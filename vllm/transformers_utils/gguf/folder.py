@@ -15,7 +15,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.transformers_utils.gguf.config import read_config, read_generation_config
 from vllm.transformers_utils.gguf.model import GGUFModel, files_of_model, open_model
-from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
+from vllm.transformers_utils.gguf.tokenizer import tokenizer_files, warn_of_missing_rule
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -47,6 +47,7 @@ def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Pat
     parent = Path(constants.HF_HOME) / "gguf-metadata"
     target = parent / f"{paths[0].stem[:80]}-{key}"
     model = open_model(paths)
+    warn_of_missing_rule(model)
     if target.is_dir():
         return target
     files = _files_of(model)

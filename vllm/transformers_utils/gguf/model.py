@@ -1,8 +1,9 @@
-"""The files of a GGUF model, and what its tensors are called in checkpoints of transformers.
+"""The files of a GGUF model, and which parameters of our modules its tensors are.
 
 A model may be split: NAME-00001-of-00003.gguf and the files beside it.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from vllm.transformers_utils.weight_files import name_some
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _Value = TypeVar("_Value")
+_MAX_SIZE = 1 << 31
 
 _FAMILIES = [family for family in FAMILIES.values() if family.gguf is not None]
 
@@ -37,6 +39,9 @@ _PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_FUSED_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_FUSED_GATE = ("mlp.gate_proj", "mlp.up_proj")
+"""Parts of layers that may be stored as one, one behind the other."""
 _EXPERT_PARTS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -48,13 +53,18 @@ _SANDWICH_PARTS = _PARTS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
+"""Of Falcon 40B, whose attention and MLP have a norm each."""
 _OUTER = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embed_norm",
+    "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-"""One divisor for each frequency of the rotations: no weight."""
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""One divisor for each frequency of the rotations: no weights."""
 
 
 def architectures(*, with_experts: bool = False) -> list[str]:
@@ -99,6 +109,48 @@ class GGUFModel:
         """One divisor for each frequency of the rotations."""
         return self.tensors.get(_ROPE_FACTORS)
 
+    @property
+    def factors_by_length(self) -> tuple[StoredTensor, StoredTensor] | None:
+        """Such divisors for short texts, and for long ones."""
+        short, long = (self.tensors.get(name) for name in (_SHORT_FACTORS, _LONG_FACTORS))
+        return None if short is None or long is None else (short, long)
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries."""
+        return self.size(".attention.head_count")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of keys and values."""
+        name = ".attention.head_count_kv"
+        return self.size(name) if self.architecture + name in self.metadata else self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Of each head."""
+        name = ".attention.key_length"
+        if self.architecture + name in self.metadata:
+            return self.size(name)
+        return self.size(".embedding_length") // self.num_heads
+
+    def size(self, name: str) -> int:
+        """A number of the architecture, above 0 and not absurd; a list that has the same number for
+        every layer will do.
+
+        Raises:
+            WeightLoadError: it is missing or another value.
+        """
+        value = self.metadata.get(self.architecture + name)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if type(value) is not int or not 0 < value < _MAX_SIZE:
+            raise WeightLoadError(
+                f"{self.paths[0]}: the metadata '{self.architecture}{name}' must be a number above "
+                f"0 and below {_MAX_SIZE}, the same for all layers; got {str(value)[:40]}"
+            )
+        return value
+
     def get(self, name: str, kind: type[_Value], default: _Value | None = None) -> _Value:
         """A metadata value.
 
@@ -123,42 +175,91 @@ class GGUFModel:
             )
         return value
 
-    def checkpoint_names(self) -> dict[str, StoredTensor]:
-        """The tensors by their names in checkpoints of transformers.
+    def module_names(self) -> dict[str, StoredTensor]:
+        """The tensors by the names of the parameters, or parts of parameters, that they are.
 
         Raises:
             WeightLoadError: a tensor is unknown.
         """
-        parts = _SANDWICH_PARTS if self.facts.has_post_norms else _PARTS
         found: dict[str, StoredTensor] = {}
         for name, tensor in self.tensors.items():
-            if name == _ROPE_FACTORS:
+            if name in (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS):
                 continue
-            stem, _, kind = name.rpartition(".")
-            full = _OUTER.get(stem)
-            if stem.startswith("blk."):
-                _, index, part = (*stem.split(".", 2), "")[:3]
-                if part in _EXPERT_PARTS and kind == "weight" and len(tensor.shape) == 3:
-                    stem = f"model.layers.{index}.mlp.experts."
-                    found |= _by_expert(tensor, stem, f".{_EXPERT_PARTS[part]}.weight")
-                    continue
-                full = f"model.layers.{index}.{parts[part]}" if part in parts else None
-                if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
-                    tensor = replace(tensor, shape=(1, *tensor.shape))
-            if full is None or kind not in ("weight", "bias"):
+            made = self._parameters(name, tensor)
+            if made is None:
                 raise WeightLoadError(
                     f"tensor {name} of {tensor.path} is unknown in models of the architecture "
                     f"{self.architecture!r}. Use the safetensors checkpoint of the model"
                 )
-            found[f"{full}.{kind}"] = tensor
+            found |= made
+        return found
+
+    def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
+        """What one tensor of the file is; None: it is unknown."""
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return None
+        if stem in _OUTER:
+            return {f"{_OUTER[stem]}.{kind}": tensor}
+        if not stem.startswith("blk."):
+            return None
+        _, index, part = (*stem.split(".", 2), "")[:3]
+        layer, facts = f"model.layers.{index}.", self.facts
+        if part in _EXPERT_PARTS and len(tensor.shape) == (3 if kind == "weight" else 2):
+            return _by_expert(tensor, f"{layer}mlp.experts.", f".{_EXPERT_PARTS[part]}.{kind}")
+        if part == "attn_qkv":
+            head, kv_heads = self.head_size, self.num_kv_heads
+            sizes = [count * head for count in (self.num_heads, kv_heads, kv_heads)]
+            return self._split(name, tensor, _FUSED_ATTENTION, layer, sizes)
+        if part == "ffn_up" and facts.has_fused_gate and self.gate_name(index) not in self.tensors:
+            sizes = [tensor.shape[0] // 2] * 2
+            return self._split(name, tensor, _FUSED_GATE, layer, sizes)
+        if part == "attn_sinks":
+            return {f"{layer}self_attn.sinks": tensor}
+        if f"blk.{index}.attn_norm_2.weight" in self.tensors and part in _TWO_NORMS:
+            return {f"{layer}{_TWO_NORMS[part]}.{kind}": tensor}
+        if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        parts = _SANDWICH_PARTS if facts.has_post_norms else _PARTS
+        return {f"{layer}{parts[part]}.{kind}": tensor} if part in parts else None
+
+    @staticmethod
+    def gate_name(index: str) -> str:
+        """The gate projection of a layer, if it is a tensor of its own."""
+        return f"blk.{index}.ffn_gate.weight"
+
+    def _split(
+        self,
+        name: str,
+        tensor: StoredTensor,
+        parts: tuple[str, ...],
+        layer: str,
+        sizes: list[int],
+    ) -> dict[str, StoredTensor]:
+        """The parts of a tensor, of so many rows each."""
+        if tensor.shape[0] != sum(sizes):
+            raise WeightLoadError(
+                f"tensor {name} in {tensor.path} has {tensor.shape[0]} rows, the metadata of the "
+                f"file makes it {sum(sizes)}. It is damaged; download it again"
+            )
+        kind, found, first = name.rpartition(".")[2], {}, 0
+        for part, size in zip(parts, sizes, strict=True):
+            found[f"{layer}{part}.{kind}"] = _rows(tensor, first, size)
+            first += size
         return found
 
 
+def _rows(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+    """Rows of a matrix, or numbers of a vector."""
+    size = tensor.row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
+    return replace(tensor, shape=(count, *tensor.shape[1:]), start=tensor.start + first * size)
+
+
 def _by_expert(tensor: StoredTensor, before: str, behind: str) -> dict[str, StoredTensor]:
-    """The matrices of a tensor [experts, rows, columns], with the number of the expert in their
-    names."""
+    """The matrices of a tensor [experts, rows, columns], or the vectors of one [experts, numbers],
+    with the number of the expert in their names."""
     count, *shape = tensor.shape
-    num_bytes = shape[0] * tensor.row_bytes
+    num_bytes = math.prod(shape[:-1]) * tensor.row_bytes
     return {
         f"{before}{i}{behind}": replace(
             tensor, shape=tuple(shape), start=tensor.start + i * num_bytes

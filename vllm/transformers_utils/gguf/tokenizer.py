@@ -6,66 +6,25 @@ into words, and SentencePiece BPE (`llama`), whose metadata has a score for each
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.gguf.model import GGUFModel
+from vllm.transformers_utils.gguf.words import WORDS, Words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+logger = init_logger(__name__)
 
 _Item = TypeVar("_Item")
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 _SPACE = "\u2581"
-
-_WORD_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
-
-
-@dataclass(frozen=True)
-class _Words:
-    """How a byte-level tokenizer splits a text into words, and what follows from its family."""
-
-    pattern: str | None = None
-    """None: that of GPT-2."""
-    splits_digits: bool = False
-    keeps_whole_words: bool = False
-    """A word that is a token is not split into smaller ones."""
-    normalizes: bool = False
-    """To Unicode form NFC."""
-    adds_bos: bool = False
-    """Where the metadata does not say it."""
-
-
-_LLAMA3 = _Words(
-    f"{_WORD_ENDINGS}|{_LETTERS}|\\p{{N}}{{1,3}}|{_SIGNS}|{_REST}",
-    keeps_whole_words=True,
-    adds_bos=True,
-)
-_QWEN2 = _Words(f"{_WORD_ENDINGS}|{_LETTERS}|\\p{{N}}|{_SIGNS}|{_REST}", normalizes=True)
-_TEKKEN = _Words(
-    f"{_NO_LETTER}{_UPPER}*{_LOWER}+|{_NO_LETTER}{_UPPER}+{_LOWER}*|\\p{{N}}|"
-    f" ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_REST}",
-    keeps_whole_words=True,
-    adds_bos=True,
-)
-_DIGITS = _Words(splits_digits=True)
-_WORDS = {
-    **dict.fromkeys(("default", "gpt-2", "gpt2"), _Words()),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-}
-"""`tokenizer.ggml.pre` -> how words are split."""
+_PRE = "tokenizer.ggml.pre"
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, str]:
@@ -104,17 +63,30 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
     return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(config)}
 
 
-def _words_of(model: GGUFModel) -> _Words:
-    name = model.metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _WORDS:
+def _words_of(model: GGUFModel) -> Words:
+    name = model.metadata.get(_PRE, "default")
+    if name not in WORDS:
         raise ConfigError(
-            f"the metadata 'tokenizer.ggml.pre' is {str(name)[:40]!r}; supported: "
-            f"{', '.join(_WORDS)}"
+            f"the metadata {_PRE!r} is {str(name)[:40]!r}, which is no known rule to split a text "
+            f"into words. Give the tokenizer of the original model with --tokenizer"
         )
-    return _WORDS[name]
+    return WORDS[name]
 
 
-def _bytes(model: GGUFModel, tokens: list[str], words: _Words) -> "Tokenizer":
+def warn_of_missing_rule(model: GGUFModel) -> None:
+    """Log that the metadata does not say how a text is split into words, if it should."""
+    if model.metadata.get("tokenizer.ggml.model") == "gpt2" and _PRE not in model.metadata:
+        logger.warning(
+            "%s has no metadata %r, which says how a text is split into words: an old tool has "
+            "converted it. The default rule is taken, as in llama.cpp, and token ids may differ "
+            "from those that the model was trained with. Convert the model again, or give "
+            "--tokenizer",
+            model.paths[0],
+            _PRE,
+        )
+
+
+def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
     """Byte-level BPE, whose merges are in the metadata."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -136,12 +108,10 @@ def _bytes(model: GGUFModel, tokens: list[str], words: _Words) -> "Tokenizer":
     made = Tokenizer(bpe)
     if words.normalizes:
         made.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if words.splits_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if words.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(words.pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.pattern is None))
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     return made

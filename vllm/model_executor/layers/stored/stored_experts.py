@@ -16,7 +16,8 @@ from vllm.model_executor.layers.linear import (
     ParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.stored.stored_linear import StoredLinear
+from vllm.model_executor.layers.slice import dtype_name
+from vllm.model_executor.layers.stored.stored_linear import Kept, StoredLinear, bytes_of
 from vllm.ops import get_ops
 from vllm.ops.expert_options import SILU_EXPERTS
 from vllm.ops.prepared import ExpertProducts, PreparedExperts
@@ -116,7 +117,17 @@ class RoundedExperts(HandedOverExperts):
 
 
 class StoredExperts(HandedOverExperts):
-    """Experts in the layout of a checkpoint until they are loaded."""
+    """Experts in the layout of a checkpoint until they are loaded.
+
+    Args:
+        name: of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.stored_as: str | None = None
+        """As of `StoredLinear`."""
+        self.kept: Kept | None = None
 
     def create_weights(self, layer: Experts) -> None:
         self.dtype = torch.get_default_dtype()
@@ -143,6 +154,7 @@ class StoredExperts(HandedOverExperts):
             delattr(layer, str(number))
         self.hand_over(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
+            self.kept = Kept(gate[0].kind, bytes_of(self.packed))
             return
         width = layer.options.first_width(layer.intermediate_size)
         dense = torch.empty(len(up), width, layer.hidden_size)
@@ -156,6 +168,7 @@ class StoredExperts(HandedOverExperts):
             downs[number].copy_(down[number].dequantize())
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
         layer.down = nn.Parameter(downs, requires_grad=False)
+        self.kept = Kept(dtype_name(self.dtype), gate_up.nbytes + downs.nbytes)
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
         """The weights of gate, up and down, one of each for every expert of this rank; of gates

@@ -43,6 +43,15 @@ class StoredTensor:
     """Of an output feature in words along that dimension; 32: an index is a feature."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Weights on the device, as a line of the log describes them."""
+
+    kind: str
+    """Of the numbers, in words."""
+    num_bytes: int
+
+
 class StoredLinear(LinearMethod):
     """A weight in the layout of a checkpoint until it is loaded, then in that of the device.
 
@@ -53,6 +62,10 @@ class StoredLinear(LinearMethod):
     def __init__(self, name: str) -> None:
         self.name = name
         self.packed: PreparedWeight | None = None
+        self.stored_as: str | None = None
+        """Words of the log for the format of the checkpoint; None: it says nothing of the layer."""
+        self.kept: Kept | None = None
+        """Known once the layer is finished."""
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """How the checkpoint stores the parameters, by their names."""
@@ -102,7 +115,10 @@ class StoredLinear(LinearMethod):
     def finish(self, layer: ParallelLinear) -> None:
         if layer.is_held:
             return
-        self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
+        weight = self.stored_weight(layer)
+        self.packed = hand_over(layer, self.name, weight, self.dtype)
+        kind = dtype_name(self.dtype) if self.is_dequantized else weight.kind
+        self.kept = Kept(kind, bytes_of(self.packed))
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.stored_weight(layer).dequantize()
@@ -126,6 +142,7 @@ class StoredHead(EmbeddingMethod):
     def __init__(self, linear: LinearMethod) -> None:
         self.linear: Any = linear  # a head has what the method reads of a layer
         self.optional_parameters = linear.optional_parameters
+        self.unused_tensors = linear.unused_tensors
 
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
@@ -256,6 +273,14 @@ def hand_over(
     if isinstance(packed, nn.Module):  # so that its tensors are those of the model
         layer.packed = packed.to(device)
     return packed
+
+
+def bytes_of(packed: Any) -> int:
+    """Return the memory of a prepared weight, or of prepared experts."""
+    if isinstance(packed, nn.Module):
+        return sum(param.nbytes for param in packed.parameters())
+    num_bytes: int = packed.num_bytes
+    return num_bytes
 
 
 def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,7 +61,7 @@ class GGUFBlocks(Quantization):
     """The format of one GGUF model.
 
     Args:
-        types: name of a tensor in checkpoints of transformers -> its type.
+        types: name of a parameter, or of a part of one -> type of its tensor.
     """
 
     def __init__(self, types: Mapping[str, str]) -> None:

@@ -253,6 +253,11 @@ class PackedWeight:
         self.order, self.num_inputs = order, num_inputs
         self._struct.order = order.data_ptr()
 
+    def scale_outputs(self, factors: Tensor) -> None:
+        """Multiply the weights of each output by a factor [out_features], from now on."""
+        assert self._scales is not None and self._scales.dim() == 1
+        self._scales[: self.out_features] *= factors
+
     @property
     def address(self) -> int:
         """Of the LinearWeight that kernels take, valid as long as this object lives."""

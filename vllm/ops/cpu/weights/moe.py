@@ -71,6 +71,8 @@ class PackedExperts:
         self._kernels = {dtype: of_dtype.moe for dtype, of_dtype in kernels.of.items()}
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]
+        if biases.gate_up is not None and not options.has_gate:
+            raise ValueError("experts without gates have no biases, and got one")
         for bias, width in (
             (biases.gate_up, 2 * self.intermediate_size),
             (biases.down, self.hidden_size),

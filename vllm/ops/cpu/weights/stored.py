@@ -10,14 +10,16 @@ from vllm.ops.cpu.weights.int4_layouts import NO_ZERO, SMALLEST_BLOCK, make_grou
 from vllm.ops.cpu.weights.int4_minimums import FACTOR_INPUTS
 from vllm.ops.cpu.weights.linear import ByteGroups, PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
-from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat
+from vllm.ops.cpu.weights.weight_format import MAX_INT8_INPUTS, WeightFormat, can_pack
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.stored_weight import (
+    DenseValues,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
     MinimumWeight,
     Mxfp4Weight,
+    Nvfp4Weight,
     StackedWeight,
     StoredWeight,
     pack_nibbles,
@@ -123,6 +125,11 @@ def _pack_stacked(weight: StackedWeight) -> PackedWeight | None:
 
 
 @pack_stored.register
+def _pack_dense(weight: DenseValues) -> PackedWeight | None:
+    return PackedWeight.pack(weight.values.clone()) if can_pack(weight.values) else None
+
+
+@pack_stored.register
 def _pack_minimums(weight: MinimumWeight) -> PackedWeight | None:
     return PackedWeight.from_minimums(weight) if _has_factors(weight) else None
 
@@ -149,6 +156,20 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
     groups = make_groups(weight.shape, words, halves, zeros, None)
     return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+
+
+@pack_stored.register
+def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
+    num_out, num_in = weight.shape
+    if num_out % 8 or num_in // weight.scales.shape[1] % SMALLEST_BLOCK:
+        return None
+    halves = weight.scales.float().T / 2
+    words = weight.packed.contiguous().view(torch.int32).T.contiguous()
+    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
+    groups = make_groups(weight.shape, words, halves, zeros, None)
+    packed = PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
+    packed.scale_outputs(weight.factors)
+    return packed
 
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:

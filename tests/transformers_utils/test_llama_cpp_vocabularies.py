@@ -1,0 +1,66 @@
+"""Token ids of the vocabularies that llama.cpp publishes, with texts and what is expected of them.
+
+The files are in the source archive of llama-cpp-python, which is downloaded and not built.
+"""
+
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from vllm.errors import ConfigError
+from vllm.transformers_utils.gguf.header import read_header
+from vllm.transformers_utils.gguf.model import GGUFModel
+from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
+
+pytestmark = pytest.mark.exhaustive
+
+_PREFIX = "ggml-vocab-"
+_REFUSED = {"bert-bge", "gemma-4"}
+"""Vocabularies with expected ids whose kind is not supported."""
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory):
+    """Folder with the files of the archive."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
+    done = subprocess.run(
+        [*command, "--no-binary", "llama-cpp-python", "llama-cpp-python"],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip(f"the archive of llama-cpp-python cannot be downloaded: {done.stderr[-300:]}")
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        for member in files:
+            name = Path(member.name).name
+            if name.startswith(_PREFIX) and member.isfile():
+                (folder / name).write_bytes(files.extractfile(member).read())
+    archive.unlink()
+    return folder
+
+
+def test_ids_are_those_that_are_expected(vocabularies):
+    num_lines, refused = {}, set()
+    for inputs in sorted(vocabularies.glob("*.inp")):
+        path = inputs.with_suffix("")
+        name = path.stem.removeprefix(_PREFIX)
+        try:
+            files = tokenizer_files(GGUFModel((path,), read_header(path).metadata, {}))
+        except ConfigError:
+            refused.add(name)
+            continue
+        tokenizer = Tokenizer.from_str(files["tokenizer.json"])
+        texts = inputs.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+        wanted = path.with_name(path.name + ".out").read_text().splitlines()
+        for text, want in zip(texts, wanted, strict=False):  # the last text has no ids
+            got = tokenizer.encode(text, add_special_tokens=False).ids
+            assert got == [int(each) for each in want.split()], (name, text)
+        num_lines[name] = len(wanted)
+    assert refused == _REFUSED
+    assert len(num_lines) >= 13 and min(num_lines.values()) >= 46

@@ -1,0 +1,96 @@
+"""Errors about checkpoints of models that nothing here can run: they name the reason, whatever else
+config.json lacks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.config.arch.model_arch import missing_keys
+from vllm.config.families import TEXT_TYPES, family_of
+from vllm.errors import ConfigError
+from vllm.model_executor.models.registry import ModelRegistry
+
+_PARTS = (
+    *("text_config", "llm_config", "language_config", "thinker_config"),
+    *("vision_config", "audio_config", "encoder", "encoder_config", "decoder", "decoder_config"),
+    *("talker_config", "vision", "audio_encoder", "visual"),
+)
+"""Keys with the config of a part of a model; language models come first."""
+_TEXT_PARTS = _PARTS[:4]
+
+
+def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
+    """Return the error about a config.json that names no class.
+
+    Args:
+        raw: values of config.json.
+        folder: of the file.
+    """
+    if "_class_name" in raw:  # of diffusers
+        return ConfigError(
+            f"config.json of '{folder}' describes {raw['_class_name']}, a part of a model of "
+            f"diffusers, which makes images. Use a language model"
+        )
+    kind = raw.get("model_type")
+    hint = f"; its model_type is {kind!r}" if isinstance(kind, str) else ""
+    return ConfigError(
+        f"config.json of '{folder}' has no 'architectures', the list with the class of the model"
+        f'{hint}. Give it with hf_overrides, such as {{"architectures": ["LlamaForCausalLM"]}}, '
+        f"if it is a language model"
+    )
+
+
+def unsupported(architecture: str, raw: Mapping[str, Any]) -> ConfigError:
+    """Return the error about an architecture that neither this package nor transformers runs.
+
+    Args:
+        architecture: name in config.json.
+        raw: values of config.json.
+    """
+    reason, nearest = _kind(raw)
+    if not reason:
+        reason = ", and the installed transformers has no decoder of that name either"
+    if raw.get("auto_map"):
+        reason += ". The code of a model that comes with it (auto_map) is never run"
+    return ConfigError(ModelRegistry.unsupported_message(architecture, reason, nearest))
+
+
+def check_described(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    """Refuse a model that transformers knows, and describes in another way than decoders are.
+
+    Args:
+        completed: `raw` with the defaults of its model type.
+        raw: values of config.json.
+
+    Raises:
+        ConfigError: keys are missing without which no decoder runs here.
+    """
+    missing = missing_keys(completed)
+    if not missing:
+        return
+    reason, nearest = _kind(raw)
+    if not reason:
+        reason = (
+            f": transformers describes its layers in another way than those of the decoders that "
+            f"can run here (without {', '.join(missing)})"
+        )
+    raise ConfigError(ModelRegistry.unsupported_message(raw["architectures"][0], reason, nearest))
+
+
+def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return why a model of this kind cannot run, as the end of a sentence, and what is nearest to
+    it; empty: it may be a decoder like others."""
+    if raw.get("is_encoder_decoder"):
+        return ": it is an encoder-decoder, and decoders and encoders run here", []
+    parts = [name for name in _PARTS if isinstance(raw.get(name), Mapping)]
+    if parts:
+        types = [raw[name].get("model_type") for name in _TEXT_PARTS if name in parts]
+        families = [family_of(kind) for kind in types]
+        own = [family.architectures[0] for family in families if family.architectures]
+        reason = f": it has parts for more than text ({', '.join(parts)})"
+        if own:
+            reason += (
+                f", and its language model ({own[0]}) runs only if it is saved without the others"
+            )
+        return reason, own or list(TEXT_TYPES)
+    return "", []

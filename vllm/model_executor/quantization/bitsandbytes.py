@@ -1,0 +1,239 @@
+"""Checkpoints of bitsandbytes: elements of 4 bits that are numbers of a table (NF4, FP4) times the
+largest of 64 neighbours, and int8 with a scale per output feature (LLM.int8).
+
+No device has kernels for tables, so these elements become int8 in the same groups: a step is chosen
+of which the table has whole multiples, nearly. Inputs are not rounded.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import Index, Place, Source
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_scales import checked_scales
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.row_tensors import (
+    RowsLinear,
+    RowTensor,
+    check_size,
+    checked,
+    finite,
+)
+from vllm.model_executor.quantization.settings import Settings, choice, is_listed, names, wrong
+from vllm.ops.stored_weight import GroupedWeight, StoredWeight, nibbles_of
+
+_BLOCK, _NESTED_BLOCK = 64, 256
+"""Elements that share a scale, and scales that share one."""
+_INT8 = "int8"
+_LARGEST_INT8 = 127
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Storage of a layer in 4 bits."""
+
+    kind: str
+    """nf4 or fp4."""
+    is_nested: bool
+    """Scales are bytes with scales of their own."""
+
+
+class BitsAndBytes(CheckpointFormat["_Table | str"]):
+    """`quant_method: bitsandbytes`. Names of tensors say which layers are stored so."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings.
+
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        bits = (settings.get("load_in_4bit"), settings.get("load_in_8bit"))
+        if sum(each is True for each in bits) != 1:
+            raise wrong("load_in_4bit", bits[0], "true, or load_in_8bit: true in its place")
+        self.table: _Table | None = None
+        if bits[0]:
+            kind = choice(settings, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+            is_nested = choice(settings, "bnb_4bit_use_double_quant", (True, False), False)
+            self.table = _Table(kind, is_nested)
+        self.ignored = names(settings, "llm_int8_skip_modules")
+
+    def storage_of(self, names: Names) -> "_Table | str | None":
+        if self._is_stored(names):
+            return _INT8 if self.table is None else self.table
+        if self.has_tensor(names, "weight") or is_listed(names, self.ignored):
+            return None
+        return _INT8 if self.table is None else self.table
+
+    def _is_stored(self, names: Names) -> bool:
+        return self.has_tensor(names, "SCB" if self.table is None else "weight.absmax")
+
+    def stores_head(self, names: Names) -> bool:
+        return self._is_stored(names)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        if not self._is_stored(self.names_of(f"{name}.0.gate_proj")):
+            return None
+        return super().experts_method(name, layer)
+
+    def method(self, name: str, storage: "_Table | str") -> LinearMethod:
+        return TableLinear(name, storage) if isinstance(storage, _Table) else ScaledInt8(name)
+
+    def described(self, storage: "_Table | str") -> str:
+        return f"bitsandbytes {storage.kind if isinstance(storage, _Table) else storage}"
+
+
+class TableLinear(RowsLinear):
+    """Elements of 4 bits, all of a weight after each other, and their tables.
+
+    Args:
+        name: of the module.
+        storage: of the layer.
+    """
+
+    def __init__(self, name: str, storage: _Table) -> None:
+        numbers = (torch.uint8, *SCALES)  # `bnb_4bit_quant_storage`: the bytes are the same
+        state = f"weight.quant_state.bitsandbytes__{storage.kind}"
+        scales: dict[str, Any] = {"dtypes": (torch.float32,), "dtype": torch.float32}
+        tensors = [
+            RowTensor(name="weight", dtypes=numbers, dtype=torch.uint8, size=2),
+            RowTensor(name="weight.quant_map", of="layer", size=16, check=finite, **scales),
+            RowTensor(name=state, dtypes=(torch.uint8,), dtype=torch.float32, of="layer"),
+        ]
+        if storage.is_nested:
+            of_bytes: dict[str, Any] = {"dtypes": (torch.uint8,), "dtype": torch.uint8}
+            nested = "weight.nested_quant_map"
+            tensors += [
+                RowTensor(name="weight.absmax", of="groups", **of_bytes),
+                RowTensor(name="weight.nested_absmax", of="groups", check=finite, **scales),
+                RowTensor(name=nested, of="layer", size=256, check=finite, **scales),
+            ]
+        else:
+            tensors += [RowTensor(name="weight.absmax", of="groups", check=finite, **scales)]
+        super().__init__(name, tensors, _BLOCK, is_flat=True)
+        self.storage = storage
+        self.state = tensors[2].param
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        param = place.param_name
+        if param == self.state:
+            return self._state(place, name, source)
+        if param == "weight":
+            num_out, num_in = self.features_of(place, source)
+            # `mapped` asks for the shape without values.
+            in_bytes = source.mapped(lambda words: words.reshape(-1).view(torch.uint8))
+            check_size(name, in_bytes, num_out * num_in // 2)
+            return in_bytes.mapped(lambda each: each.view(num_out, num_in // 2))
+        if param == "weight_nested_absmax":
+            return self.flat_parts(place, name, finite(name, source), _NESTED_BLOCK)
+        return super().arranged(place, name, source)
+
+    def _state(self, place: Place, name: str, source: Source) -> Source:
+        """Return [1, 1]: the number that is added to nested scales, of settings in JSON."""
+        expected: dict[str, Any] = {
+            "quant_type": self.storage.kind,
+            "blocksize": _BLOCK,
+            "shape": list(self.features_of(place, source)),
+        }
+        if self.storage.is_nested:
+            expected["nested_blocksize"] = _NESTED_BLOCK
+
+        def read(index: Index) -> Tensor:
+            try:
+                state = json.loads(bytes(source.read(()).tolist()))
+                offset = float(state.get("nested_offset", 0.0))
+                found = {key: state.get(key) for key in expected}
+            except (ValueError, TypeError, AttributeError) as error:
+                raise WeightLoadError(f"tensor {name} is no JSON object: {error}") from error
+            if found != expected:
+                raise WeightLoadError(f"tensor {name} says {found}; the layer needs {expected}")
+            return torch.tensor([[offset]])[index]
+
+        shape = torch.Size((1, 1))
+        return Source(shape, read, dtype=torch.float32, features=source.features, path=source.path)
+
+    def fill_indices(self, layer: ParallelLinear) -> None:
+        layer.get_parameter("weight_quant_map").copy_(torch.linspace(-1, 1, 16))
+        if self.storage.is_nested:
+            table = layer.get_parameter("weight_nested_quant_map")
+            table.copy_(torch.linspace(-1, 1, 256))
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales = on_host(layer, "weight_absmax")
+        if self.storage.is_nested:
+            table = self.of_outputs(layer, "weight_nested_quant_map")
+            offsets = self.of_outputs(layer, self.state)
+            nested = on_host(layer, "weight_nested_absmax")
+            scales = table.gather(1, scales.long()) * nested + offsets
+        packed = on_host(layer, "weight")
+        codes = nibbles_of(packed >> 4 | packed << 4).long()  # the first element is the higher one
+        if self.part % 4:
+            raise WeightLoadError(
+                f"the weight of {self.name} has {layer.input_size} input features: int8 in groups "
+                f"needs a multiple of 4"
+            )
+        tables = [whole_multiples(table) for table in on_host(layer, "weight_quant_map")]
+        steps, parts = self._by_output(layer, [step for _, step in tables]), []
+        for (whole, _), part in zip(tables, codes.split(self._sizes(layer)), strict=True):
+            parts.append(whole[part])
+        return GroupedWeight.from_int8(torch.cat(parts), (scales * steps[:, None]).T.contiguous())
+
+    def _sizes(self, layer: ParallelLinear) -> list[int]:
+        slices = layer.feature_slices.values()
+        return [each.size if each.dim == 0 else layer.output_size for each in slices]
+
+    def _by_output(self, layer: ParallelLinear, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values).repeat_interleave(torch.tensor(self._sizes(layer)))
+
+
+def whole_multiples(table: Tensor) -> tuple[Tensor, float]:
+    """Return int8 numbers and the step that they are multiplied with for a table [N] of numbers,
+    with the smallest sum of squared errors that was found."""
+    largest = float(table.abs().max()) or 1.0
+    factors = torch.arange(_LARGEST_INT8 * 32, _LARGEST_INT8 * 64 + 1) / 64 / largest
+    whole = (table * factors[:, None]).round()
+    steps = (whole * table).sum(1) / whole.square().sum(1).clamp(min=1)
+    best = (whole * steps[:, None] - table).square().sum(1).argmin()
+    return whole[best].to(torch.int8), float(steps[best])
+
+
+class ScaledInt8(RowsLinear):
+    """LLM.int8: int8 numbers times the largest of their output feature, divided by 127.
+
+    Args:
+        name: of the module.
+    """
+
+    def __init__(self, name: str) -> None:
+        dtype = torch.int8
+        is_other = checked(lambda layout: layout != 0, "another layout than row by row")
+        tensors = (
+            RowTensor(name="weight", dtypes=(dtype,), dtype=dtype),
+            RowTensor(
+                name="SCB",
+                dtypes=SCALES,
+                dtype=torch.float32,
+                of="outputs",
+                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
+            ),
+            RowTensor(
+                name="weight_format",
+                dtypes=(torch.uint8,),
+                dtype=torch.uint8,
+                of="layer",
+                missing=0,
+                check=is_other,
+            ),
+        )
+        super().__init__(name, tensors, -1)
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales = on_host(layer, "SCB") / _LARGEST_INT8
+        return GroupedWeight.from_int8(on_host(layer, "weight"), scales[None])

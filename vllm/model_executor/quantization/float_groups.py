@@ -1,0 +1,160 @@
+"""Linear layers of floats of 4 or 8 bits with scales of groups: NVFP4, MXFP4 and MXFP8.
+
+NVFP4 has a scale in e4m3 for each 16 inputs and a factor in float32 for the layer, the MX formats
+of the OCP specification have a power of two for each 32. Scales that a checkpoint has for inputs
+are not used: inputs have the dtype of the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, checked
+from vllm.ops.stored_weight import Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
+
+FloatKind = Literal["NVFP4", "MXFP4", "MXFP8"]
+
+GROUPS: dict[FloatKind, int] = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
+"""Inputs that share a scale."""
+
+_E8M0_BIAS = 127
+_NAN = 255
+"""As a scale of E8M0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatNames:
+    """Names of the tensors of such layers."""
+
+    packed: str = "weight"
+    """Of elements of four bits."""
+    factor: str = "weight_scale_2"
+    """Of the layer, in NVFP4."""
+    input_factor: str = "input_scale"
+    """Of the inputs; not used."""
+    is_divisor: bool = False
+    """Weights are divided by the factor."""
+
+
+def described(kind: FloatKind, rounds_inputs: bool) -> str:
+    """Return the words of the log for layers of these.
+
+    Args:
+        kind: of the elements.
+        rounds_inputs: the checkpoint is meant for inputs that are rounded alike.
+    """
+    bits = 8 if kind == "MXFP8" else 4
+    return f"{kind} (W{bits}A{bits}, read as W{bits}A16)" if rounds_inputs else kind
+
+
+def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
+    """Return the method of a layer of this name."""
+    methods: dict[FloatKind, Callable[[str, FloatNames], RowsLinear]] = {
+        "NVFP4": Nvfp4Linear,
+        "MXFP4": PackedMxfp4Linear,
+        "MXFP8": Mxfp8Linear,
+    }
+    return methods[kind](name, names)
+
+
+valid_scales = checked(
+    lambda x: ~(x.view(torch.float8_e4m3fn).float() >= 0), "NaN or negative scales"
+)
+"""Of e4m3."""
+valid_powers = checked(lambda x: x == _NAN, f"{_NAN}, which is NaN")
+"""Of E8M0."""
+_POSITIVE = checked(
+    lambda x: ~((x > 0) & x.isfinite()), "a factor that is no positive number, or infinite"
+)
+
+
+class Nvfp4Linear(RowsLinear):
+    """NVFP4.
+
+    Args:
+        name: of the module.
+        names: of its tensors.
+    """
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        tensors = (
+            RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
+            RowTensor(
+                name="weight_scale",
+                dtypes=(torch.float8_e4m3fn,),
+                dtype=torch.float8_e4m3fn,
+                of="groups",
+                check=valid_scales,
+            ),
+            RowTensor(
+                name=names.factor,
+                dtypes=SCALES,
+                dtype=torch.float32,
+                of="layer",
+                check=_POSITIVE,
+            ),
+        )
+        super().__init__(name, tensors, GROUPS["NVFP4"])
+        self.names = names
+        self.unused_tensors = (names.input_factor,)
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        factors = self.of_outputs(layer, self.names.factor)[:, 0]
+        return Nvfp4Weight(
+            packed=on_host(layer, self.names.packed),
+            scales=on_host(layer, "weight_scale"),
+            factors=1 / factors if self.names.is_divisor else factors,
+        )
+
+
+class PackedMxfp4Linear(RowsLinear):
+    """MXFP4, with elements and scales in tensors of their own. Args as of `Nvfp4Linear`."""
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        tensors = (
+            RowTensor(name=names.packed, dtypes=BYTES, dtype=torch.uint8, size=2),
+            _POWERS,
+        )
+        super().__init__(name, tensors, GROUPS["MXFP4"])
+        self.packed_name = names.packed
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales = on_host(layer, "weight_scale")
+        blocks = on_host(layer, self.packed_name).unflatten(1, (scales.shape[1], -1))
+        return Mxfp4Weight(blocks=blocks, scales=scales)
+
+
+class Mxfp8Linear(RowsLinear):
+    """MXFP8: e4m3 numbers. Args as of `Nvfp4Linear`."""
+
+    def __init__(self, name: str, names: FloatNames) -> None:
+        dtype = torch.float8_e4m3fn
+        tensors = (RowTensor(name="weight", dtypes=(dtype,), dtype=dtype), _POWERS)
+        super().__init__(name, tensors, GROUPS["MXFP8"])
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        numbers = on_host(layer, "weight")
+        if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        scales = e8m0_scales(on_host(layer, "weight_scale"))
+        return Fp8Weight(numbers=numbers, scales=scales, block_inputs=self.part)
+
+
+_POWERS = RowTensor(
+    name="weight_scale",
+    dtypes=BYTES,
+    dtype=torch.uint8,
+    of="groups",
+    check=valid_powers,
+)
+
+
+def e8m0_scales(exponents: Tensor) -> Tensor:
+    """Return powers of two in float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)

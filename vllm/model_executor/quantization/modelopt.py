@@ -1,0 +1,110 @@
+"""Checkpoints of NVIDIA's ModelOpt: NVFP4, MXFP4, MXFP8, FP8, and several of these in one model."""
+
+from typing import Any
+
+from vllm.model_executor.layers.linear import LinearMethod
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.float_groups import (
+    GROUPS,
+    FloatKind,
+    FloatNames,
+    described,
+    float_linear,
+)
+from vllm.model_executor.quantization.fp8 import Fp8Linear, ModelOptFp8
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import (
+    Settings,
+    choice,
+    is_listed,
+    names,
+    read_modelopt_settings,
+    wrong,
+)
+
+_FLOATS: dict[str, FloatKind] = {
+    "NVFP4": "NVFP4",
+    "W4A16_NVFP4": "NVFP4",
+    "MXFP4": "MXFP4",
+    "W4A16_MXFP4": "MXFP4",
+    "MXFP8": "MXFP8",
+}
+"""Algorithms with scales of small groups, and the kinds of their elements."""
+_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_MIXED = "MIXED_PRECISION"
+
+
+def create_modelopt(settings: Settings) -> Quantization:
+    """Create the format of `quant_method: modelopt` and `modelopt_fp4`.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    settings = read_modelopt_settings(settings)
+    algorithm = choice(settings, "quant_algo", (*_FP8, *_FLOATS, _MIXED))
+    return ModelOptFp8(settings) if algorithm in _FP8 else ModelOpt(settings)
+
+
+class ModelOpt(CheckpointFormat[str]):
+    """Layers with scales of small groups, or with an algorithm for each layer.
+
+    The storage of a layer is the name of its algorithm.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings.
+
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        self.algorithm = choice(settings, "quant_algo", (*_FLOATS, _MIXED))
+        choice(settings, "kv_cache_quant_algo", ("FP8", None), None)
+        self.ignored = names(settings, "ignore", "exclude_modules")
+        self.of_layers: dict[str, str] = {}
+        if self.algorithm == _MIXED:
+            self.of_layers = _algorithms(settings.get("quantized_layers"))
+        else:
+            _check_group(settings, _FLOATS[self.algorithm])
+
+    def storage_of(self, names: Names) -> str | None:
+        if is_listed(names, self.ignored):
+            return None
+        if self.algorithm != _MIXED:
+            return str(self.algorithm)
+        return next((a for name, a in self.of_layers.items() if is_listed(names, [name])), None)
+
+    def stores_head(self, names: Names) -> bool:
+        # The settings of checkpoints with a dense head need not say so.
+        return self.has_tensor(names, "weight_scale")
+
+    def method(self, name: str, storage: str) -> LinearMethod:
+        if storage in _FP8:
+            return Fp8Linear(name, None, storage == _FP8[0])
+        return float_linear(name, _FLOATS[storage], FloatNames())
+
+    def described(self, storage: str) -> str:
+        kind = _FLOATS.get(storage)
+        return storage if kind is None else described(kind, storage == kind)
+
+
+def _algorithms(layers: Any) -> dict[str, str]:
+    """Return the algorithm of each layer, by its name."""
+    if not isinstance(layers, dict) or not all(isinstance(v, dict) for v in layers.values()):
+        raise wrong("quantized_layers", layers, "an object of settings by names of layers")
+    found = {}
+    for name, settings in layers.items():
+        within = f"quantized_layers.{name}."
+        found[name] = choice(settings, "quant_algo", (*_FP8, *_FLOATS), within=within)
+        if found[name] in _FLOATS:
+            _check_group(settings, _FLOATS[found[name]], within)
+    return found
+
+
+def _check_group(settings: Settings, kind: FloatKind, within: str = "") -> None:
+    size = GROUPS[kind]
+    choice(settings, "group_size", (size, None), size, within)
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            choice(weights, "group_size", (size, None), size, "config_groups.*.weights.")

@@ -1,0 +1,247 @@
+"""Linear layers whose tensors have a row for each output feature: elements of its inputs, and
+scales of groups of these.
+
+A format says which tensors there are (`RowTensor`); ranks and fused layers take their parts of all
+of them in the same way. A group that ranks share becomes smaller ones that no rank divides, with
+the same scale.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.slice import Index, Place, Slice, Source, whole
+from vllm.model_executor.layers.stored.stored_linear import (
+    StoredLinear,
+    StoredTensor,
+    add_parameter,
+    on_host,
+)
+from vllm.model_executor.quantization.grouped import layer_of
+
+BYTES = (torch.uint8,)
+"""Dtype of tensors that hold several elements in a byte, or the bits of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTensor:
+    """One tensor of a layer, or of each part of a packed one."""
+
+    name: str
+    """The end of its name in the checkpoint, after the module's."""
+    dtypes: tuple[torch.dtype, ...]
+    """That it may have there."""
+    attribute: str = ""
+    """Name of the parameter; empty: the name of the tensor."""
+    dtype: torch.dtype
+    """Of the parameter."""
+    of: Literal["inputs", "groups", "outputs", "layer"] = "inputs"
+    """[out_features, in_features * elements / size], [out_features, groups], [out_features], or
+    [size]."""
+    size: int = 1
+    """Inputs in so many elements, or elements of a tensor of the layer."""
+    elements: int = 1
+    missing: float | None = None
+    """Value if the checkpoint has no such tensor; None: it must be there."""
+    check: Callable[[str, Source], Source] | None = None
+    """Makes of the name and the tensor one whose reading checks the values."""
+
+    @property
+    def param(self) -> str:
+        """The name of the parameter."""
+        return self.attribute or self.name.replace(".", "_")
+
+
+class RowsLinear(StoredLinear):
+    """A layer of such tensors.
+
+    Args:
+        name: of the module.
+        tensors: of the layer.
+        group: inputs of a group; -1: all.
+        is_flat: a group may begin in one row and end in the next: the checkpoint has one column of
+            values, in the order of the elements.
+    """
+
+    def __init__(
+        self, name: str, tensors: Sequence[RowTensor], group: int, is_flat: bool = False
+    ) -> None:
+        super().__init__(name)
+        self.tensors = {tensor.param: tensor for tensor in tensors}
+        self.optional_parameters = tuple(t.param for t in tensors if t.missing is not None)
+        self.group = group
+        self.is_flat = is_flat
+        self.part = 0
+        """Inputs of a group as the parameters have it."""
+        self.total_inputs = 0
+        """Of all ranks."""
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        num_in, slices = layer.input_size, layer.feature_slices
+        split = (slice_.total for slice_ in slices.values() if slice_.dim == 1)
+        self.total_inputs = next(split, num_in)
+        if self.group == -1:
+            self.group = self.total_inputs
+        if self.total_inputs % self.group and not self.is_flat:
+            raise ConfigError(
+                f"config.json of the checkpoint: quantization_config has groups of {self.group} "
+                f"inputs, which do not divide the {self.total_inputs} input features of {self.name}"
+            )
+        self.part = gcd(self.group, self.total_inputs, num_in)
+        for tensor in self.tensors.values():
+            self._check_fills(layer, tensor)
+            shape = self._shape(layer, tensor)
+            add_parameter(layer, tensor.param, torch.empty(shape, dtype=tensor.dtype))
+            layer.slices[tensor.param] = {
+                part: replace(self._slice(layer, tensor, number, slice_), tensor=tensor.name)
+                for number, (part, slice_) in enumerate(slices.items())
+            }
+
+    def _check_fills(self, layer: ParallelLinear, tensor: RowTensor) -> None:
+        if tensor.of == "inputs" and layer.input_size % tensor.size:
+            raise ConfigError(
+                f"{self.name} has {layer.input_size} input features on each rank, which do not "
+                f"fill elements of {tensor.name}: they hold {tensor.size} together. Use another "
+                f"tensor_parallel_size"
+            )
+
+    def _shape(self, layer: ParallelLinear, tensor: RowTensor) -> list[int]:
+        num_out, num_in = layer.output_size, layer.input_size
+        return {
+            "inputs": [num_out, num_in // tensor.size * tensor.elements],
+            "groups": [num_out, num_in // self.part],
+            "outputs": [num_out],
+            "layer": [len(layer.feature_slices), tensor.size],
+        }[tensor.of]
+
+    def _slice(self, layer: ParallelLinear, tensor: RowTensor, number: int, part: Slice) -> Slice:
+        if tensor.of == "layer":
+            return whole(0, number, 1, layer.tp)
+        if tensor.of == "outputs":
+            return part if part.dim == 0 else whole(0, 0, layer.output_size, layer.tp)
+        size, elements = self.part, 1
+        if tensor.of == "inputs":
+            size, elements = tensor.size, tensor.elements
+        if part.dim == 0:
+            return part
+        offset, count, total = (n // size * elements for n in (part.offset, part.size, part.total))
+        return replace(part, offset=offset, size=count, total=total)
+
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(tensor.dtypes, None if tensor.of == "layer" else 0)
+            for name, tensor in self.tensors.items()
+        }
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        tensor = self.tensors[place.param_name]
+        if tensor.check is not None:
+            source = tensor.check(name, source)
+        if tensor.of == "layer":
+            check_size(name, source, tensor.size)
+            return source.mapped(lambda values: values.reshape(1, -1))
+        if tensor.of == "outputs":
+            return source.mapped(lambda values: values.reshape(-1))
+        if tensor.of == "groups":
+            in_parts = self.flat_parts if self.is_flat else self._in_parts
+            return in_parts(place, name, source)
+        return source
+
+    def _in_parts(self, place: Place, name: str, source: Source) -> Source:
+        """Return the tensor with a column for each group of the parameter."""
+        num_out, num_groups = self.features_of(place, source)[0], self.total_inputs // self.group
+        if list(source.shape) != [num_out, num_groups]:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+                f"{[num_out, num_groups]}: a number for each {self.group} of its "
+                f"{self.total_inputs} inputs"
+            )
+        repeats = self.group // self.part
+        return source if repeats == 1 else source.mapped(lambda x: repeated(x, repeats))
+
+    def flat_parts(self, place: Place, name: str, source: Source, repeats: int = 1) -> Source:
+        """Return values of groups that do not end with rows, by groups of the parameter.
+
+        Args: as of `arranged`, and repeats: groups that share a value.
+        """
+        num_out, num_in = self.features_of(place, source)
+        num_groups = -(-num_out * num_in // self.group)
+        check_size(name, source, -(-num_groups // repeats))
+
+        def in_parts(values: Tensor) -> Tensor:
+            of_groups = repeated(values.reshape(1, -1), repeats)[:, :num_groups]
+            parts = repeated(of_groups, self.group // self.part)
+            return parts[0, : num_out * num_in // self.part].view(num_out, -1)
+
+        return source.mapped(in_parts)
+
+    def features_of(self, place: Place, source: Source) -> tuple[int, int]:
+        """Return (outputs, inputs) of the layer in the checkpoint."""
+        assert place.slice is not None
+        if source.features is not None:
+            return source.features.total, self.total_inputs
+        if self.tensors[place.param_name].of == "layer":
+            layer = layer_of(place)
+            part = list(layer.feature_slices.values())[place.slice.offset]
+            return (part.total if part.dim == 0 else layer.output_size), self.total_inputs
+        return place.slice.checkpoint_shape(place.param)[0], self.total_inputs
+
+    def fill_missing(self, place: Place) -> None:
+        assert place.slice is not None
+        value = self.tensors[place.param_name].missing
+        assert value is not None
+        place.param.narrow(place.slice.dim, place.slice.offset, place.slice.size).fill_(value)
+
+    def of_outputs(self, layer: ParallelLinear, param: str) -> Tensor:
+        """Return a tensor of the layer for each output of its parts, [out_features, size]."""
+        values, slices = on_host(layer, param), layer.feature_slices.values()
+        sizes = [each.size if each.dim == 0 else layer.output_size for each in slices]
+        return values.repeat_interleave(torch.tensor(sizes), dim=0)
+
+
+def check_size(name: str, source: Source, size: int) -> None:
+    """Check the number of elements of a tensor.
+
+    Raises:
+        WeightLoadError: it is another one.
+    """
+    if source.shape.numel() != size:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+            f"{size} elements"
+        )
+
+
+def repeated(values: Tensor, repeats: int) -> Tensor:
+    """Return each column several times, of any dtype: [R, N] -> [R, N * repeats]."""
+    return values[..., None].expand(*values.shape, repeats).flatten(-2)
+
+
+def checked(is_wrong: Callable[[Tensor], Tensor], what: str) -> Callable[[str, Source], Source]:
+    """Return a `RowTensor.check`.
+
+    Args:
+        is_wrong: of some values.
+        what: is wrong about them, for the error.
+    """
+
+    def check(name: str, source: Source) -> Source:
+        def read(index: Index) -> Tensor:
+            values = source.read(index)
+            if not values.is_meta and bool(is_wrong(values).any()):
+                raise WeightLoadError(f"tensor {name} contains {what}: the file is damaged")
+            return values
+
+        return replace(source, read=read, copy_to=None)
+
+    return check
+
+
+finite = checked(lambda values: ~values.isfinite(), "NaN or infinity")
+"""Of factors of any sign."""

@@ -1,0 +1,88 @@
+"""Linear layers of compressed-tensors of whose elements two in each four are there
+(`sparse-24-bitmask`): these row by row, and a bit for each element that says whether it is there.
+
+No device has kernels for them: they become dense, in the dtype of the model, fp8 or int8.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.slice import DENSE_DTYPES, Place, Source
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor
+from vllm.ops.stored_weight import DenseValues, Fp8Weight, Int8Weight, StoredWeight
+
+Elements = Literal["dense", "fp8", "int8"]
+"""Kinds of the values."""
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class SparseLinear(RowsLinear):
+    """compressed, bitmask and, of fp8 and int8, weight_scale.
+
+    Args:
+        name: of the module.
+        elements: the kind of the values.
+    """
+
+    unused_tensors = ("shape", "input_scale")
+
+    def __init__(self, name: str, elements: Elements) -> None:
+        self.elements = elements
+        dtype = _DTYPES.get(elements, torch.get_default_dtype())
+        dtypes = DENSE_DTYPES if elements == "dense" else (dtype,)
+        tensors = [
+            RowTensor(name="compressed", dtypes=dtypes, dtype=dtype, size=2),
+            RowTensor(name="bitmask", dtypes=BYTES, dtype=torch.uint8, size=8),
+        ]
+        if elements != "dense":
+            tensors.append(
+                RowTensor(
+                    name="weight_scale",
+                    dtypes=SCALES,
+                    dtype=torch.float32,
+                    of="groups",
+                    check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
+                )
+            )
+        super().__init__(name, tensors, -1)
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        if place.param_name == "weight_scale" and source.shape.numel() == 1:
+            num_out = self.features_of(place, source)[0]
+            source = source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, 1))
+        return super().arranged(place, name, source)
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        values = self._inflated(on_host(layer, "compressed"), on_host(layer, "bitmask"))
+        if self.elements == "dense":
+            return DenseValues(values=values)
+        scales = on_host(layer, "weight_scale")
+        if self.elements == "int8":
+            int8 = Int8Weight(numbers=values, scales=scales[:, 0])
+            return without_zero_scales(self.name, int8)
+        fp8 = Fp8Weight(numbers=values, scales=scales, block_inputs=layer.input_size)
+        if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        return without_zero_scales(self.name, fp8)
+
+    def _inflated(self, compressed: Tensor, bitmask: Tensor) -> Tensor:
+        """Return the values of all elements, [out_features, in_features]."""
+        shifts = torch.arange(8, dtype=torch.uint8)
+        is_kept = (bitmask[..., None] >> shifts & 1).flatten(1).bool()
+        if bool((is_kept.unflatten(1, (-1, 4)).sum(-1) != 2).any()):
+            raise WeightLoadError(
+                f"the bitmask of {self.name} does not have two elements in each four: the file is "
+                f"damaged"
+            )
+        is_byte = compressed.element_size() == 1
+        kept = compressed.view(torch.int8) if is_byte else compressed
+        values = torch.zeros(is_kept.shape, dtype=kept.dtype)
+        values[is_kept] = kept.flatten()
+        return values.view(compressed.dtype)

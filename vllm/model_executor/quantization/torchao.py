@@ -1,0 +1,184 @@
+"""Checkpoints of torchao as transformers saves them in safetensors: a tensor of a layer is divided
+into `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
+
+The settings name a configuration: int8 with a scale per output feature, fp8, or integers of few
+bits in bytes with scales of groups. Older files are pickles of classes, which nothing here reads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
+from vllm.model_executor.quantization.settings import (
+    MAX_GROUP,
+    Settings,
+    choice,
+    is_listed,
+    names,
+    wrong,
+)
+from vllm.ops.stored_weight import (
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    StoredWeight,
+    pack_nibbles,
+)
+
+_INT8_INPUTS = "Int8DynamicActivationInt8WeightConfig"
+_INT8 = ("Int8WeightOnlyConfig", _INT8_INPUTS)
+_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+_FEW_BITS = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
+_TYPE = "quant_type"
+_NUMBERS, _SCALES, _ZEROS = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Storage of a layer."""
+
+    config: str
+    """Name of the configuration."""
+    bits: int
+    group_size: int
+    """Inputs that share a scale; -1: all."""
+
+
+class TorchAO(CheckpointFormat[_Layout]):
+    """`quant_method: torchao`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings.
+
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        config = settings.get(_TYPE)
+        config = config.get("default") if isinstance(config, dict) else config
+        data = config.get("_data") if isinstance(config, dict) else None
+        name = config.get("_type") if isinstance(config, dict) else config
+        known = (*_INT8, *_FP8, *_FEW_BITS)
+        if not isinstance(data, dict) or name not in known:
+            raise wrong(_TYPE, name, f"{', '.join(known)}, saved in safetensors")
+        choice(settings, "include_input_output_embeddings", (False, None), None)
+        self.layout = _layout_of(name, data)
+        self.ignored = names(settings, "modules_to_not_convert")
+
+    def storage_of(self, names: Names) -> _Layout | None:
+        if self.has_tensor(names, _NUMBERS):
+            return self.layout
+        is_dense = self.has_tensor(names, "weight") or is_listed(names, self.ignored)
+        return None if is_dense else self.layout
+
+    def stores_head(self, names: Names) -> bool:
+        return self.has_tensor(names, _NUMBERS)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        is_stored = self.stores_head(self.names_of(f"{name}.0.gate_proj"))
+        return super().experts_method(name, layer) if is_stored else None
+
+    def method(self, name: str, storage: _Layout) -> LinearMethod:
+        return TorchAOLinear(name, storage.config, storage.bits, storage.group_size)
+
+    def described(self, storage: _Layout) -> str:
+        return f"torchao {storage.config}"
+
+
+def _layout_of(config: str, data: Mapping[str, Any]) -> _Layout:
+    within = f"{_TYPE}.default."
+    if config not in _FEW_BITS:
+        granularity = data.get("granularity")
+        each = granularity[-1] if isinstance(granularity, list) and granularity else granularity
+        kind = each.get("_type") if isinstance(each, dict) else None
+        accepted = ("PerRow", None) if config in _INT8 else ("PerRow", "PerTensor", None)
+        choice({"granularity": kind}, "granularity", accepted, None, within)
+        choice(data, "group_size", (None,), None, within)
+        return _Layout(config, 8, -1)
+    key = "granularity" if config == _FEW_BITS[0] else "weight_granularity"
+    granularity = data.get(key)
+    kind = granularity.get("_type") if isinstance(granularity, dict) else None
+    group = -1
+    if choice({key: kind}, key, ("PerGroup", "PerAxis"), None, within) == "PerGroup":
+        of_group = granularity.get("_data") if isinstance(granularity, dict) else None
+        size = of_group.get("group_size") if isinstance(of_group, dict) else None
+        if type(size) is not int or not 4 <= size <= MAX_GROUP or size % 4:
+            raise wrong(f"{within}{key}.group_size", size, "a multiple of 4")
+        group = size
+    choice(data, "intx_packing_format", (_packing(data), None), None, within)
+    dtype = data.get("weight_dtype")
+    name = dtype.get("_data") if isinstance(dtype, dict) else dtype
+    bits = {f"int{bits}": bits for bits in range(1, 9)}
+    chosen = choice({"weight_dtype": name}, "weight_dtype", tuple(bits), None, within)
+    return _Layout(config, bits[chosen], group)
+
+
+def _packing(data: Mapping[str, Any]) -> Any:
+    """Return the setting of the packing if it is a byte for each element."""
+    given = data.get("intx_packing_format")
+    name = given.get("_data") if isinstance(given, dict) else given
+    return given if name in ("UNPACKED_TO_INT8", "unpacked_to_int8") else "UNPACKED_TO_INT8"
+
+
+class TorchAOLinear(RowsLinear):
+    """Elements of a byte each, scales and, of integers, zero points.
+
+    Args:
+        name: of the module.
+        config: the configuration of torchao.
+        bits: of an element.
+        group: inputs that share a scale; -1: all.
+    """
+
+    def __init__(self, name: str, config: str, bits: int, group: int) -> None:
+        self.config, self.bits = config, bits
+        dtype = torch.float8_e4m3fn if config in _FP8 else torch.int8
+        tensors = [
+            RowTensor(name=_NUMBERS, dtypes=(dtype,), dtype=dtype),
+            RowTensor(
+                name=_SCALES,
+                dtypes=SCALES,
+                dtype=torch.float32,
+                of="groups",
+                check=lambda name, source: checked_scales(name, source, zero_is_fine=True),
+            ),
+        ]
+        if config not in _FP8:
+            whole = (torch.int8, torch.int32, torch.int64)
+            tensors.append(
+                RowTensor(name=_ZEROS, dtypes=whole, dtype=torch.int8, of="groups", missing=0)
+            )
+        super().__init__(name, tensors, group)
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        numbers, scales = on_host(layer, _NUMBERS), on_host(layer, _SCALES)
+        if self.config in _FP8:
+            if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
+                raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+            fp8 = Fp8Weight(numbers=numbers, scales=scales, block_inputs=layer.input_size)
+            return without_zero_scales(self.name, fp8)
+        zeros = on_host(layer, _ZEROS)
+        if self.config == _INT8_INPUTS and not bool(zeros.any()):
+            rounding = Int8Weight(numbers=numbers, scales=scales[:, 0])
+            return without_zero_scales(self.name, rounding)
+        if self.bits == 4 and not layer.input_size % 8:
+            middle = 8
+            words = pack_nibbles((numbers + middle).view(torch.uint8)).T.contiguous()
+            weight = GroupedWeight(
+                words=words,
+                bits=4,
+                scales=scales.T.contiguous(),
+                zeros=(zeros.T.to(torch.int16) + middle).contiguous(),
+            )
+        else:
+            weight = GroupedWeight.from_int8(numbers, scales.T.contiguous())
+            weight.zeros.add_(zeros.T)
+        return without_zero_scales(self.name, weight)

@@ -1,0 +1,58 @@
+"""Reads keys and values of older config.json files by the names that transformers has for them.
+
+The spellings of single families are in the table of families.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config.families import family_of
+
+_ROPES = ("rope_parameters", "rope_scaling")
+_TYPES = ("rope_type", "type")
+_DTYPES = ("dtype", "torch_dtype")
+_DTYPE_NAMES = {
+    "auto": None,
+    **dict.fromkeys(("bf16",), "bfloat16"),
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float"), "float32"),
+}
+_FACTORS = {"short_factor", "long_factor"}
+_LONGROPE = "longrope"
+
+
+def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the names that transformers has for its keys and values.
+
+    A key that is there by its usual name stays.
+
+    >>> with_usual_spellings({"model_type": "RefinedWeb", "n_layer": 60})["num_hidden_layers"]
+    60
+    """
+    model_type = raw.get("model_type")
+    family = family_of(model_type)
+    usual = dict(raw)
+    if model_type in family.also_typed:
+        assert isinstance(model_type, str)
+        usual = {**family.values_of_type.get(model_type, {}), **raw}
+        usual["model_type"] = family.model_type
+    for old, name in family.old_keys.items():
+        if old in usual:
+            usual.setdefault(name, usual[old])
+    for key in _DTYPES:
+        dtype = usual.get(key)
+        if isinstance(dtype, str):
+            short = dtype.lower().removeprefix("torch.")
+            usual[key] = _DTYPE_NAMES.get(short, short)
+    for key in _ROPES:
+        if isinstance(usual.get(key), Mapping):
+            usual[key] = _usual_rope(usual[key])
+    return usual
+
+
+def _usual_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotations with factors for short and long texts were `su` and `yarn` before `longrope`."""
+    usual = {k: _usual_rope(v) if isinstance(v, Mapping) else v for k, v in rope.items()}
+    if rope.keys() >= _FACTORS:
+        usual |= {key: _LONGROPE for key in _TYPES if key in usual}
+    return usual

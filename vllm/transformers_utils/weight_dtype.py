@@ -1,0 +1,56 @@
+"""The data type that the weights of a checkpoint have, by the headers of its safetensors files."""
+
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+
+from vllm.errors import WeightLoadError
+from vllm.transformers_utils.weight_files import find_files
+
+_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_LENGTH = struct.Struct("<Q")
+_MOST_HEADER_BYTES = 100 << 20
+"""As safetensors has it."""
+
+
+def dtype_of_files(folder: Path, load_format: str) -> str | None:
+    """Return the data type that most weights have.
+
+    Args:
+        folder: of the checkpoint.
+        load_format: of its files.
+
+    Returns:
+        Name of a torch dtype; None: the files are of another kind, not there, or damaged, which
+        is reported where they are loaded.
+    """
+    try:
+        files = find_files(folder, load_format)
+    except WeightLoadError:
+        return None
+    sizes: Counter[str] = Counter()
+    for path in files:
+        for dtype, num_bytes in _tensors_in(path):
+            if dtype in _NAMES:
+                sizes[dtype] += num_bytes
+    return _NAMES[max(sizes, key=lambda dtype: sizes[dtype])] if sizes else None
+
+
+def _tensors_in(path: Path) -> list[tuple[str, int]]:
+    """Return the data type and the size in bytes of each tensor; empty: it is no such file."""
+    if path.suffix != ".safetensors":
+        return []
+    try:
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > _MOST_HEADER_BYTES:
+                return []
+            entries = json.loads(file.read(length))
+        return [
+            (str(entry["dtype"]), int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+        return []
