@@ -115,8 +115,8 @@ class StateCopies:
 
     Attributes:
         restored: (row, kept state) of rows that begin with a kept state.
-        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of its
-            tokens, n ascending.
+        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of
+            its tokens, n ascending.
     """
 
     restored: tuple[tuple[int, int], ...] = ()

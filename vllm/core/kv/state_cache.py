@@ -58,7 +58,8 @@ class StateCache:
 
         Args:
             request_id: of the request.
-            prefix_hash: of the tokens of its state; None: they are not known, so the state is freed.
+            prefix_hash: of the tokens of its state; None: they are not known, and the state is
+                freed.
         """
         number = self._owned.pop(request_id, None)
         if number is None:
