@@ -293,8 +293,8 @@ def supported_models() -> Iterator[str]:
     yield "drafts and merged prefill, and on a card without prefix caching. On the CPU the prefix"
     yield "cache keeps up to `num_kept_states` states: where prompts part, at the last full block"
     yield "of a prompt, and at the newest full block of an output. `max_num_seqs` is 32 by default"
-    yield "for these models: the states of all requests are allocated at the start, and the log says"
-    yield "how large they are."
+    yield "for these models: the states of all requests are allocated at the start, and the log"
+    yield "says how large they are."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""
         yield f"## {title}"

@@ -158,7 +158,7 @@ class RaggedStates:
     query_start_loc: IntArray
     """[B + 1] the tokens of row b are query_start_loc[b] up to [b + 1]."""
     copies: StateCopies = NO_COPIES
-    """Those that are made in this launch."""
+    """The copies that this launch makes."""
 
     @classmethod
     def build(
