@@ -271,8 +271,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     restored_states: IntArray | None = None
     """[k, 2] (row, kept state): rows that begin with a copy of a kept state; None: no row does."""
     kept_states: IntArray | None = None
-    """[l, 3] (row, n, kept state): what the states of the row are after n of its tokens in this step
-    is copied there; in the order of n for each row. None: nothing is."""
+    """[l, 3] (row, n, kept state): the states of the row after n of its tokens in this step are
+    copied there; in the order of n for each row. None: none are."""
     num_decodes: int = 1
     """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
     token, which is of its output, and has blocks for this many tokens."""

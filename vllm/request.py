@@ -37,9 +37,9 @@ class Request:
         draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight,
             by evidence.
         sort_key: requests with smaller keys go first.
-        state_ends: numbers of its first tokens after which the states of the prompt are kept, those
-            that are still to come.
-        num_kept_tokens: how many of its first tokens the kept state that it owns summarises.
+        state_ends: the lengths of its beginnings whose recurrent states are still to be kept.
+        num_kept_tokens: how many of its first tokens the recurrent state summarises that it owns in
+            the prefix cache.
     """
 
     __slots__ = (

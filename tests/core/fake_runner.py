@@ -98,6 +98,7 @@ class FakeRunner:
         reads_tokens: of several decodes the first that ends a row is the last; False: all run, as
             on a card whose tokens stay there.
         guesses: how right the drafts are that it makes itself.
+        has_states: each row also has a state, which is a hash of all tokens that it has run.
     """
 
     def __init__(
@@ -109,7 +110,11 @@ class FakeRunner:
         stalls_every: int = 0,
         reads_tokens: bool = True,
         guesses: random.Random | None = None,
+        has_states: bool = False,
     ) -> None:
+        self.states: dict[int, int | None] = {}
+        self.num_restored = 0
+        self.has_states = has_states
         self.guesses = guesses or random.Random(0)
         self.stalls_every = stalls_every
         self.reads_tokens = reads_tokens
@@ -152,6 +157,7 @@ class FakeRunner:
         for row, index, count in step.passed_blocks:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
+        self._restore_states(step)
         begins = step.num_computed_tokens.tolist()
         drafts = drafts_of(step)
         for row, guess in drafts.items():
@@ -165,10 +171,27 @@ class FakeRunner:
             work = list(zip(step.rows.tolist(), starts, counts, strict=True))
             for launch in self._launches(work):
                 self._run(launch)
+                self._keep_states(launch, step)
             outputs.append(self._sample(step, work, drafts))
             if step.num_decodes > 1 and self._is_last(outputs[-1]):
                 break
         return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
+
+    def _restore_states(self, step: SchedulerOutput) -> None:
+        assert self.has_states or (step.restored_states is None and step.kept_states is None)
+        new_rows = {new.row for new in step.new_requests}
+        self.states.update(dict.fromkeys(new_rows))
+        for row, number in [] if step.restored_states is None else step.restored_states.tolist():
+            assert row in new_rows
+            self.states[row] = self.states[number]
+            self.num_restored += 1
+
+    def _keep_states(self, launch: list[tuple[int, int, int]], step: SchedulerOutput) -> None:
+        kept = [] if step.kept_states is None else step.kept_states.tolist()
+        assert len({number for _, _, number in kept}) == len(kept), "a state is written twice"
+        for row, count, number in kept:
+            for start in (start for row_id, start, _ in launch if row_id == row):
+                self.states[number] = self.rows[row].content(start + count - 1)
 
     def _guess(self, row: FakeRow, count: int) -> list[int]:
         guess = next_tokens(row.spec, row.token_ids, count)
@@ -237,6 +260,10 @@ class FakeRunner:
             known = start if row.num_computed is None else row.num_computed
             assert start == known, f"{row.spec.request_id}: position {start}, not {known}"
             row.num_computed = start + count
+            if self.has_states:
+                before = row.content(start - 1) if start else None
+                assert self.states[row_id] == before, f"{row.spec.request_id}: wrong state"
+                self.states[row_id] = row.content(start + count - 1)
             assert row.num_computed <= len(row.token_ids), "a token that nobody has sampled"
             for index, table in enumerate(row.tables):
                 for position in range(start, start + count):

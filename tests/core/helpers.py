@@ -19,6 +19,7 @@ from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
+from vllm.core.kv.state_cache import StateCache
 from vllm.core.scheduler import Scheduler
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import (
@@ -79,16 +80,22 @@ def make_scheduler(
     num_stages: int = 1,
     num_pipelined_steps: int | None = None,
     is_dense: bool = False,
+    num_kept_states: int | None = None,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
-    the groups of layers, `limits` are of SchedulerConfig. As many steps run at the same time as
+    the groups of layers, `num_kept_states` is None for a model without states, and `limits` are of
+    SchedulerConfig. As many steps run at the same time as
     there are stages, unless told otherwise."""
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
-    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups, is_dense)
+    states = None
+    if num_kept_states is not None and enable_caching:
+        states = StateCache(config.max_num_seqs, num_kept_states)
+    num_blocks += 1  # the null block
+    cache = KVCacheManager(num_blocks, block_size, enable_caching, events, groups, is_dense, states)
     num_steps = num_stages if num_pipelined_steps is None else num_pipelined_steps
     return Scheduler(config, cache, draft_source, draft_control, num_stages, num_steps)
 
@@ -143,6 +150,7 @@ class Loop:
             stalls_every,
             reads_tokens,
             guesses,
+            has_states=scheduler.cache.states is not None,
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0

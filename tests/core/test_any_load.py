@@ -45,6 +45,8 @@ class Setup:
     """Of a pipeline."""
     num_pipelined_steps: int = 1
     is_dense: bool = False
+    num_kept_states: int | None = None
+    """None: the model has no states."""
     reads_tokens: bool = True
     guesses: random.Random | None = None
     """See FakeRunner."""
@@ -61,6 +63,7 @@ class Setup:
             num_stages=self.num_stages,
             num_pipelined_steps=self.num_pipelined_steps,
             is_dense=self.is_dense,
+            num_kept_states=self.num_kept_states if self.draft_source is None else None,
             **self.limits,
         )
         return Loop(
@@ -108,6 +111,7 @@ def setups(draw: st.DrawFn) -> Setup:
         },
         windows=draw(st.sampled_from(WINDOWS)),
         is_dense=draw(st.booleans()),
+        num_kept_states=draw(st.sampled_from([None, None, 0, 1, 2, 3, 8])),
         reads_tokens=draw(st.booleans()),
     )
 
@@ -239,6 +243,7 @@ def random_setup(rng: random.Random) -> Setup:
         fails_at={str(rng.randrange(40)): rng.randrange(4) for _ in range(3)},
         windows=rng.choice(WINDOWS),
         is_dense=rng.random() < 0.5,
+        num_kept_states=rng.choice([None, None, 0, 1, 2, 3, 8, 30]),
     )
 
 

@@ -485,5 +485,7 @@ def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, mon
     windows = core_of(llm).executor.cache_windows
     if windows == (None,) and family not in WITHOUT_CACHE:  # windows: test_windows.py
         assert (scheduler.num_preemptions > 0) == ("preemption" in setting)
+    if family in STATE_FAMILIES and mode == "CPU":
+        assert scheduler.stats().num_prefix_hits
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks
     assert len(windows) == (GROUPS.get(family, 1) if mode == "CPU" else 1)

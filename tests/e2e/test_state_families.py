@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from tests.hpu import simulated_hpu
-from tests.reach import stats_of
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.reach import core_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
@@ -28,17 +28,45 @@ def test_prompts_end_to_end_would_mix_states_up(models):
         LLM(model=str(models("mamba")), **SETTINGS)
 
 
+def test_a_card_keeps_no_states_of_prefixes(models, caplog):
+    with (
+        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
+        caplog.at_level(logging.INFO, logger="vllm"),
+    ):
+        llm = LLM(model=str(models("mamba")), **SETTINGS, enforce_eager=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if line.startswith("prefix caching is off")]) == 1
+    assert core_of(llm).scheduler.cache.states is None
+
+
+def test_states_are_not_transferred(models, tmp_path):
+    transfer = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    with pytest.raises(ConfigError, match="a model that has recurrent states: blocks are"):
+        LLM(model=str(models("mamba")), **SETTINGS, kv_transfer_config=transfer)
+
+
+def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        for num_bytes, count in ((2**28, 16), (2**21, 0)):
+            LLM(model=str(models("mamba")), **SETTINGS, kv_cache_memory_bytes=num_bytes)
+            said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("States")]
+            assert f" and {count} prefixes" in said[-1]
+
+
 def test_what_states_do_not_allow_is_off_and_said(models, caplog):
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     with caplog.at_level(logging.INFO, logger="vllm"):
         llm = LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)
     said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if line.startswith("prefix caching is off")]) == 1
     assert len([line for line in said if line.startswith("speculative_config has no")]) == 1
     again = [5, 6, 7, 8] * 10
     first, second = (
         llm.generate({"prompt_token_ids": again}, PARAMS, use_tqdm=False)[0] for _ in range(2)
     )
-    assert second.num_cached_tokens == 0
+    assert second.num_cached_tokens == 32
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     assert stats_of(llm).drafts.num_drafts == 0

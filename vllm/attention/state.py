@@ -115,8 +115,8 @@ class StateCopies:
 
     Attributes:
         restored: (row, kept state) of rows that begin with a kept state.
-        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of its
-            tokens, n ascending.
+        kept: index of a row in the launch -> (n, kept state) for states that are kept after n of
+            its tokens, n ascending.
     """
 
     restored: tuple[tuple[int, int], ...] = ()
@@ -158,7 +158,7 @@ class RaggedStates:
     query_start_loc: IntArray
     """[B + 1] the tokens of row b are query_start_loc[b] up to [b + 1]."""
     copies: StateCopies = NO_COPIES
-    """Those that are made in this launch."""
+    """The copies that this launch makes."""
 
     @classmethod
     def build(

@@ -32,7 +32,7 @@ class Plan:
     first_admitted: list[Request] = field(default_factory=list)
     """Admitted requests that were never admitted before."""
     restored_states: list[tuple[int, int]] = field(default_factory=list)
-    """See `SchedulerOutput`."""
+    """Requests that begin with a kept recurrent state, as in `SchedulerOutput`."""
     num_decodes: int = 1
     """See `SchedulerOutput`."""
     drafts: dict[int, list[int]] = field(default_factory=dict)

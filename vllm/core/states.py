@@ -1,5 +1,4 @@
-"""Which states of the rows of a step are kept, for models whose layers have a state of each
-request."""
+"""The recurrent states of a step that are kept for the prefix cache."""
 
 import numpy as np
 

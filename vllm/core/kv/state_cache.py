@@ -1,4 +1,4 @@
-"""Which states of layers with states are kept, and of which tokens each one is."""
+"""The recurrent states that are kept for the prefix cache, by the tokens of each."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ class StateCache:
     """Kept states, found by the hash of the tokens that they summarise.
 
     A kept state is one more row of the tensors in which running requests have their states. A
-    request may own one of them, which it overwrites as it goes on and publishes when it leaves the
-    batch: only then all of its tokens are known. When no state is free, the one that was not used
+    request may own one of them. It overwrites that at each block, and publishes it when it leaves
+    the batch, as all of its tokens are known then. When no state is free, the one that was not used
     for the longest time makes room; at most half of all states are owned.
 
     Args:
@@ -58,7 +58,8 @@ class StateCache:
 
         Args:
             request_id: of the request.
-            prefix_hash: of the tokens of its state; None: they are not known, so the state is freed.
+            prefix_hash: of the tokens of its state; None: they are not known, and the state is
+                freed.
         """
         number = self._owned.pop(request_id, None)
         if number is None:

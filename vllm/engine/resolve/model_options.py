@@ -219,8 +219,8 @@ _ROWS_WITH_STATES = 32
 def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
     """The settings of a model whose layers keep a state of each request.
 
-    A state is a summary of all tokens so far. It cannot go back to an earlier token, so no draft can
-    be taken back, and a prefix is found only where its state was kept.
+    A state is a summary of all tokens so far. It cannot go back to an earlier token, so no draft
+    can be taken back, and a prefix is found only where its state was kept.
 
     Raises:
         ConfigError: prompts are to be laid end to end.

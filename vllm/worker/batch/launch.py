@@ -23,8 +23,9 @@ class Launch:
     num_drafts: IntArray | None = field(default=None, kw_only=True)
     """[n] number of drafts among them, which are the last ones; None if no row has drafts."""
     restored_states: IntArray | None = field(default=None, kw_only=True)
+    """Copies of kept states before the tokens run, as in `SchedulerOutput`."""
     kept_states: IntArray | None = field(default=None, kw_only=True)
-    """See `SchedulerOutput`."""
+    """Copies to kept states after some of the tokens, as in `SchedulerOutput`."""
 
     @property
     def starts(self) -> IntArray:

@@ -1,0 +1,61 @@
+"""Prefix caching of a model whose layers have a state of each request."""
+
+from tests.core.helpers import Loop, make_request, make_scheduler
+
+PROMPT = list(range(100, 121))
+
+
+def run(loop: Loop, name: str, prompt: list[int], **more) -> int:
+    """Run a request to its end. Returns how many of its tokens were found in the cache."""
+    loop.add(make_request(name, prompt=prompt, **more))
+    loop.run()
+    return loop.results[name].num_cached_tokens[0]
+
+
+def states_loop(**settings) -> Loop:
+    return Loop(make_scheduler(block_size=4, num_kept_states=8, **settings), depth=1)
+
+
+def test_a_prompt_is_found_up_to_its_last_full_block():
+    loop = states_loop(max_num_batched_tokens=9)
+    assert run(loop, "first", PROMPT, max_tokens=1) == 0
+    assert run(loop, "again", PROMPT, max_tokens=1) == 20
+    assert run(loop, "a token more", [*PROMPT, 1], max_tokens=1) == 20
+    assert run(loop, "another salt", PROMPT, max_tokens=1, salt="mine") == 0
+    assert loop.runner.num_restored == 2
+
+
+def test_the_next_turn_of_a_conversation_begins_behind_the_last_answer():
+    loop = states_loop()
+    run(loop, "first", PROMPT, max_tokens=14)
+    spoken = [*PROMPT, *loop.results["first"].token_ids]
+    assert len(spoken) == 35
+    assert run(loop, "second", [*spoken, 1, 2, 3], max_tokens=1) == 32
+
+
+def test_a_state_is_kept_where_prompts_part():
+    loop = states_loop()
+    common = PROMPT[:12]
+    assert run(loop, "first", [*common, *[1] * 10], max_tokens=1) == 0
+    assert run(loop, "second", [*common, *[2] * 10], max_tokens=1) == 0, "its blocks are known only"
+    assert run(loop, "third", [*common, *[3] * 10], max_tokens=1) == 12
+
+
+def test_without_room_nothing_is_found():
+    loop = Loop(make_scheduler(block_size=4, num_kept_states=0))
+    assert [run(loop, name, PROMPT, max_tokens=9) for name in "ab"] == [0, 0]
+
+
+def test_the_oldest_states_make_room():
+    loop = Loop(make_scheduler(block_size=4, num_kept_states=2))
+    prompts = [[number, *PROMPT] for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        run(loop, f"first {number}", prompt, max_tokens=1)
+    assert [run(loop, f"again {n}", prompts[n], max_tokens=1) for n in (2, 1, 0)] == [20, 20, 0]
+
+
+def test_an_empty_cache_has_no_states():
+    loop = states_loop()
+    run(loop, "first", PROMPT, max_tokens=1)
+    assert loop.scheduler.cache.forget_all()
+    assert run(loop, "again", PROMPT, max_tokens=1) == 0
