@@ -64,7 +64,13 @@ def assert_close(name, got, want, *, rounds, most):
         torch.testing.assert_close(got, want, rtol=0, atol=most)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "gptq-4", "ct-w4a16-asym-order"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp8-block", "gptq-4", "ct-w4a16-asym-order", "nvfp4", "bnb-nf4"),
+        *("mxfp8", "bnb-int8", "awq-gemv", "mlx-4", "hqq-4", "torchao-int4"),
+    ],
+)
 def test_a_format_takes_dummy_weights(checkpoint, ops, name):
     model = load(checkpoint(name)[0], load_format="dummy")
     assert logits_of(model, prompt_of(3)).isfinite().all()

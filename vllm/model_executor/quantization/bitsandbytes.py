@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Index, Place, Source
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import (
     RowsLinear,
     RowTensor,
@@ -27,7 +26,7 @@ from vllm.model_executor.quantization.row_tensors import (
     checked,
     finite,
 )
-from vllm.model_executor.quantization.settings import Settings, choice, is_listed, names, wrong
+from vllm.model_executor.quantization.settings import Settings, choice, names, wrong
 from vllm.ops.stored_weight import GroupedWeight, StoredWeight, nibbles_of
 
 _BLOCK, _NESTED_BLOCK = 64, 256
@@ -46,7 +45,7 @@ class _Table:
     """Scales are bytes with scales of their own."""
 
 
-class BitsAndBytes(CheckpointFormat["_Table | str"]):
+class BitsAndBytes(NamedFormat["_Table | str"]):
     """`quant_method: bitsandbytes`. Names of tensors say which layers are stored so."""
 
     def __init__(self, settings: Settings) -> None:
@@ -65,23 +64,12 @@ class BitsAndBytes(CheckpointFormat["_Table | str"]):
             self.table = _Table(kind, is_nested)
         self.ignored = names(settings, "llm_int8_skip_modules")
 
-    def storage_of(self, names: Names) -> "_Table | str | None":
-        if self._is_stored(names):
-            return _INT8 if self.table is None else self.table
-        if self.has_tensor(names, "weight") or is_listed(names, self.ignored):
-            return None
+    @property
+    def telling_tensor(self) -> str:
+        return "SCB" if self.table is None else "weight.absmax"
+
+    def storage(self, names: Names) -> "_Table | str":
         return _INT8 if self.table is None else self.table
-
-    def _is_stored(self, names: Names) -> bool:
-        return self.has_tensor(names, "SCB" if self.table is None else "weight.absmax")
-
-    def stores_head(self, names: Names) -> bool:
-        return self._is_stored(names)
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        if not self._is_stored(self.names_of(f"{name}.0.gate_proj")):
-            return None
-        return super().experts_method(name, layer)
 
     def method(self, name: str, storage: "_Table | str") -> LinearMethod:
         return TableLinear(name, storage) if isinstance(storage, _Table) else ScaledInt8(name)

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredHead, StoredLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.quantization.settings import part_names
+from vllm.model_executor.quantization.settings import is_listed, part_names
 
 logger = init_logger(__name__)
 
@@ -140,3 +140,32 @@ class CheckpointFormat(Quantization, Generic[Storage]):
     def names_of(self, name: str) -> list[str]:
         """Return all names that a module may have in the settings or files, its own first."""
         return [name, *self.names.of_module(name)]
+
+
+class NamedFormat(CheckpointFormat[Storage]):
+    """A format whose tensors tell by their names which layers are stored in it."""
+
+    ignored: Sequence[str] = ()
+    """Layers that are dense by the settings, which may be incomplete."""
+
+    @property
+    @abstractmethod
+    def telling_tensor(self) -> str:
+        """The end of the name of a tensor that dense layers do not have."""
+
+    @abstractmethod
+    def storage(self, names: Names) -> Storage | None:
+        """Return the storage of a layer that is not dense."""
+
+    def storage_of(self, names: Names) -> Storage | None:
+        is_dense = self.has_tensor(names, "weight") or is_listed(names, self.ignored)
+        if is_dense and not self.has_tensor(names, self.telling_tensor):
+            return None
+        return self.storage(names)
+
+    def stores_head(self, names: Names) -> bool:
+        return self.has_tensor(names, self.telling_tensor)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        is_stored = self.stores_head(self.names_of(f"{name}.0.gate_proj"))
+        return super().experts_method(name, layer) if is_stored else None

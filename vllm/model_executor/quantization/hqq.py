@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Source
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, finite
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
@@ -45,7 +44,7 @@ class _Layout:
     group_size: int
 
 
-class HQQ(CheckpointFormat[_Layout]):
+class HQQ(NamedFormat[_Layout]):
     """`quant_method: hqq`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -65,20 +64,13 @@ class HQQ(CheckpointFormat[_Layout]):
         }
         self.ignored = names(settings, "skip_modules")
 
-    def storage_of(self, names: Names) -> _Layout | None:
-        if not self.has_tensor(names, "W_q") and (
-            self.has_tensor(names, "weight") or is_listed(names, self.ignored)
-        ):
-            return None
+    @property
+    def telling_tensor(self) -> str:
+        return "W_q"
+
+    def storage(self, names: Names) -> _Layout | None:
         tags = (tag for tag in self.layouts if not tag or is_listed(names, [tag]))
         return next((self.layouts[tag] for tag in tags), None)
-
-    def stores_head(self, names: Names) -> bool:
-        return self.has_tensor(names, "W_q")
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        is_stored = self.stores_head(self.names_of(f"{name}.0.gate_proj"))
-        return super().experts_method(name, layer) if is_stored else None
 
     def method(self, name: str, storage: _Layout) -> LinearMethod:
         return HQQLinear(name, storage.bits, storage.group_size)

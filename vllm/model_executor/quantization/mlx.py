@@ -14,11 +14,10 @@ from vllm.model_executor.layers.embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS
 from vllm.model_executor.layers.stored.stored_linear import SCALES, StoredTable, on_host
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.float_groups import (
     GROUPS,
     FloatKind,
@@ -54,7 +53,7 @@ class _Layout:
     group_size: int
 
 
-class MLX(CheckpointFormat[_Layout]):
+class MLX(NamedFormat[_Layout]):
     """`quantization` of MLX. Names of tensors say which layers are stored so."""
 
     def __init__(self, settings: Settings) -> None:
@@ -71,13 +70,12 @@ class MLX(CheckpointFormat[_Layout]):
         }
         self.table: Names = ()
 
-    def storage_of(self, names: Names) -> _Layout | None:
-        if not self.has_tensor(names, "scales") and self.has_tensor(names, "weight"):
-            return None
-        return next((self.of_layers[n] for n in names if n in self.of_layers), self.layout)
+    @property
+    def telling_tensor(self) -> str:
+        return "scales"
 
-    def stores_head(self, names: Names) -> bool:
-        return self.has_tensor(names, "scales")
+    def storage(self, names: Names) -> _Layout:
+        return next((self.of_layers[n] for n in names if n in self.of_layers), self.layout)
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         is_head = isinstance(layer, ParallelLMHead)
@@ -85,12 +83,8 @@ class MLX(CheckpointFormat[_Layout]):
             return super().embedding_method(name, layer)
         if not is_head:
             self.table = self.names_of(name)
-        storage = self.storage_of(self.table) if self.stores_head(self.table) else None
+        storage = self.storage(self.table) if self.stores_head(self.table) else None
         return None if storage is None else StoredTable(self.method(self.table[0], storage))
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        is_stored = self.has_tensor(self.names_of(f"{name}.0.gate_proj"), "scales")
-        return super().experts_method(name, layer) if is_stored else None
 
     def method(self, name: str, storage: _Layout) -> RowsLinear:
         return MLXLinear(name, storage.mode, storage.bits, storage.group_size)

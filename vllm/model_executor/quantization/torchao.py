@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
-from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
+from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
     choice,
-    is_listed,
     names,
     wrong,
 )
@@ -53,7 +51,7 @@ class _Layout:
     """Inputs that share a scale; -1: all."""
 
 
-class TorchAO(CheckpointFormat[_Layout]):
+class TorchAO(NamedFormat[_Layout]):
     """`quant_method: torchao`."""
 
     def __init__(self, settings: Settings) -> None:
@@ -73,18 +71,12 @@ class TorchAO(CheckpointFormat[_Layout]):
         self.layout = _layout_of(name, data)
         self.ignored = names(settings, "modules_to_not_convert")
 
-    def storage_of(self, names: Names) -> _Layout | None:
-        if self.has_tensor(names, _NUMBERS):
-            return self.layout
-        is_dense = self.has_tensor(names, "weight") or is_listed(names, self.ignored)
-        return None if is_dense else self.layout
+    @property
+    def telling_tensor(self) -> str:
+        return _NUMBERS
 
-    def stores_head(self, names: Names) -> bool:
-        return self.has_tensor(names, _NUMBERS)
-
-    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        is_stored = self.stores_head(self.names_of(f"{name}.0.gate_proj"))
-        return super().experts_method(name, layer) if is_stored else None
+    def storage(self, names: Names) -> _Layout:
+        return self.layout
 
     def method(self, name: str, storage: _Layout) -> LinearMethod:
         return TorchAOLinear(name, storage.config, storage.bits, storage.group_size)
