@@ -46,9 +46,9 @@ class CacheConfig:
     made to collide."""
 
     num_kept_states: int = 16
-    """Recurrent (Mamba) states that the prefix cache keeps, for models that have them. There are
-    fewer where they would take more than a quarter of the memory of the cache. 0: no prefix caching
-    of these models."""
+    """How many recurrent states the prefix cache keeps, for models with Mamba, DeltaNet or short
+    convolution layers. It keeps fewer where they would take more than a quarter of the memory of
+    the cache. 0: no prefix caching of these models."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")

@@ -113,7 +113,7 @@ class GrammarCompiler:
         start_in_short_turns(self._start_first, "grammar-start")
 
     def close(self) -> None:
-        """End the processes, also while they start. Running compilations fail."""
+        """End the processes, even while they start. Running compilations fail."""
         self._is_closed = True
         if self._server is None:
             return

@@ -141,7 +141,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         if not isinstance(period, int) or not isinstance(first, int) or period < 1:
             keys = " and ".join(family.attention_period_keys)
             raise ConfigError(
-                f"config.json: {keys} must be whole numbers, the first of them at least 1, got "
+                f"config.json: {keys} must be integers, the first of them at least 1, got "
                 f"{period!r} and {first!r}. Correct the file"
             )
         return tuple(index % period != first for index in range(num_layers))

@@ -57,7 +57,7 @@ class GGUFFacts:
     alibi_layers: int | None = None
     """Number of layers of the model that has ALiBi. The metadata does not say it."""
     has_fused_gate: bool = False
-    """`ffn_up` has the gate projection, and the up projection behind it."""
+    """`ffn_up` has the gate projection, followed by the up projection."""
     head_norms: Literal["one", "per_head", "all_heads"] = "one"
     """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
     window_period: int | None = None
@@ -65,7 +65,7 @@ class GGUFFacts:
     has_neighbour_rotations: bool = False
     """Queries and keys are stored for rotations of neighbouring elements of a head."""
     has_post_norms: bool = False
-    """Layers also have norms behind attention and MLP."""
+    """Layers also have norms after attention and MLP."""
     has_window_theta: bool = False
     """Layers with a window have rotations of their own."""
     unscaled_layers: int | None = None
@@ -122,7 +122,7 @@ class Family:
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
     has_mtp_layers: bool = False
-    """Checkpoints may have layers behind the last one that guess further tokens, in the form of
+    """Checkpoints may have further layers that guess further tokens, in the form of
     DeepSeek V3, for speculative decoding."""
 
     # ---- attention and windows

@@ -149,7 +149,7 @@ class TokenFeatures(nn.Module):
 
 
 class FeatureGate(nn.Module):
-    """What the features of a layer add to its hidden states, with a gate.
+    """Gated features of each token and layer, added to the hidden states, with a gate.
 
     P features.
 
