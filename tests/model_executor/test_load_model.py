@@ -132,6 +132,20 @@ def test_tied_weights_stay_one(tiny_model, tmp_path):
     assert torch.equal(logits_of(load(folder), INPUT_IDS), logits_of(model, INPUT_IDS))
 
 
+def test_the_first_checkpoint_of_yi_is_a_llama_with_other_names(llama, want):
+    names = {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}
+    tensors = {}
+    for name, tensor in tensors_of(llama).items():
+        parts = [names.get(part, part) for part in name.split(".")]
+        tensors[".".join(parts)] = tensor
+    put(llama, tensors)
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"architectures": ["YiForCausalLM"], "model_type": "Yi"}
+    (llama / "config.json").write_text(json.dumps(config))
+    assert any(".ln1." in name for name in tensors)
+    assert_loads(llama, want)
+
+
 def test_names_that_are_no_weights_are_ignored(llama, want):
     tensors = tensors_of(llama)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)

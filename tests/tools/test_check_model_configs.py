@@ -1,0 +1,17 @@
+"""The program that starts published configs: what it counts as running, and as refused."""
+
+from benchmarks.check_model_configs import read_configs, run
+
+
+def test_a_config_runs_or_is_refused_with_its_line():
+    configs = read_configs()
+    assert run(*configs["Falcon 40B (first file)"]) == ("runs", "")
+    result, message = run(*configs["Llama 3.1 8B bitsandbytes"])
+    assert result == "refused" and "quantized with 'bitsandbytes'" in message
+
+
+def test_values_that_are_null_in_the_table_are_left_out():
+    config, files = read_configs()["Llama 2 7B GPTQ (first file)"]
+    assert files["quantize_config.json"]["bits"] == 4 and "quantization_config" not in config
+    assert "n_layer" in read_configs()["Falcon 7B (first file)"][0]
+    assert "num_hidden_layers" not in read_configs()["Falcon 7B (first file)"][0]
