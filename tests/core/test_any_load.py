@@ -47,7 +47,7 @@ class Setup:
     is_dense: bool = False
     reads_tokens: bool = True
     guesses: random.Random | None = None
-    """See FakeRunner."""
+    """For random guesses, as FakeRunner makes them."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
