@@ -235,7 +235,7 @@ def growth(samples: list[dict[str, float]], name: str) -> float:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the requests and print the memory at each reading."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=16)

@@ -49,7 +49,7 @@ class Setup:
     """None: the model has no states."""
     reads_tokens: bool = True
     guesses: random.Random | None = None
-    """See FakeRunner."""
+    """For random guesses, as FakeRunner makes them."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(

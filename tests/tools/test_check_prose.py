@@ -44,6 +44,8 @@ ERROR = '"""Check it."""\nraise ValueError({})\n'
         ("tests/x.py", FUNCTION.format("The sizes."), []),
         ("vllm/x.py", '@property\ndef f():\n    """The sizes."""', []),
         ("vllm/x.py", FUNCTION.format("As `Ops.moe`."), [(3, "docstring-verb"), (3, "pointer")]),
+        ("vllm/x.py", FUNCTION.format("See the class."), [(3, "docstring-verb"), (3, "pointer")]),
+        ("vllm/x.py", FUNCTION.format("Read it; see `Ops.moe`."), []),
         ("vllm/x.py", '"""What it allows."""', [(1, "what-clause")]),
         # ---- words of the glossary, where they count
         ("vllm/x.py", '"""Check it.\n\nGo on with\nproducts."""', [(4, "product")]),

@@ -95,7 +95,7 @@ class ForeignReasoningParser:
         return GrammarStart(thought_starts=kind.starts, thought_ends=ends)
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """See `ReasoningParser.feed`."""
+        """Read new text. Returns the new (thoughts, answer), each None if there is none."""
         if not text and not token_ids:
             return None, None
         delta = _method(self._parser, _STREAMED)(**self._history.grow(text, token_ids))
@@ -106,7 +106,7 @@ class ForeignReasoningParser:
         return reasoning, delta.content
 
     def finish(self) -> tuple[str | None, str | None]:
-        """See `ReasoningParser.finish`; only a parser derived from ours holds something back."""
+        """End the text. Only a parser derived from ours has held something back."""
         held_back: tuple[str | None, str | None] = self._parser.finish()
         self._thoughts.append(held_back[0] or "")
         return held_back
@@ -118,15 +118,15 @@ class ForeignReasoningParser:
         return markers
 
     def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
-        """See `ReasoningParser.is_reasoning_end`."""
+        """Return whether these output tokens hold the end of the thoughts."""
         return bool(self._parser.is_reasoning_end(list(token_ids)))
 
     def extract_content_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """See `ReasoningParser.extract_content_ids`."""
+        """Return the output tokens after the end of the thoughts."""
         return list(self._parser.extract_content_ids(list(token_ids)))
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """See `ReasoningParser.read_whole`."""
+        """Split a complete text into (thoughts, answer)."""
         reasoning, content = _method(self._parser, _WHOLE)(text, request=self._request)
         self._history.text, self._thoughts = text, [reasoning or ""]
         return reasoning, content

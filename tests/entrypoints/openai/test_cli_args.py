@@ -120,8 +120,9 @@ def test_a_bad_value_is_an_error_that_names_it(argv, message):
 
 
 def test_flags_of_the_fork_without_effect_are_accepted():
-    read("--api-server-count", "2", "--disable-frontend-multiprocessing")
-    read("--enable-server-load-tracking", "--disable-log-requests", "--swap-space", "4")
+    flags = ["--api-server-count", "2", "--disable-frontend-multiprocessing"]
+    flags += ["--enable-server-load-tracking", "--disable-log-requests", "--swap-space", "4"]
+    assert read(*flags) == read()
 
 
 FILE = """

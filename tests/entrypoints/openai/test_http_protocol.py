@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 
@@ -63,7 +64,8 @@ async def talk(*parts, pause_s=0.0, **options):
 
 
 async def trickle(head, piece, **options):
-    """What a server answers to a client that sends small pieces until nobody takes them."""
+    """What a server answers to a client that sends a piece, or each of some pieces, until nobody
+    takes them."""
     answer = b""
 
     async def read(reader):
@@ -71,13 +73,14 @@ async def trickle(head, piece, **options):
         while part := await reader.read(65536):
             answer += part
 
+    pieces = itertools.repeat(piece) if isinstance(piece, bytes) else piece
     async with serve(**options) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         reading = asyncio.ensure_future(read(reader))
         with contextlib.suppress(ConnectionError):
             writer.write(head)
             while not writer.is_closing():
-                writer.write(piece)
+                writer.write(next(pieces))
                 await writer.drain()
                 await asyncio.sleep(0.005)
         await asyncio.gather(reading, return_exceptions=True)
@@ -201,7 +204,9 @@ def test_a_client_that_sends_everything_first_reads_413(is_chunked):
 def test_a_body_without_end_is_read_for_a_while_only(monkeypatch):
     monkeypatch.setattr(http_protocol, "MAX_LINGER_BYTES", 2**20)
     application = BodyLimits(app, max_bytes=100, timeout_s=60.0)
-    asyncio.run(trickle(JSON_REQUEST % 10**12, b"x" * 2**16, application=application))
+    pieces = iter([b"x" * 2**16] * 1000)
+    answer = asyncio.run(trickle(JSON_REQUEST % 10**12, pieces, application=application))
+    assert answer.startswith(b"HTTP/1.1 413 ") and next(pieces, None) is not None
 
 
 @pytest.mark.parametrize("head", [JSON_REQUEST % 1000, CHUNKED_REQUEST])

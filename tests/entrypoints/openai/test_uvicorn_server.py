@@ -199,8 +199,11 @@ def test_a_socket_file_of_a_server_that_was_killed_is_replaced(tmp_path):
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(path)
+    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
     with bind(ServerArgs(uds=path)), socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
+        assert client.getpeername() == path
 
 
 def test_another_file_is_not_taken_for_a_socket(tmp_path):

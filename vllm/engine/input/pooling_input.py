@@ -99,7 +99,7 @@ class PoolingInput:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
-        """See `InputProcessor.process_pooling`."""
+        """Check a request to a pooling model, and tokenise it."""
         if not isinstance(params, PoolingParams):
             raise RequestError(
                 f"expected PoolingParams, got {type(params).__name__}", param="pooling_params"

@@ -57,7 +57,7 @@ class ByteDetokenizer:
         self._strip = strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
+        """Add tokens. Returns the text that is final now."""
         if self._is_complete and len(token_ids) == 1 and not self._strip:
             whole = self._texts[token_ids[0]]
             if whole is not None:
@@ -71,7 +71,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
+        """Return the rest at the end of the output."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -99,11 +99,11 @@ class WindowDetokenizer:
         """Characters of the window's text that were shown, or belong to the prompt."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
+        """Add tokens. Returns the text that is final now."""
         return "".join([self._push_one(t) for t in token_ids if t in self._shown_ids])
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
+        """Return the rest at the end of the output."""
         return self._decode(self._window)[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:

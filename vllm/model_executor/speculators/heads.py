@@ -77,7 +77,7 @@ class Medusa(Speculator):
         return super().find_files(folder, load_format)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """See the class."""
+        """Convert one tensor of a checkpoint to the names of the heads; none: it is not used."""
         if name.startswith(("model.", "lm_head.")):
             return ()
         for pattern, replacement in self._patterns:

@@ -57,7 +57,7 @@ class LLGuidanceBackend:
         any_whitespace: bool = True,
         whitespace_pattern: str | None = None,
     ) -> bytes:
-        """See `Backend`."""
+        """Compile the content of a `Grammar`; raises BackendError if the library refuses it."""
         options = json_options(any_whitespace, whitespace_pattern)
         try:
             grammar = self._grammar(kind, source, options)
@@ -85,7 +85,7 @@ class LLGuidanceBackend:
         raise BackendError(f"llguidance does not know {kind} grammars")
 
     def load(self, content: bytes) -> "LLGuidanceGrammar":
-        """See `Backend`."""
+        """Load a result of `compile`; raises BackendError if it cannot be used."""
         first = llguidance.LLMatcher(self._tokenizer, content.decode(), log_level=0)
         if first.is_error():
             raise BackendError(_first_lines(first.get_error()))
@@ -93,32 +93,32 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """See `LoadedGrammar`."""
+    """A compiled grammar in memory."""
 
     def __init__(self, first: llguidance.LLMatcher, num_words: int) -> None:
         self._first = first
         self._num_words = num_words
 
     def matcher(self) -> "LLGuidanceMatcher":
-        """See `LoadedGrammar`."""
+        """Make a matcher at the beginning of an output."""
         return LLGuidanceMatcher(self._first.deep_copy(), self._num_words)
 
 
 class LLGuidanceMatcher:
-    """See `BackendMatcher`."""
+    """The state of one output in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
         self._matcher = matcher
         self._words = np.empty(num_words, np.int32)
 
     def fill(self, mask: IntArray) -> None:
-        """See `BackendMatcher`."""
+        """Write the mask of the tokens that are allowed next."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
         mask[:] = self._words[: len(mask)]
 
     def is_complete(self) -> bool:
-        """See `BackendMatcher`."""
+        """Return whether the output may end here; only known after `fill`."""
         return self._matcher.is_accepting()
 
     def can_accept(self, token_id: int) -> bool:
@@ -126,13 +126,13 @@ class LLGuidanceMatcher:
         return bool(self._matcher.validate_tokens([token_id]))
 
     def accept(self, token_id: int) -> None:
-        """See `BackendMatcher`."""
+        """Add a text token; raises BackendError if the grammar does not allow it."""
         if not self._matcher.consume_token(token_id):
             self._check()
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
     def rollback(self, num_tokens: int) -> None:
-        """See `BackendMatcher`."""
+        """Take back the last accepted tokens."""
         self._matcher.rollback(num_tokens)
         self._check()
 

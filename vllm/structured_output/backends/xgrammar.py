@@ -37,7 +37,7 @@ class XGrammarBackend:
         any_whitespace: bool = True,
         whitespace_pattern: str | None = None,
     ) -> bytes:
-        """See `Backend`."""
+        """Compile the content of a `Grammar`; raises BackendError if the library refuses it."""
         if whitespace_pattern is not None:
             raise BackendError("xgrammar takes no whitespace pattern")
         try:
@@ -66,7 +66,7 @@ class XGrammarBackend:
         raise BackendError(f"xgrammar does not know {kind} grammars")
 
     def load(self, content: bytes) -> "XGrammar":
-        """See `Backend`."""
+        """Load a result of `compile`; raises BackendError if it cannot be used."""
         try:
             compiled = xgrammar.CompiledGrammar.deserialize_json(content.decode(), self._info)
         except (RuntimeError, ValueError) as error:
@@ -75,26 +75,26 @@ class XGrammarBackend:
 
 
 class XGrammar:
-    """See `LoadedGrammar`."""
+    """A compiled grammar in memory."""
 
     def __init__(self, compiled: Any, num_words: int) -> None:
         self._compiled = compiled
         self._num_words = num_words
 
     def matcher(self) -> "XGrammarMatcher":
-        """See `LoadedGrammar`."""
+        """Make a matcher at the beginning of an output."""
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._num_words)
 
 
 class XGrammarMatcher:
-    """See `BackendMatcher`."""
+    """The state of one output in its grammar."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher = matcher
         self._words = np.empty(num_words, np.int32)
 
     def fill(self, mask: IntArray) -> None:
-        """See `BackendMatcher`."""
+        """Write the mask of the tokens that are allowed next."""
         try:
             self._matcher.fill_next_token_bitmask(self._words[None])
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class XGrammarMatcher:
         mask[:] = self._words[: len(mask)]
 
     def is_complete(self) -> bool:
-        """See `BackendMatcher`."""
+        """Return whether the output may end here; only known after `fill`."""
         return bool(self._matcher.is_completed())
 
     def can_accept(self, token_id: int) -> bool:
@@ -113,12 +113,12 @@ class XGrammarMatcher:
         return True
 
     def accept(self, token_id: int) -> None:
-        """See `BackendMatcher`."""
+        """Add a text token; raises BackendError if the grammar does not allow it."""
         if not self._matcher.accept_token(token_id):
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
     def rollback(self, num_tokens: int) -> None:
-        """See `BackendMatcher`."""
+        """Take back the last accepted tokens."""
         self._matcher.rollback(num_tokens)
 
 

@@ -45,7 +45,7 @@ class JsonToolParser(ToolParser):
         return tuple(starts)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read the JSON after a marker, or without one, and what may close it."""
         if (yield from self.read_json(is_marked=bool(marker))):
             yield from self.read_closing(*self.closing)
 

@@ -56,7 +56,7 @@ class InternLMToolParser(JsonToolParser):
     form = CallForm(arguments_key="parameters", starts=("<|action_start|><|plugin|>",))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read the call after a further marker."""
         yield from self.stream.skip_space()
         if (yield from self.stream.read_literal("<|plugin|>")):
             yield from super().read_calls(marker)
@@ -111,7 +111,7 @@ class Phi4MiniToolParser(JsonToolParser):
         return ("functools[",)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read a list that follows the word at once."""
         # In prose the word is a Python module; only a list that follows at once is a call.
         if (yield from self.stream.peek()) == "[":
             yield from super().read_calls(marker)
@@ -129,7 +129,7 @@ class XlamToolParser(JsonToolParser):
         return tuple(start for start in super().call_starts(names) if start not in others)
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read calls; what has no marker of calls needs arguments."""
         if marker == "</think>":
             self.release()  # it ends the thoughts before it, which are content here
         if marker == "```":
@@ -163,7 +163,7 @@ class MistralToolParser(JsonToolParser):
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read a list of calls, or one call by its name."""
         stream = self.stream
         if (yield from stream.skip_space()) in ("[", "{"):
             yield from self.read_json(is_marked=True)

@@ -46,7 +46,7 @@ class ForeignToolParser:
         """Index of a call -> the arguments sent so far."""
 
     def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
-        """See `ToolParser.adjust_request`."""
+        """Prepare a request whose output this parser will read. Returns the request."""
         adjusted = self._parser.adjust_request(request=request)
         if adjusted is not None and adjusted is not request:
             for name in type(request).model_fields:
@@ -72,7 +72,7 @@ class ForeignToolParser:
         return starts
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """See `ToolParser.feed`."""
+        """Read new text. Returns the new content and the new parts of calls."""
         if not text and not token_ids:
             return []
         arguments = self._history.grow(text, token_ids)
@@ -83,7 +83,7 @@ class ForeignToolParser:
         return [ParsedDelta(delta.content, calls)]
 
     def finish(self) -> list[ParsedDelta]:
-        """See `ToolParser.finish`: what is known of the last call's arguments and was not sent."""
+        """End the text. Returns what is known of the last call's arguments and was not sent."""
         held_back: list[ParsedDelta] = self._parser.finish()
         if held_back:  # by a parser of ours, from which this one is derived
             for delta in held_back:
@@ -103,7 +103,7 @@ class ForeignToolParser:
         return []
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """See `ToolParser.read_whole`."""
+        """Read a complete text; the only call for a parser."""
         found = self._parser.extract_tool_calls(text, request=self._request)
         calls = [
             self._note({"index": index, **_as_dict(call)})

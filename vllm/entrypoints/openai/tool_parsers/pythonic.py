@@ -25,7 +25,7 @@ class PythonicToolParser(ToolParser):
         return (*self.markers, *(f"[{name}(" for name in names))
 
     def read_calls(self, marker: str) -> Wait[None]:
-        """See `ToolParser.read_calls`."""
+        """Read a list of Python calls, where it should begin."""
         yield from self.read_list()
 
     def read_list(self) -> Wait[bool]:
