@@ -4,6 +4,7 @@ Names, sizes and the order of rows are written here by the published description
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -312,7 +313,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         or 2048,
         "embedding_length": hidden,
         "block_count": _first(config, "num_hidden_layers", "n_layer", "n_layers"),
-        "feed_forward_length": inner,
+        "feed_forward_length": None if arch == "gpt-oss" else inner,
         "attention.head_count": num_heads,
         "attention.head_count_kv": _num_kv_heads(config),
         "attention.key_length": config.get("head_dim"),
@@ -320,6 +321,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_epsilon": 1e-5 if arch == "olmo" else layer_norm,
         "attention.clamp_kqv": _first(config, "clip_qkv")
         or (config.get("attn_config") or {}).get("clip_qkv"),
+        "attention.max_alibi_bias": 8.0 if arch in ("mpt", "bloom") else None,
         "use_parallel_residual": config.get("use_parallel_residual"),
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
@@ -333,6 +335,10 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     if full.get("rope_type") == "longrope":
         original = config["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = original
+        stretch = config["max_position_embeddings"] / original
+        values["rope.scaling.attn_factor"] = (
+            math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        )
     if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2"):
         values["attention.sliding_window"] = config.get("sliding_window")
     if full.get("rope_type") in ("linear", "yarn"):
@@ -344,7 +350,8 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values |= {
             "expert_count": config.get("num_local_experts") or config["num_experts"],
             "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config.get("moe_intermediate_size"),
+            "expert_feed_forward_length": config.get("moe_intermediate_size")
+            or (inner if arch == "gpt-oss" else None),
             "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         }
     if arch in ("gemma2", "gemma3"):

