@@ -31,7 +31,7 @@ class RequestResources:
         return len(self._loading) + len(self._refused)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loading
+        return request_id in self._loading or request_id in self._refused
 
     def hold(self, request: EngineRequest) -> None:
         """The workers are told to load what a request needs."""
