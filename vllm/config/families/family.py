@@ -57,7 +57,7 @@ class GGUFFacts:
     alibi_layers: int | None = None
     """Number of layers of the model that has ALiBi. The metadata does not say it."""
     has_fused_gate: bool = False
-    """`ffn_up` has the gate projection, and the up projection behind it."""
+    """`ffn_up` has the gate projection, followed by the up projection."""
     head_norms: Literal["one", "per_head", "all_heads"] = "one"
     """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
     window_period: int | None = None

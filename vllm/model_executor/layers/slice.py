@@ -69,7 +69,7 @@ class Source:
     path: Path | None = None
     """Of the file that it is in, for errors; None: unknown."""
     is_converted: bool = False
-    """Name and layout are those of the parameter, not those of a checkpoint of the family."""
+    """Name and layout are as in the model, not as in a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "Source":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""
