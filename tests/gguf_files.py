@@ -125,7 +125,7 @@ def write_gguf(
         source: folder with a dense checkpoint, and perhaps a tokenizer.
         target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
         type_of: chooses types.
-        architecture: None: that of the model.
+        architecture: None: the one of the model.
         metadata: values that replace others, with "__" for "."; None leaves one out.
 
     Returns:
@@ -408,7 +408,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 
 def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> str:
-    """The name in a file, by the table here or by that of the package."""
+    """The name in a file, by the table here or by the one of the package."""
     stem, _, kind = name.rpartition(".")
     if name.endswith(".sinks"):
         return f"{known.get_name(name)}.weight"

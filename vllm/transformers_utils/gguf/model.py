@@ -41,7 +41,7 @@ _PARTS = {
 }
 _FUSED_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED_GATE = ("mlp.gate_proj", "mlp.up_proj")
-"""Parts of layers that may be stored as one, one behind the other."""
+"""Parts of layers that may be stored as one tensor, one after the other."""
 _EXPERT_PARTS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -135,8 +135,9 @@ class GGUFModel:
         return self.size(".embedding_length") // self.num_heads
 
     def size(self, name: str) -> int:
-        """A number of the architecture, above 0 and not absurd; a list that has the same number for
-        every layer will do.
+        """Return a number of the architecture, above 0 and not absurd.
+
+        A list that has the same number for every layer is accepted.
 
         Raises:
             WeightLoadError: it is missing or another value.
@@ -176,7 +177,7 @@ class GGUFModel:
         return value
 
     def module_names(self) -> dict[str, StoredTensor]:
-        """The tensors by the names of the parameters, or parts of parameters, that they are.
+        """Return the tensors by the names of the parameters, or parts of parameters, that they are.
 
         Raises:
             WeightLoadError: a tensor is unknown.
@@ -195,7 +196,7 @@ class GGUFModel:
         return found
 
     def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
-        """What one tensor of the file is; None: it is unknown."""
+        """Return the parameters that one tensor of the file is; None: it is unknown."""
         stem, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             return None
@@ -225,7 +226,7 @@ class GGUFModel:
 
     @staticmethod
     def gate_name(index: str) -> str:
-        """The gate projection of a layer, if it is a tensor of its own."""
+        """Return the name of the gate projection of a layer, if it is a tensor of its own."""
         return f"blk.{index}.ffn_gate.weight"
 
     def _split(
@@ -236,11 +237,12 @@ class GGUFModel:
         layer: str,
         sizes: list[int],
     ) -> dict[str, StoredTensor]:
-        """The parts of a tensor, of so many rows each."""
+        """Return the parts of a tensor, of the given sizes in its first dimension."""
         if tensor.shape[0] != sum(sizes):
             raise WeightLoadError(
-                f"tensor {name} in {tensor.path} has {tensor.shape[0]} rows, the metadata of the "
-                f"file makes it {sum(sizes)}. It is damaged; download it again"
+                f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}; by the "
+                f"metadata of the file the first size must be {sum(sizes)}. It is damaged; "
+                f"download it again"
             )
         kind, found, first = name.rpartition(".")[2], {}, 0
         for part, size in zip(parts, sizes, strict=True):
@@ -250,14 +252,13 @@ class GGUFModel:
 
 
 def _rows(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    """Rows of a matrix, or numbers of a vector."""
+    """Return some rows of a matrix, or some numbers of a vector."""
     size = tensor.row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
     return replace(tensor, shape=(count, *tensor.shape[1:]), start=tensor.start + first * size)
 
 
 def _by_expert(tensor: StoredTensor, before: str, behind: str) -> dict[str, StoredTensor]:
-    """The matrices of a tensor [experts, rows, columns], or the vectors of one [experts, numbers],
-    with the number of the expert in their names."""
+    """Return the matrix or vector of each expert in a tensor of all, by names with its number."""
     count, *shape = tensor.shape
     num_bytes = math.prod(shape[:-1]) * tensor.row_bytes
     return {

@@ -1,7 +1,7 @@
-"""How byte-level tokenizers split a text into words, by the name that a GGUF file gives.
+"""Rules by which byte-level tokenizers split a text into words, by their names in GGUF files.
 
-The patterns are those of the published tokenizers. A word is then split into bytes, of which BPE
-makes tokens.
+The patterns are published in the tokenizers of the models. A word is then split into bytes, of
+which BPE makes tokens.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Words:
-    """How a byte-level tokenizer splits a text into words, and what follows from its family."""
+    """A rule to split a text into words, and other properties of tokenizers that have it."""
 
     patterns: tuple[str, ...]
     """Of words. Each splits what the one before has left or found."""
@@ -18,7 +18,7 @@ class Words:
     normalizes: bool = False
     """To Unicode form NFC."""
     adds_bos: bool = False
-    """Where the metadata does not say it."""
+    """If the metadata says nothing of it."""
 
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -50,7 +50,7 @@ _DEEPSEEK3 = (
 
 
 def _class(ranges: str) -> str:
-    """A class of ranges of code points, which are written in hexadecimal numbers."""
+    """Return a class of ranges of code points, which are written in hexadecimal numbers."""
     codes = (each.partition("-") for each in ranges.split())
     return "".join(
         chr(int(first, 16)) + (f"-{chr(int(last, 16))}" if last else "") for first, _, last in codes
@@ -58,12 +58,12 @@ def _class(ranges: str) -> str:
 
 
 def _cl100k(digits: str, marks: str = "", line_ends: str = r"[\r\n]*") -> str:
-    """The words of GPT-4, and of others that differ in a part.
+    """Return the pattern of the words of GPT-4, or of others that differ in a part.
 
     Args:
         digits: a word of digits.
-        marks: elements of a class: what counts as letters besides them.
-        line_ends: what may stand behind signs.
+        marks: elements of a class: what also counts as a letter.
+        line_ends: what may follow signs.
     """
     word = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+"
     signs = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{line_ends}"
@@ -71,13 +71,13 @@ def _cl100k(digits: str, marks: str = "", line_ends: str = r"[\r\n]*") -> str:
 
 
 def _by_case(digits: str, endings: str = "", without: str = "", line_signs: str = "/") -> str:
-    """The words of GPT-4o, which begin where a capital follows a small letter.
+    """Return the pattern of words as in GPT-4o: a capital after a small letter begins a word.
 
     Args:
         digits: a word of digits.
-        endings: what a word may end with besides letters.
-        without: behind the elements of a class: letters that are words of their own.
-        line_signs: what may stand behind signs, besides line ends.
+        endings: what may follow the letters of a word.
+        without: after the elements of a class: letters that are words of their own.
+        line_signs: what may follow signs, other than line ends.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
