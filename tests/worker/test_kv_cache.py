@@ -21,6 +21,7 @@ from vllm.worker.kv_cache import (
     cache_dtype,
     cache_layout,
     count_blocks,
+    count_kept_states,
     states_bytes,
 )
 from vllm.worker.parts.memory_use import weights_use
@@ -234,6 +235,15 @@ def test_states_come_off_the_memory_of_the_cache():
     for block_bytes in (0, 2**20):
         with pytest.raises(ConfigError, match=refused):
             count_blocks(config, block_bytes, 2 * GIB, state_bytes=2 * GIB)
+
+
+def test_a_stage_without_states_does_not_limit_how_many_are_kept():
+    stages = [[Memory(), Attention(4, 8, 2)], [Attention(4, 8, 2)]]
+    config = make_config(num_kept_states=9)
+    layouts = [cache_layout(config, stage, torch.bfloat16) for stage in stages]
+    assert [count_kept_states(config, layout, GIB) for layout in layouts] == [9, 9]
+    config = make_config(enable_prefix_caching=False)
+    assert [count_kept_states(config, layout, GIB) for layout in layouts] == [0, 0]
 
 
 def test_states_on_a_card_come_off_the_memory_before_it_is_divided():

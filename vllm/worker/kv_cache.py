@@ -57,7 +57,8 @@ def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
 
 def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int:
     """Return how many recurrent states of prefixes are kept: `num_kept_states`, or fewer where they
-    would take more than a quarter of the memory of the cache.
+    would take more than a quarter of the memory of the cache. The stages of a pipeline keep the
+    same number, which a stage without recurrent states does not limit.
 
     Args:
         config: of the engine.
@@ -65,8 +66,10 @@ def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int
         free_bytes: as in `count_blocks`.
     """
     cache = config.cache
-    if not layout.state_bytes or not cache.enable_prefix_caching:
+    if not cache.enable_prefix_caching:
         return 0
+    if not layout.state_bytes:
+        return cache.num_kept_states
     budget = cache.kv_cache_memory_bytes or int(free_bytes * cache.gpu_memory_utilization)
     left = budget - states_bytes(config, layout)
     return max(0, min(cache.num_kept_states, left // (4 * layout.state_bytes)))

@@ -31,6 +31,12 @@ MESSAGE, NUMBERS = 0, 1
 _NUMBERS = struct.Struct("<iiiq")
 """Before the arrays of a step: `num_decodes`, number of rows and of `block_rows`, and `step_id`.
 The arrays are int32 in the byte order of the machine."""
+_IN_NUMBERS = (
+    *("step_id", "num_decodes", "rows", "num_computed_tokens", "num_scheduled_tokens"),
+    *("block_rows", "block_ids"),
+)
+_NOT_IN_NUMBERS = tuple(f for f in SchedulerOutput.__struct_fields__ if f not in _IN_NUMBERS)
+"""Fields of a step that only msgpack carries, so also every field that a step gets later."""
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,14 +151,7 @@ def _framed_numbers(step: SchedulerOutput) -> bytes | None:
 
     Weights have emptied the caches when a step is sent, and each object and each call waits for
     memory. So the arrays are put one behind the other, with their sizes before them."""
-    if (
-        step.freed_rows
-        or step.new_requests
-        or step.passed_blocks
-        or step.shortened_tables
-        or step.num_draft_tokens is not None
-        or step.block_moves is not None
-    ):
+    if not all(_is_empty(getattr(step, name)) for name in _NOT_IN_NUMBERS):
         return None
     rows, block_rows, block_ids = step.rows, step.block_rows, step.block_ids
     n, m = len(rows), len(block_rows)
@@ -160,6 +159,11 @@ def _framed_numbers(step: SchedulerOutput) -> bytes | None:
     sizes = _NUMBERS.pack(step.num_decodes, n, m, step.step_id)
     parts: Any = rows, step.num_computed_tokens, step.num_scheduled_tokens, block_rows, block_ids
     return b"".join((frame_header(NUMBERS, size), sizes, *parts))
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a field of a step is None or an empty list."""
+    return value is None or (isinstance(value, list) and not value)
 
 
 def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:

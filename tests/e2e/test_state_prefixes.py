@@ -1,0 +1,97 @@
+"""Prefixes of models with recurrent states change no token, whatever else runs."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.lora_files import write_adapter
+from tests.reach import executor_of
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 160,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 40,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 2**27,
+}
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def _random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 4000) for _ in range(count)]
+
+
+def run_random_load(llm: LLM, adapters: list[LoRARequest]) -> tuple[list[list[int]], int]:
+    """Run requests that share documents, and further turns of them, with salts and adapters.
+
+    Returns:
+        The tokens of each output, and the number of prompt tokens that were found in the cache.
+    """
+    rng = random.Random(5)
+    documents = [_random_tokens(rng, rng.randrange(16, 60)) for _ in range(3)]
+    choices = [None, *adapters]
+    tokens: list[list[int]] = []
+    num_cached = 0
+    for _ in range(2):
+        turn = []
+        for _ in range(7):
+            document = rng.choice(documents)
+            prompt = document[: rng.randrange(1, len(document) + 1)]
+            prompt = prompt + _random_tokens(rng, rng.choice([0, 0, 1, 3, 20]))
+            turn.append((prompt, rng.choice([None, None, "salt"]), rng.choice(choices)))
+        for _ in range(2):
+            lengths = [rng.choice([1, 2, 5, 17, 33]) for _ in turn]
+            outputs = llm.generate(
+                [
+                    {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+                    for prompt, salt, _ in turn
+                ],
+                [SamplingParams(temperature=0, max_tokens=n, detokenize=False) for n in lengths],
+                use_tqdm=False,
+                lora_request=[adapter for *_, adapter in turn] if adapters else None,
+            )
+            found = [list(output.outputs[0].token_ids) for output in outputs]
+            tokens += found
+            num_cached += sum(output.num_cached_tokens or 0 for output in outputs)
+            turn = [
+                ((prompt + output + _random_tokens(rng, 1))[:110], salt, adapter)
+                for (prompt, salt, adapter), output in zip(turn, found, strict=True)
+            ]
+    return tokens, num_cached
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "modules"),
+    [
+        ("bamba", {"num_scheduler_steps": 4}, ("in_proj", "o_proj")),
+        pytest.param("bamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        pytest.param("qwen3_next", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        pytest.param("bamba", {"pipeline_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        # one of the stages has only attention
+        pytest.param("bamba", {"pipeline_parallel_size": 4}, (), marks=EXHAUSTIVE),
+        pytest.param("qwen3_next", {"max_num_seqs": 1}, (), marks=EXHAUSTIVE),
+        pytest.param("mamba", {"long_prefill_token_threshold": 1}, (), marks=EXHAUSTIVE),
+        pytest.param("mamba", {"num_kept_states": 3}, ("out_proj",), marks=EXHAUSTIVE),
+        pytest.param("bamba", {"num_gpu_blocks_override": 14}, (), marks=EXHAUSTIVE),
+    ],
+)
+def test_prefixes_change_no_token(family, settings, modules, models, tmp_path):
+    folder = str(models(family))
+    adapters = [
+        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
+        for n in ((1, 2) if modules else ())
+    ]
+    asked = SETTINGS | settings | ({"enable_lora": True, "max_loras": 2} if modules else {})
+    results = []
+    for is_on in (False, True):
+        llm = LLM(folder, **asked, enable_prefix_caching=is_on)
+        results.append(run_random_load(llm, adapters))
+        executor_of(llm).shutdown()
+    (want, _), (found, num_cached) = results
+    assert num_cached > 100
+    assert found == want
