@@ -216,6 +216,9 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
 class RoutedLayer(DecoderLayer):
     """A `DecoderLayer` with experts as in DeepSeek. The first layers have an MLP."""
 
+    default_method: ClassVar[str] = "greedy"
+    """How tokens choose experts, where config.json has no topk_method."""
+
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         return self.make_mixture(spec) if self.has_experts(spec) else super().make_mlp(spec)
 
@@ -245,7 +248,7 @@ class RoutedLayer(DecoderLayer):
 
     def routing(self, arch: ModelArch) -> Routing:
         """Return how tokens choose experts."""
-        return deepseek_routing(arch)
+        return deepseek_routing(arch, self.default_method)
 
 
 def is_behind_first_layers(spec: LayerSpec) -> bool:
@@ -276,8 +279,7 @@ class DeepseekLayer(RoutedLayer):
 class DeepseekV3Layer(DeepseekLayer):
     """A `DeepseekLayer` whose experts have biases to balance their load."""
 
-    def routing(self, arch: ModelArch) -> Routing:
-        return deepseek_routing(arch, default_method="noaux_tc")
+    default_method = "noaux_tc"
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:

@@ -66,7 +66,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the projection of a convolution."""
         if ".in_proj." not in name:
-            return ((name, source),)
+            return super().convert(name, source)
         parts = dict.fromkeys(("in_b", "in_c", "in_x"), self.arch.hidden_size)
         return split_features(name, source, "in_proj", parts)
 

@@ -30,8 +30,7 @@ from vllm.ops.expert_options import RoutingOptions
 class BalancedLayer(RoutedLayer):
     """A `RoutedLayer` whose experts have biases to balance their load, as in DeepSeek V3."""
 
-    def routing(self, arch: ModelArch) -> Routing:
-        return deepseek_routing(arch, default_method="noaux_tc")
+    default_method = "noaux_tc"
 
 
 class Glm4MoeForCausalLM(RoutedForCausalLM):
