@@ -188,7 +188,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
         weights=_WEIGHTS[score, is_normalized],
-        scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
+        scale=arch.config_number("routed_scaling_factor") if is_scaled else 1.0,
         groups=ONE_GROUP if method == "greedy" else expert_groups(arch, "n_routed_experts"),
     )
     return Routing(arch.config_size("n_routed_experts"), options, has_bias)
