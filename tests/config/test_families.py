@@ -26,7 +26,7 @@ def names_of_families() -> set[str]:
     """Every name that a second table could have as a key."""
     found = set(FAMILIES)
     for family in FAMILIES.values():
-        found |= {*family.also_typed, *family.also_published_as}
+        found |= {*family.also_typed, *family.first_typed, *family.also_published_as}
         found |= {*family.architectures, *family.pooling_architectures}
         if family.gguf is not None:
             found.add(family.gguf.architecture)

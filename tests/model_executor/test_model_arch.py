@@ -279,3 +279,13 @@ def test_the_mlps_of_layers_may_have_sizes_of_their_own():
     assert ModelArch.from_hf(minimal(intermediate_size=[32, 48])).intermediate_size == 48
     with pytest.raises(ConfigError, match="'intermediate_size' must be a whole number"):
         ModelArch.from_hf(minimal(intermediate_size=[32, "wide"]))
+
+
+def test_a_factor_of_the_config_is_a_finite_number():
+    given = {"scale_emb": 12, "residual_multiplier": None, "scale_depth": "1.4", "swiglu_limit": []}
+    arch = ModelArch.from_hf(minimal(**given, routed_scaling_factor=10**400, logit_scale=True))
+    assert [arch.config_number(name) for name in ("scale_emb", "attn_scale")] == [12.0, 1.0]
+    assert arch.config_number("residual_multiplier", 0.5) == 0.5
+    for name in ("scale_depth", "swiglu_limit", "routed_scaling_factor", "logit_scale"):
+        with pytest.raises(ConfigError, match=f"{name} in config.json must be a number, got "):
+            arch.config_number(name)

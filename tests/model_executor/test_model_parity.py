@@ -15,6 +15,7 @@ MIXTURES = (
     *("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "phimoe"),
     *("mixtral", "qwen2_moe", "olmoe", "glm_moe_dsa", "dots1", "flex_olmo"),
 )
+MIXTURES_WITH_STATES = ("kimi_linear", "jamba", "lfm2_moe", "qwen3_5_moe")
 
 
 LONGROPE_OF_PHIMOE = {
@@ -84,7 +85,11 @@ def test_variants_of_a_family(tmp_path, family, overrides):
 
 
 @pytest.mark.parametrize(
-    "family", sparing(("qwen3_moe", *MIXTURES), [f for f in MIXTURES if f != "deepseek_v3"])
+    "family",
+    sparing(
+        ("qwen3_moe", *MIXTURES, *MIXTURES_WITH_STATES),
+        [f for f in MIXTURES if f != "deepseek_v3"] + ["lfm2_moe", "qwen3_5_moe"],
+    ),
 )
 def test_experts_are_read_one_by_one_or_joined(tiny_model, tmp_path, family):
     """As transformers 4 and transformers 5 store them."""

@@ -57,6 +57,8 @@ RW = SIZES | {"n_layer": 2, "n_head": 4, "parallel_attn": True, "alibi": False, 
 LLAMA = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 FALCON = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MINIMAX = LLAMA | {"head_dim": 32, "rotary_dim": 16, "num_key_value_heads": 2}
+HUNYUAN = LLAMA | {"num_experts": 4, "moe_topk": [2, 2], "eod_token_id": 2, "pad_token_id": 0}
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 4096}
 PHI3 |= {"original_max_position_embeddings": 2048}
 OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -105,6 +107,16 @@ OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LLAMA
         | {"model_type": "stablelm", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-3}
         | {"num_key_value_heads": 4},
+    ),
+    "MiniMax M2": (
+        MINIMAX | {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax"},
+        MINIMAX | {"model_type": "minimax_m2"},
+    ),
+    "Hunyuan A13B": (
+        HUNYUAN
+        | {"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan"}
+        | {"attention_head_dim": 32},
+        HUNYUAN | {"model_type": "hunyuan_v1_moe", "head_dim": 32},
     ),
     "Phi 3 of 128k": (
         PHI3 | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": FACTORS | {"type": "su"}},
@@ -191,7 +203,17 @@ OF_ANOTHER_KIND = [
     ({"routed_scaling_factor": NAN}, "'routed_scaling_factor' must be a number, or null, got nan"),
     ({"rms_norm_eps": INFINITY}, "'rms_norm_eps' must be a number of 0 or more, or null, got inf"),
     ({"query_pre_attn_scalar": -1}, "'query_pre_attn_scalar' must be a number above 0"),
-    ({"attn_logit_softcapping": -1.0}, "'attn_logit_softcapping' must be a number of 0 or more"),
+    ({"attn_logit_softcapping": 0.0}, "'attn_logit_softcapping' must be a number above 0"),
+    ({"layers_block_type": 7}, "'layers_block_type' must be a list of texts, or null, got 7"),
+    ({"hybrid_override_pattern": 7}, "'hybrid_override_pattern' must be a text, or null, got 7"),
+    ({"attn_layer_indices": 7}, "'attn_layer_indices' must be a list of layers, or null, got 7"),
+    ({"mlp_only_layers": ["a"]}, r"'mlp_only_layers' must be a list of layers, .* \['a'\]"),
+    ({"hidden_act": ["silu"]}, "'hidden_act' must be a text"),
+    ({"partial_rotary_factor": 1.5}, "'partial_rotary_factor' must be a number from 0 to 1"),
+    ({"rotary_pct": "x"}, "'rotary_pct' must be a number from 0 to 1, or null, got 'x'"),
+    ({"rope_scaling": {"type": []}}, r"'rope_scaling.type' must be a text, or null, got \[\]"),
+    ({"rope_scaling": {"mscale": "x"}}, "'rope_scaling.mscale' must be a number of 0 or more"),
+    ({"rope_scaling": {"beta_fast": -1}}, "'rope_scaling.beta_fast' must be a number above 0"),
     ({"attention_chunk_size": -1}, "'attention_chunk_size' must be a whole number from 1 to"),
     ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' must be a number of 0 or more"),
     ({"layer_norm_eps": True}, "'layer_norm_eps' must be a number of 0 or more"),

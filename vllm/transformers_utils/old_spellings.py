@@ -6,14 +6,14 @@ The spellings of single families are in the table of families.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.config.families import family_of
+from vllm.config.families import family_of, family_of_architecture
 
 _ROPES = ("rope_parameters", "rope_scaling")
 _TYPES = ("rope_type", "type")
 _DTYPES = ("dtype", "torch_dtype")
 _DTYPE_NAMES = {
     "auto": None,
-    **dict.fromkeys(("bf16",), "bfloat16"),
+    "bf16": "bfloat16",
     **dict.fromkeys(("fp16", "half"), "float16"),
     **dict.fromkeys(("fp32", "float"), "float32"),
 }
@@ -29,9 +29,9 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_usual_spellings({"model_type": "RefinedWeb", "n_layer": 60})["num_hidden_layers"]
     60
     """
-    model_type = raw.get("model_type")
+    model_type = _model_type(raw)
     family = family_of(model_type)
-    usual = dict(raw)
+    usual = {**raw, "model_type": model_type} if "model_type" in raw else dict(raw)
     if model_type in family.also_typed:
         assert isinstance(model_type, str)
         usual = {**family.values_of_type.get(model_type, {}), **raw}
@@ -48,6 +48,16 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(usual.get(key), Mapping):
             usual[key] = _usual_rope(usual[key])
     return usual
+
+
+def _model_type(raw: Mapping[str, Any]) -> object:
+    """Return the model type, which the first configs of a family may have shared with another."""
+    model_type, names = raw.get("model_type"), raw.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        family = family_of_architecture(names[0])
+        if model_type in family.first_typed:
+            return family.model_type
+    return model_type
 
 
 def _usual_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

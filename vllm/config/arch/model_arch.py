@@ -4,6 +4,7 @@ The only place that knows the names of config attributes: `rope_parameters` and 
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,6 +201,19 @@ class ModelArch:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
         return value
+
+    def config_number(self, name: str, default: float = 1.0) -> float:
+        """Return a number of config.json; the default where it is absent or null.
+
+        Raises:
+            ConfigError: it is not a finite number.
+        """
+        value = self.hf_config.get(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise ConfigError(f"{name} in config.json must be a number, got {value!r}")
+        return float(value)
 
     def for_length(self, max_model_len: int) -> "ModelArch":
         """The model as it is when no request is longer than this: of rotations with factors for

@@ -43,7 +43,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     ("attention_chunk_size",): (1, MAX_POSITIONS),
     (
         *("first_k_dense_replace", "num_dense_layers"),
-        *("attn_layer_offset", "expert_layer_offset"),
+        *("attn_layer_offset", "expert_layer_offset", "decoder_sparse_step"),
     ): (0, _MAX_LAYERS),
     ("attn_layer_period", "expert_layer_period"): (1, _MAX_LAYERS),
     (
@@ -109,16 +109,26 @@ _OBJECTS = (
     *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
     "linear_attn_config",
 )
-_TEXTS = ("dtype", "torch_dtype", "model_type")
+_TEXTS = (
+    *("dtype", "torch_dtype", "model_type", "hybrid_override_pattern", "hidden_act"),
+    *("hidden_activation", "activation_function", "mlp_hidden_act", "mamba_hidden_act"),
+)
+_LISTS_OF_TEXTS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_LISTS_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
 _NOT_NEGATIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("layernorm_epsilon", "final_logit_softcapping"),
 )
-_POSITIVE = ("query_pre_attn_scalar", "logits_scaling")
+_POSITIVE = (
+    *("query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping"),
+    *("dim_model_base", "floor_scale", "rope_local_base_freq", "rotary_emb_base"),
+)
+_PARTS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+"""How much of a head is rotated."""
 _ROPES = ("rope_parameters", "rope_scaling")
 _POSITIVE_OF_ROPES = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    *("alpha", "short_mscale", "long_mscale"),
+    *("alpha", "short_mscale", "long_mscale", "beta_fast", "beta_slow", "attention_factor"),
 )
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Keys of rotations that have rotations of a kind of layers."""
@@ -137,10 +147,14 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         for key in keys:
             if key in given and not isinstance(given[key], kind):
                 raise _wrong(key, given[key], accepted)
-    for key in ("layer_types", "mlp_layer_types"):
-        kinds = given.get(key, [])
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise _wrong(key, kinds, "a list of texts")
+    for keys, kind, accepted in (
+        (_LISTS_OF_TEXTS, str, "a list of texts"),
+        (_LISTS_OF_LAYERS, int, "a list of layers"),
+    ):
+        for key in keys:
+            each = given.get(key, [])
+            if not isinstance(each, list) or not all(isinstance(one, kind) for one in each):
+                raise _wrong(key, each, accepted)
     for key, value in given.items():
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(key, value, "a number")
@@ -148,14 +162,33 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         if not _is_number(given.get(key, 0.0), least=0.0):
             raise _wrong(key, given[key], "a number of 0 or more")
     _check_positive("", given, (*_POSITIVE, *_POSITIVE_OF_ROPES))
+    _check_parts("", given)
     for key in _ROPES:
         rope = given.get(key, {})
-        _check_positive(f"{key}.", rope, _POSITIVE_OF_ROPES)
+        _check_rope(f"{key}.", rope)
         for layer_kind in _KINDS_OF_LAYERS:
             part = rope.get(layer_kind)
             if part is not None and not isinstance(part, Mapping):
                 raise _wrong(f"{key}.{layer_kind}", part, "an object")
-            _check_positive(f"{key}.{layer_kind}.", part or {}, _POSITIVE_OF_ROPES)
+            _check_rope(f"{key}.{layer_kind}.", part or {})
+
+
+def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
+    _check_positive(path, rope, _POSITIVE_OF_ROPES)
+    _check_parts(path, rope)
+    for key in ("rope_type", "type"):
+        if not isinstance(rope.get(key, ""), str | None):
+            raise _wrong(path + key, rope[key], "a text")
+    for key in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
+        if not _is_number(rope.get(key) or 0.0, least=0.0):
+            raise _wrong(path + key, rope[key], "a number of 0 or more")
+
+
+def _check_parts(path: str, values: Mapping[str, Any]) -> None:
+    for key in _PARTS:
+        value = values.get(key) or 0.0
+        if not (_is_number(value, least=0.0) and value <= 1):
+            raise _wrong(path + key, value, "a number from 0 to 1")
 
 
 def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:

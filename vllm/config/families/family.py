@@ -96,6 +96,9 @@ class Family:
     model_type: str
     also_typed: tuple[str, ...] = ()
     """Other values of `model_type` in published checkpoints."""
+    first_typed: tuple[str, ...] = ()
+    """Values that config.json had when models were published, with the architectures of this
+    family. With others they mean other models."""
 
     values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """One of these -> values that its config.json does not have, and that it means."""

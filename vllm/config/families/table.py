@@ -229,6 +229,7 @@ _LLAMAS = (
     ),
     Family(
         model_type="hunyuan_v1_dense",
+        old_keys={"attention_head_dim": "head_dim"},
         module="llama",
         architectures=("HunYuanDenseV1ForCausalLM",),
         tokenizer="",
@@ -715,6 +716,8 @@ _OTHERS = (
     ),
     Family(
         model_type="hunyuan_v1_moe",
+        first_typed=("hunyuan",),
+        old_keys={"attention_head_dim": "head_dim"},
         module="routed",
         architectures=("HunYuanMoEV1ForCausalLM",),
         tokenizer="",
@@ -764,6 +767,7 @@ _OTHERS = (
     ),
     Family(
         model_type="minimax_m2",
+        first_typed=("minimax",),
         module="routed",
         architectures=("MiniMaxM2ForCausalLM",),
         tokenizer=_GENERIC,
@@ -790,6 +794,7 @@ _OTHERS = (
     ),
     Family(
         model_type="nemotron_h",
+        old_keys={"attention_head_dim": "head_dim"},
         module="nemotron_h",
         architectures=("NemotronHForCausalLM",),
         has_positions=False,

@@ -23,7 +23,7 @@ class CohereForCausalLM(DecoderForCausalLM):
             norm=layer_norm_without_bias,
             is_neox=False,
             has_norm_per_head=bool(config.get("use_qk_norm", False)),
-            logit_scale=float(config.get("logit_scale") or 1.0),
+            logit_scale=arch.config_number("logit_scale"),
         )
         super().__init__(arch, tp, options, ParallelLayer)
 

@@ -188,7 +188,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
         weights=_WEIGHTS[score, is_normalized],
-        scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
+        scale=arch.config_number("routed_scaling_factor") if is_scaled else 1.0,
         groups=ONE_GROUP if method == "greedy" else expert_groups(arch, "n_routed_experts"),
     )
     return Routing(arch.config_size("n_routed_experts"), options, has_bias)
@@ -215,6 +215,9 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
 
 class RoutedLayer(DecoderLayer):
     """A `DecoderLayer` with experts as in DeepSeek. The first layers have an MLP."""
+
+    default_method: ClassVar[str] = "greedy"
+    """How tokens choose experts, where config.json has no topk_method."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         return self.make_mixture(spec) if self.has_experts(spec) else super().make_mlp(spec)
@@ -245,7 +248,7 @@ class RoutedLayer(DecoderLayer):
 
     def routing(self, arch: ModelArch) -> Routing:
         """Return how tokens choose experts."""
-        return deepseek_routing(arch)
+        return deepseek_routing(arch, self.default_method)
 
 
 def is_behind_first_layers(spec: LayerSpec) -> bool:
@@ -276,8 +279,7 @@ class DeepseekLayer(RoutedLayer):
 class DeepseekV3Layer(DeepseekLayer):
     """A `DeepseekLayer` whose experts have biases to balance their load."""
 
-    def routing(self, arch: ModelArch) -> Routing:
-        return deepseek_routing(arch, default_method="noaux_tc")
+    default_method = "noaux_tc"
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:

@@ -38,12 +38,11 @@ class FalconH1Layer(DecoderLayer):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        config = self.arch.hf_config
         normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
-        mixed = self.mamba(positions, _scaled(normed, config, "ssm_in_multiplier"))
-        attended = self.self_attn(positions, _scaled(normed, config, "attention_in_multiplier"))
-        both = _scaled(mixed, config, "ssm_out_multiplier")
-        both = both + _scaled(attended, config, "attention_out_multiplier")
+        mixed = self.mamba(positions, _scaled(normed, self.arch, "ssm_in_multiplier"))
+        attended = self.self_attn(positions, _scaled(normed, self.arch, "attention_in_multiplier"))
+        both = _scaled(mixed, self.arch, "ssm_out_multiplier")
+        both = both + _scaled(attended, self.arch, "attention_out_multiplier")
         normed, residual = add_norm(self.post_attention_layernorm, both, residual)
         return self.mlp(normed), residual
 
@@ -74,14 +73,13 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        config = arch.hf_config
         # The multiplier of keys is part of the scale of scores, as rotations are linear.
-        scale = float(config.get("key_multiplier") or 1.0) * arch.head_size**-0.5
+        scale = arch.config_number("key_multiplier") * arch.head_size**-0.5
         options = replace(
             llama_options(arch),
             attention=AttentionOptions(scale),
-            table_scale=float(config.get("embedding_multiplier") or 1.0),
-            logit_scale=float(config.get("lm_head_multiplier") or 1.0),
+            table_scale=arch.config_number("embedding_multiplier"),
+            logit_scale=arch.config_number("lm_head_multiplier"),
         )
         super().__init__(arch, tp, options, FalconH1Layer)
 
@@ -103,9 +101,9 @@ def _sizes(arch: ModelArch) -> Mamba2Sizes:
     )
 
 
-def _scaled(x: Tensor, config: Mapping[str, Any], name: str) -> Tensor:
+def _scaled(x: Tensor, arch: ModelArch, name: str) -> Tensor:
     """Return x times a multiplier of config.json."""
-    scale = float(config.get(name) or 1.0)
+    scale = arch.config_number(name)
     return x if scale == 1.0 else x * scale
 
 

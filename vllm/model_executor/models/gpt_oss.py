@@ -22,13 +22,13 @@ class GptOssLayer(DecoderLayer):
     """A `DecoderLayer` of experts with biases and a clamped SwiGLU."""
 
     def make_mlp(self, spec: LayerSpec) -> Mixture:
-        config = spec.arch.hf_config
+        arch = spec.arch
         experts = ExpertOptions(
-            alpha=float(config.get("swiglu_alpha") or 1.702),
-            limit=float(config.get("swiglu_limit") or 7.0),
+            alpha=arch.config_number("swiglu_alpha", 1.702),
+            limit=arch.config_number("swiglu_limit", 7.0),
         )
-        mixture = replace(mixture_options(spec.arch), has_bias=True, experts=experts)
-        return Mixture(spec.arch, mixture, spec.tp)
+        mixture = replace(mixture_options(arch), has_bias=True, experts=experts)
+        return Mixture(arch, mixture, spec.tp)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

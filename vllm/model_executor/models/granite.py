@@ -26,7 +26,7 @@ class GraniteLayer(DecoderLayer):
 
     def residual_scale(self, arch: ModelArch) -> float:
         """Return the factor of both outputs."""
-        return float(arch.hf_config.get("residual_multiplier", 1.0))
+        return arch.config_number("residual_multiplier")
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -47,10 +47,9 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
 def granite_options(arch: ModelArch) -> DecoderOptions:
     """Those of Llama, and what is multiplied with what."""
-    config = arch.hf_config
     return replace(
         llama_options(arch),
-        attention=AttentionOptions(float(config.get("attention_multiplier", 1.0))),
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+        attention=AttentionOptions(arch.config_number("attention_multiplier")),
+        embedding_scale=arch.config_number("embedding_multiplier"),
+        logit_scale=1.0 / arch.config_number("logits_scaling"),
     )

@@ -54,7 +54,7 @@ class JambaForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the projection into a mixer."""
         if ".in_proj." not in name:
-            return ((name, source),)
+            return super().convert(name, source)
         return split_features(name, source, "in_proj", _sizes(self.arch).in_parts)
 
 

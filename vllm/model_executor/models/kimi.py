@@ -10,19 +10,9 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
-from vllm.model_executor.layers.grouped_router import Routing
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.models.decoder import (
-    DecoderForCausalLM,
-    DecoderLayer,
-    DecoderOptions,
-    LayerSpec,
-)
-from vllm.model_executor.models.deepseek import (
-    DeepseekMixture,
-    LatentSelfAttention,
-    deepseek_routing,
-)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
+from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
 
 _DEEPSEEK_NAMES = {
     "num_experts": "n_routed_experts",
@@ -63,9 +53,10 @@ def delta_attention_sizes(arch: ModelArch) -> DeltaNetSizes:
     )
 
 
-class KimiLinearLayer(DecoderLayer):
-    """A `DecoderLayer` with Kimi Delta Attention or latent attention. The first layers have an MLP,
-    all others experts."""
+class KimiLinearLayer(RoutedLayer):
+    """A `RoutedLayer` with Kimi Delta Attention or latent attention."""
+
+    default_method = "noaux_tc"
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         if spec.arch.state_layers[spec.index]:
@@ -73,24 +64,7 @@ class KimiLinearLayer(DecoderLayer):
         return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        config = spec.arch.hf_config
-        kinds = config.get("mlp_layer_types")
-        first = int(config.get("first_k_dense_replace") or 0)
-        if kinds[spec.index] == "dense" if kinds else spec.index < first:
-            return super().make_mlp(spec)
-        arch = _in_words_of_deepseek(spec.arch)
-        size = arch.config_size("moe_intermediate_size")
-        shared_size = size * int(arch.hf_config.get("n_shared_experts") or 0)
-        return DeepseekMixture(arch, kimi_routing(arch), size, shared_size, spec.tp)
-
-
-def kimi_routing(arch: ModelArch) -> Routing:
-    """Return how tokens choose experts.
-
-    Args:
-        arch: in the words of DeepSeek V3.
-    """
-    return deepseek_routing(arch, default_method="noaux_tc")
+        return super().make_mlp(replace(spec, arch=_in_words_of_deepseek(spec.arch)))
 
 
 class KimiLinearForCausalLM(DecoderForCausalLM):
@@ -112,4 +86,4 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         """Flatten the rates of heads, which are stored as [1, 1, heads, 1]."""
         if name.endswith(".A_log"):
             source = source.mapped(lambda x: x.flatten())
-        return ((name, source),)
+        return super().convert(name, source)

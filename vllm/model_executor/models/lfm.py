@@ -66,7 +66,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the projection of a convolution."""
         if ".in_proj." not in name:
-            return ((name, source),)
+            return super().convert(name, source)
         parts = dict.fromkeys(("in_b", "in_c", "in_x"), self.arch.hidden_size)
         return split_features(name, source, "in_proj", parts)
 
@@ -99,7 +99,7 @@ def _mlp_size(arch: ModelArch) -> int:
     config, size = arch.hf_config, arch.intermediate_size
     if not config.get("block_auto_adjust_ff_dim", True):
         return size
-    size = int(float(config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * size / 3))
+    size = int(arch.config_number("block_ffn_dim_multiplier") * int(2 * size / 3))
     multiple = arch.config_size("block_multiple_of")
     return -(-size // multiple) * multiple
 
@@ -109,7 +109,7 @@ def _routing(arch: ModelArch) -> Routing:
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
         weights="sigmoid_of_chosen" if config.get("norm_topk_prob", True) else "sigmoid",
-        scale=float(config.get("routed_scaling_factor") or 1.0),
+        scale=arch.config_number("routed_scaling_factor"),
     )
     has_bias = bool(config.get("use_expert_bias", True))
     return Routing(arch.config_size("num_experts"), options, has_bias)

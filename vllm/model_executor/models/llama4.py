@@ -46,8 +46,8 @@ class Llama4Attention(DecoderAttention):
             chunk_size = int(config["attention_chunk_size"])
             options = replace(options, attention=AttentionOptions(chunk_size=chunk_size))
         if rotary_emb is None and config.get("attn_temperature_tuning", True):
-            scale = float(config.get("attn_scale") or 0.1)
-            step = float(config.get("floor_scale") or 8192)
+            scale = arch.config_number("attn_scale", 0.1)
+            step = arch.config_number("floor_scale", 8192)
             options = replace(options, temperature=QueryTemperature(scale, step, offset=1))
         super().__init__(arch, options, None, rotary_emb, tp)
         self.norm_eps = arch.norm_eps

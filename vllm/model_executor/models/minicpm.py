@@ -17,8 +17,8 @@ class MiniCPMLayer(GraniteLayer):
     """A `GraniteLayer` whose scale depends on the number of layers."""
 
     def residual_scale(self, arch: ModelArch) -> float:
-        depth = arch.hf_config.get("scale_depth")
-        return 1.0 if depth is None else float(depth) / sqrt(arch.num_layers)
+        root = sqrt(arch.num_layers)
+        return arch.config_number("scale_depth", root) / root
 
 
 class MiniCPM3Layer(MiniCPMLayer):
@@ -32,11 +32,10 @@ class _MiniCPM(DecoderForCausalLM):
     def __init__(
         self, arch: ModelArch, tp: TPGroup, options: DecoderOptions, layer_type: type[Layer]
     ) -> None:
-        config = arch.hf_config
-        base_size = float(config.get("dim_model_base") or arch.hidden_size)
+        base_size = arch.config_number("dim_model_base", arch.hidden_size)
         options = replace(
             options,
-            table_scale=float(config.get("scale_emb") or 1.0),
+            table_scale=arch.config_number("scale_emb"),
             logit_scale=base_size / arch.hidden_size,
         )
         super().__init__(arch, tp, options, layer_type)

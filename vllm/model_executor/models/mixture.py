@@ -90,7 +90,7 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
     config = arch.hf_config
     return MixtureOptions(
         num_experts=int(config.get("num_local_experts") or config.get("num_experts") or 0),
-        top_k=int(config["num_experts_per_tok"]),
+        top_k=arch.config_size("num_experts_per_tok"),
         intermediate_size=int(config.get("moe_intermediate_size") or arch.intermediate_size),
         routing="softmax_of_chosen" if config.get("norm_topk_prob", True) else "softmax",
         shared_size=int(config.get("shared_expert_intermediate_size") or 0),
@@ -142,7 +142,7 @@ class PhimoeLayer(DecoderLayer):
     """A `DecoderLayer` whose experts are weighed against those near below them."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        jitter = float(spec.arch.hf_config.get("router_jitter_noise") or 0.0)
+        jitter = spec.arch.config_number("router_jitter_noise", 0.0)
         options = mixture_options(spec.arch)
         options = replace(options, routing="sparse_mixer", tolerance=2 * jitter)
         return Mixture(spec.arch, options, spec.tp)

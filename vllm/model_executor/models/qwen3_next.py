@@ -19,13 +19,12 @@ from vllm.model_executor.models.decoder import (
     rms_norm_from_one,
 )
 from vllm.model_executor.models.fused_weights import (
-    experts_in,
     split_features,
     split_groups,
     split_sizes_of_groups,
 )
 from vllm.model_executor.models.llama import llama_options
-from vllm.model_executor.models.mixture import MixtureLayer, mixture_options, split_by_expert
+from vllm.model_executor.models.mixture import MixtureLayer
 
 
 def delta_net_sizes(arch: ModelArch) -> DeltaNetSizes:
@@ -83,9 +82,6 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         if ".self_attn.q_proj." in name:  # of each head the query, then the gate
             heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
             return split_groups(name, source, "q_proj", heads, size, self.arch.num_heads)
-        parent, _, weight = name.rpartition(".experts.")
-        if weight in ("gate_up_proj", "down_proj"):
-            return self._split_experts(f"{parent}.", name, source, weight)
         return self.split_delta_net(name, source, delta_net_sizes(self.arch))
 
     def split_delta_net(
@@ -103,19 +99,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         if ".in_proj_ba." in name:
             parts = {"in_proj_b": per_key, "in_proj_a": per_key}
             return split_sizes_of_groups(name, source, "in_proj_ba", parts, groups)
-        return ((name, source),)
-
-    def _split_experts(
-        self, parent: str, name: str, source: Source, weight: str
-    ) -> Iterable[tuple[str, Source]]:
-        """Split the weights of all experts, [experts, out, in]; gates come before ups."""
-        options = mixture_options(self.arch)
-        parts = {"down_proj": (0, self.arch.hidden_size)}
-        if weight == "gate_up_proj":
-            size = options.intermediate_size
-            parts = {"gate_proj": (0, size), "up_proj": (size, size)}
-        experts = experts_in(name, source, options.num_experts)
-        return split_by_expert(parent, source, parts, experts)
+        return super().convert(name, source)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):

@@ -30,8 +30,7 @@ from vllm.ops.expert_options import RoutingOptions
 class BalancedLayer(RoutedLayer):
     """A `RoutedLayer` whose experts have biases to balance their load, as in DeepSeek V3."""
 
-    def routing(self, arch: ModelArch) -> Routing:
-        return deepseek_routing(arch, default_method="noaux_tc")
+    default_method = "noaux_tc"
 
 
 class Glm4MoeForCausalLM(RoutedForCausalLM):
@@ -229,11 +228,11 @@ class BailingMoeV2Layer(BailingMoeLayer):
     """A layer with the router of DeepSeek V3."""
 
     def routing(self, arch: ModelArch) -> Routing:
-        config, top_k = arch.hf_config, arch.config_size("num_experts_per_tok")
+        top_k = arch.config_size("num_experts_per_tok")
         options = RoutingOptions(
             top_k=top_k,
             weights="sigmoid_of_chosen" if top_k > 1 else "sigmoid",
-            scale=float(config.get("routed_scaling_factor") or 1.0),
+            scale=arch.config_number("routed_scaling_factor"),
             groups=expert_groups(arch, "num_experts"),
         )
         return Routing(arch.config_size("num_experts"), options, has_bias=True)
