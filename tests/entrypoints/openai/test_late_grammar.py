@@ -193,6 +193,7 @@ def call_schema(name, arguments, key="arguments", name_key="name"):
         ("internlm", ("<|action_start|><|plugin|>",), "parameters", False),
         ("gigachat3", ("function call<|role_sep|>",), "arguments", False),
         ("jamba", ("<tool_calls>",), "arguments", True),
+        ("nemotron_json", ("<TOOLCALL>",), "arguments", True),
         ("mistral", ("[TOOL_CALLS]",), "arguments", True),
     ],
 )
