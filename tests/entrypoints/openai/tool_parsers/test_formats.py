@@ -27,6 +27,7 @@ def test_calls_are_found_and_nothing_else_is_content(name, text):
         ("hermes", f"<tool_call>{TIME}", "", ["time"]),
         ("hermes", '<tool_call>{"name": "time", "arguments": {}</tool_call>', "", ["time"]),
         ("hermes", f"<tool_call>{TIME}}}</tool_call>", "}</tool_call>", ["time"]),
+        ("hermes", f"<tool_call>\n[\n{TIME},\n{TIME}\n]\n</tool_call>", "", ["time", "time"]),
         ("granite", f"<tool_call>[{TIME}", "", ["time"]),
         ("qwen3_coder", "<function=f><parameter=a>1</function>", "", ["f"]),
         ("jamba", f"<tool_calls>[{TIME}, oops]</tool_calls>", ", oops]</tool_calls>", ["time"]),
