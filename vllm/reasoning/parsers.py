@@ -329,11 +329,6 @@ class Gemma4ReasoningParser(ReasoningParser):
     ) -> None:
         super().__init__(tokenizer)
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The texts that must be in an output even where they are special tokens."""
-        return ("<|channel>", *super().markers)
-
     def _read_start(self) -> Wait[bool]:
         if not (yield from super()._read_start()):
             return False
