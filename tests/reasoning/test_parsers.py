@@ -44,6 +44,16 @@ def read(name, pieces, **options):
         ("kimi_k2", "a</think><|tool_calls_section", "a", "<|tool_calls_section"),
         ("mistral", "[THINK]a[/THINK]b", "a", "b"),
         ("seed_oss", "<seed:think>a</seed:think>b", "a", "b"),
+        ("apertus", "<|inner_prefix|>a<|inner_suffix|>\nb", "a", "\nb"),
+        ("apertus", "<|inner_prefix|>a<|tools_prefix|>b", "a", "<|tools_prefix|>b"),
+        ("apertus", "b", None, "b"),
+        ("gemma4", "<|channel>thought\na\n<channel|>b", "a\n", "b"),
+        ("gemma4", "<|channel>thought\n<channel|>b", None, "b"),
+        ("gemma4", "<|channel>thoughta<channel|><|tool_call>b", "a", "<|tool_call>b"),
+        ("gemma4", "<|channel>final<channel|>b", None, "<|channel>final<channel|>b"),
+        ("gemma4", "<|channel>thought", None, None),
+        ("gemma4", "b", None, "b"),
+        ("nemotron_v3", "a\n</think>\nb", "a\n", "\nb"),
         ("minimax_m2", "a</think>b", "a", "b"),
         ("minimax_m2_append_think", "a</think>b", None, "<think>a</think>b"),
         ("minimax_m2_append_think", "<think>a</think>b", None, "<think>a</think>b"),
@@ -135,6 +145,7 @@ PIECES = st.sampled_from(
     [
         *("<think>", "</think>", THOUGHTS, ANSWER, "Here", "<", " ", "\n", "a"),
         *("<answer>", "</answer>", "<|channel|>", "analysis", "final", "<|message|>", "<|start|>"),
+        *("<|channel>", "thought", "<channel|>", "<|inner_prefix|>", "<|inner_suffix|>"),
         *("to=", "<|end|>", "<|constrain|>", "<|tool_calls_section_begin|>", "[THINK]"),
     ]
 )
@@ -180,7 +191,8 @@ def test_parsers_are_registered_by_name(monkeypatch):
     assert ReasoningParserManager.get("mull") is Muse
     assert read("muse", "(a)b") == ("a", "b")
     with pytest.raises(
-        ConfigError, match=r"'r1' is not one of cohere_command3, deepseek_r1, .*, mull, muse, olmo3"
+        ConfigError,
+        match=r"'r1' is not one of apertus, cohere_command3, .*, mull, muse, nemotron_v3",
     ):
         ReasoningParserManager.get("r1")
     with pytest.raises(TypeError, match="not a subclass of ReasoningParser"):
@@ -202,6 +214,10 @@ PROMPT = "<user>What does <think> do?<assistant>"
         ("deepseek_r1", PROMPT + "</think>", "b", (None, "b"), "answers"),
         ("granite", PROMPT, f"{THOUGHTS}a{ANSWER}b", ("a", "b"), "may think"),
         ("deepseek_v3", PROMPT, "b", (None, "b"), "answers"),
+        ("gemma4", PROMPT, "<|channel>thought\na<channel|>b", ("a", "b"), "may think"),
+        ("gemma4", PROMPT + "<|channel>thought\n", "a<channel|>b", ("a", "b"), "thinks"),
+        ("gemma4", PROMPT + "<|channel>thought\n<channel|>", "b", (None, "b"), "answers"),
+        ("nemotron_v3", PROMPT + "<think></think>", "b", (None, "b"), "answers"),
         ("deepseek_v3", PROMPT + "<think>", "a</think>b", ("a", "b"), "thinks"),
     ],
 )
@@ -251,6 +267,11 @@ def test_a_model_that_was_told_not_to_think_answers_at_once_whatever_the_prompt(
 def test_calls_end_thoughts_where_the_model_writes_them_without_an_answer(name, call):
     start = ReasoningParserManager.get(name)().grammar_start()
     assert start.is_thinking and call.startswith(start.calls_in_thoughts)
+
+
+def test_gemma_4_writes_empty_thoughts_where_it_was_told_not_to_think():
+    text = "<|channel>thought\n<channel|>b"
+    assert read("gemma4", text, is_thinking=False) == (None, "b")
 
 
 def test_gpt_oss_thinks_also_where_it_was_told_not_to():

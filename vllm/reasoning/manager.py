@@ -2,11 +2,13 @@
 
 from vllm.reasoning.harmony import HarmonyReasoningParser
 from vllm.reasoning.parsers import (
+    ApertusReasoningParser,
     AppendThinkReasoningParser,
     CohereReasoningParser,
     DeepSeekR1ReasoningParser,
     DeepSeekV3ReasoningParser,
     Ernie45ReasoningParser,
+    Gemma4ReasoningParser,
     GraniteReasoningParser,
     HunyuanReasoningParser,
     KimiK2ReasoningParser,
@@ -32,10 +34,12 @@ ReasoningParserManager = ReasoningParserRegistry(
     "reasoning_parser",
     ReasoningParser,
     {
+        "apertus": ApertusReasoningParser,
         "cohere_command3": CohereReasoningParser,
         "deepseek_r1": DeepSeekR1ReasoningParser,
         "deepseek_v3": DeepSeekV3ReasoningParser,
         "ernie45": Ernie45ReasoningParser,
+        "gemma4": Gemma4ReasoningParser,
         "glm45": Qwen3ReasoningParser,
         "granite": GraniteReasoningParser,
         "holo2": DeepSeekR1ReasoningParser,
@@ -44,6 +48,7 @@ ReasoningParserManager = ReasoningParserRegistry(
         "minimax_m2": DeepSeekR1ReasoningParser,
         "minimax_m2_append_think": AppendThinkReasoningParser,
         "mistral": MistralReasoningParser,
+        "nemotron_v3": DeepSeekR1ReasoningParser,
         "olmo3": DeepSeekR1ReasoningParser,
         "openai_gptoss": HarmonyReasoningParser,
         "qwen3": Qwen3ReasoningParser,

@@ -130,8 +130,8 @@ class ReasoningParser:
 
     def split(self, text: str) -> tuple[str | None, str | None]:
         """(thoughts, answer) of a complete text. Gives the same as feeding it in any pieces."""
-        parser = type(self)(self.tokenizer, is_thinking=self._is_thinking)
-        parser._is_start_needed = self._is_start_needed
+        parser = type(self)(self.tokenizer)
+        parser._is_thinking, parser._is_start_needed = self._is_thinking, self._is_start_needed
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
@@ -307,6 +307,33 @@ class SeedOssReasoningParser(ReasoningParser):
     """`<seed:think>...</seed:think>`: Seed-OSS."""
 
     starts, ends = ("<seed:think>",), ("</seed:think>",)
+
+
+class ApertusReasoningParser(ReasoningParser):
+    """`<|inner_prefix|>...<|inner_suffix|>`, or up to the first call: Apertus."""
+
+    starts, ends = ("<|inner_prefix|>",), ("<|inner_suffix|>",)
+    answer_starts = ("<|tools_prefix|>",)
+
+
+class Gemma4ReasoningParser(ReasoningParser):
+    """`<|channel>thought`, a new line, `...<channel|>`: Gemma 4.
+
+    Large models that were told not to think write both markers with nothing between them.
+    """
+
+    starts, ends = ("<|channel>thought",), ("<channel|>",)
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool | None = None
+    ) -> None:
+        super().__init__(tokenizer)
+
+    def _read_start(self) -> Wait[bool]:
+        if not (yield from super()._read_start()):
+            return False
+        yield from self._stream.read_literal("\n")
+        return True
 
 
 class AppendThinkReasoningParser(ReasoningParser):

@@ -46,6 +46,7 @@ def start_of(settings, body):
 
 QWEN = {"reasoning_parser": "qwen3"}
 R1 = {"reasoning_parser": "deepseek_r1"}
+GEMMA = {"reasoning_parser": "gemma4"}
 MAY_THINK = (False, ("<think>",), ())
 THINKS = (True, (), ())
 MAY_CALL = (False, (), ("<tool_call>",))
@@ -90,6 +91,8 @@ def test_the_engine_is_told_where_the_grammar_begins(settings, body, expected):
         ({**R1, "chat_template": CLOSED}, "yes", {}, None, "yes"),
         ({**R1, "chat_template": TEMPLATE + "</think>"}, "yes", {}, None, "yes"),
         (R1, "hm</think> yes", {"guided_choice": ["yes"]}, "hm", "yes"),
+        (GEMMA, "<|channel>thought\nhm<channel|>yes", {"guided_choice": ["yes"]}, "hm", "yes"),
+        (GEMMA, "<|channel>thought\n<channel|>yes", {"enable_thinking": False}, None, "yes"),
     ],
 )
 def test_the_prompt_tells_whether_the_output_begins_with_thoughts(
@@ -129,7 +132,7 @@ def test_an_answer_continues_thoughts_that_the_client_began():
     assert (message["reasoning_content"], message["content"]) == ("b", "c")
 
 
-MARKERS = ["<tool_call>", "<think>", "</think>", "<|other|>"]
+MARKERS = ["<tool_call>", "<think>", "</think>", "<|other|>", "<|channel>", "<channel|>"]
 
 
 class SpecialEngine(ScriptedEngine):
@@ -165,6 +168,12 @@ def test_markers_that_are_special_tokens_are_found_and_hidden(skips):
     assert sorted(params.guided_decoding.start.special_tokens) == kept
 
 
+def test_a_marker_may_be_a_special_token_and_text_after_it():
+    message, params = ask(SpecialEngine("<|channel>thought\nhm<channel|>Hi"), GEMMA)
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
+    assert len(params.kept_special_token_ids) == 2
+
+
 def test_without_parsers_no_special_token_is_kept():
     assert ask(SpecialEngine("x"), {})[1].kept_special_token_ids is None
 
@@ -193,6 +202,7 @@ def call_schema(name, arguments, key="arguments", name_key="name"):
         ("internlm", ("<|action_start|><|plugin|>",), "parameters", False),
         ("gigachat3", ("function call<|role_sep|>",), "arguments", False),
         ("jamba", ("<tool_calls>",), "arguments", True),
+        ("nemotron_json", ("<TOOLCALL>",), "arguments", True),
         ("mistral", ("[TOOL_CALLS]",), "arguments", True),
     ],
 )

@@ -121,6 +121,12 @@ OUTPUTS = [
     ("deepseek_v4", DSML.replace("function_calls", "tool_calls")),
     ("ernie45", f"<tool_call>\n{WEATHER}\n</tool_call>\n\n<tool_call>\n{TIME}\n</tool_call>\n"),
     ("functiongemma", FUNCTIONGEMMA),
+    (
+        "gemma4",
+        FUNCTIONGEMMA.replace("<start_function_call>", "<|tool_call>")
+        .replace("<end_function_call>", "<tool_call|>")
+        .replace("<escape>", '<|"|>'),
+    ),
     ("gigachat3", GIGACHAT3.format(WEATHER) + GIGACHAT3.format(TIME)),
     ("gigachat3", f"function call<|role_sep|>\n{WEATHER}function call<|role_sep|>\n{TIME}"),
     ("glm45", GLM),
@@ -140,6 +146,9 @@ OUTPUTS = [
         .replace("</tool", "</longcat_tool")
         .replace("arg_", "longcat_arg_"),
     ),
+    ("apertus", f'<|tools_prefix|>[{{"weather": {ARGUMENTS}}}, {{"time": {{}}}}]<|tools_suffix|>'),
+    ("nemotron_json", f"<TOOLCALL>[{WEATHER}, {TIME}]</TOOLCALL>"),
+    ("nemotron_v3", QWEN3_CODER),
     ("minimax", f"<tool_calls>\n{WEATHER}\n{TIME}\n</tool_calls>"),
     ("minimax_m2", MINIMAX_M2),
     ("olmo3", "<function_calls>\n" + PYTHONIC[1:-1].replace("), ", ")\n") + "\n</function_calls>"),

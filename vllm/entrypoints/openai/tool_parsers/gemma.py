@@ -1,14 +1,14 @@
-"""Calls as FunctionGemma writes them: keys without quotes, and strings between escape markers."""
+"""Calls of Gemma models: keys without quotes, and strings between escape markers."""
 
 import re
+from functools import cached_property
+from typing import ClassVar
 
 from vllm.entrypoints.openai.tool_parsers.argument_types import argument_to_json
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.json_reader import encode_string
 from vllm.utils.text.text_stream import Markers, Wait
 
-_START, _END, _ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
-_TEXT_ENDS = Markers((_ESCAPE, _END))
 _NAME = re.compile(r"[\w.-]+")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
 _SCALAR = re.compile(r"[^\s,{}\[\]<]+")
@@ -18,8 +18,16 @@ _CLOSERS = {"{": "}", "[": "]"}
 class FunctionGemmaToolParser(ToolParser):
     """`<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,KEY:1}<end_function_call>`."""
 
-    markers = (_START,)
-    further_tokens = (_END, _ESCAPE)
+    call_end: ClassVar[str] = "<end_function_call>"
+    """Comes after the arguments of a call."""
+    escape: ClassVar[str] = "<escape>"
+    """Comes before and after a text."""
+    markers = ("<start_function_call>",)
+    further_tokens = (call_end, escape)
+
+    @cached_property
+    def _text_ends(self) -> Markers:
+        return Markers((self.escape, self.call_end))
 
     def read_calls(self, marker: str) -> Wait[None]:
         """Read the call after a marker; see the base class."""
@@ -33,7 +41,7 @@ class FunctionGemmaToolParser(ToolParser):
         self.start_call(name)
         yield from self._read_group()
         yield from stream.skip_space()
-        if (yield from stream.read_literal(_END)):
+        if (yield from stream.read_literal(self.call_end)):
             self.accept()
 
     def _read_group(self) -> Wait[None]:
@@ -73,10 +81,10 @@ class FunctionGemmaToolParser(ToolParser):
     def _read_scalar(self) -> Wait[bool]:
         """Read a text between escape markers, or a number or a word. False: it is damaged."""
         stream = self.stream
-        if (yield from stream.read_literal(_ESCAPE)):
+        if (yield from stream.read_literal(self.escape)):
             self.add_arguments('"')
-            yield from stream.read_until(_TEXT_ENDS, self._add_text)
-            if not (yield from stream.read_literal(_ESCAPE)):
+            yield from stream.read_until(self._text_ends, self._add_text)
+            if not (yield from stream.read_literal(self.escape)):
                 return False
             self.add_arguments('"')
             return True
@@ -87,3 +95,11 @@ class FunctionGemmaToolParser(ToolParser):
 
     def _add_text(self, piece: str) -> None:
         self.add_arguments(encode_string(piece)[1:-1])
+
+
+class Gemma4ToolParser(FunctionGemmaToolParser):
+    """`<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1}<tool_call|>`: Gemma 4."""
+
+    call_end, escape = "<tool_call|>", '<|"|>'
+    markers = ("<|tool_call>",)
+    further_tokens = (call_end, escape)

@@ -31,8 +31,8 @@ class JsonToolParser(ToolParser):
     separator: ClassVar[str | None] = None
     """Text between objects that are in no array; empty: they need none. None: there is one object
     only."""
-    name_key: ClassVar[str] = "name"
-    """The key of the name of a call."""
+    name_key: ClassVar[str | None] = "name"
+    """The key of the name of a call. None: the key of the arguments is the name."""
 
     def call_starts(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the markers, and the beginnings of calls without one, up to their arguments."""
@@ -121,6 +121,11 @@ class JsonToolParser(ToolParser):
         if key is None or (yield from stream.skip_space()) != ":":
             return False
         stream.consume(1)
+        if self.name_key is None:
+            if not key or call.name:
+                return False
+            call.set_name(key)
+            return (yield from self._read_arguments(call.add_arguments))
         if key == self.name_key and not call.name:
             name = yield from read_text(stream)
             if not name:

@@ -1,10 +1,11 @@
 """The tool parsers by name, those that plug-ins add, and the check of the flags that name them."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
-from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser
+from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from vllm.entrypoints.openai.tool_parsers.harmony import HarmonyToolParser
 from vllm.entrypoints.openai.tool_parsers.listed import DeepSeekToolParser, KimiK2ToolParser
 from vllm.entrypoints.openai.tool_parsers.marked import (
+    ApertusToolParser,
     CohereToolParser,
     GigaChat3ToolParser,
     Granite20bToolParser,
@@ -15,6 +16,7 @@ from vllm.entrypoints.openai.tool_parsers.marked import (
     LlamaJsonToolParser,
     MiniMaxToolParser,
     MistralToolParser,
+    NemotronJsonToolParser,
     Phi4MiniToolParser,
     XlamToolParser,
 )
@@ -52,6 +54,7 @@ ToolParserManager = ToolParserRegistry(
     "tool_call_parser",
     ToolParser,
     {
+        "apertus": ApertusToolParser,
         "cohere_command3": CohereToolParser,
         "deepseek_v3": DeepSeekToolParser,
         "deepseek_v31": DeepSeekToolParser,
@@ -59,6 +62,7 @@ ToolParserManager = ToolParserRegistry(
         "deepseek_v4": DeepSeekV32ToolParser,
         "ernie45": HermesToolParser,
         "functiongemma": FunctionGemmaToolParser,
+        "gemma4": Gemma4ToolParser,
         "gigachat3": GigaChat3ToolParser,
         "glm45": Glm45ToolParser,
         "glm47": Glm45ToolParser,
@@ -78,6 +82,8 @@ ToolParserManager = ToolParserRegistry(
         "minimax": MiniMaxToolParser,
         "minimax_m2": MiniMaxM2ToolParser,
         "mistral": MistralToolParser,
+        "nemotron_json": NemotronJsonToolParser,
+        "nemotron_v3": Qwen3CoderToolParser,
         "olmo3": Olmo3ToolParser,
         "openai": HarmonyToolParser,
         "phi4_mini": Phi4MiniToolParser,

@@ -71,6 +71,15 @@ class CohereToolParser(JsonToolParser):
     name_key = "tool_name"
 
 
+class ApertusToolParser(JsonToolParser):
+    """`<|tools_prefix|>[{NAME: {...}}]<|tools_suffix|>`: Apertus."""
+
+    markers = ("<|tools_prefix|>",)
+    closing = ("<|tools_suffix|>",)
+    further_tokens = closing
+    name_key = None
+
+
 class GigaChat3ToolParser(JsonToolParser):
     """`<|message_sep|>`, an empty line, `function call<|role_sep|>`, `{...}`: GigaChat 3."""
 
@@ -99,6 +108,14 @@ class MiniMaxToolParser(JambaToolParser):
 
     separator = ""
     form: ClassVar[CallForm | None] = None
+
+
+class NemotronJsonToolParser(JsonToolParser):
+    """`<TOOLCALL>[{...}]</TOOLCALL>`: Nemotron Nano v2."""
+
+    markers = ("<TOOLCALL>",)
+    closing = ("</TOOLCALL>",)
+    form = CallForm(is_list=True)
 
 
 class Phi4MiniToolParser(JsonToolParser):
