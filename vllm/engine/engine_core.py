@@ -91,6 +91,7 @@ class EngineCore(CoreCalls):
             if self._is_measuring:  # launches of the start had no requests
                 self.executor.call(Worker.reset_measurements)
             self._has_measured = False
+        num_kept = self.executor.num_kept_states
         cache = KVCacheManager(
             num_blocks,
             config.cache.block_size,
@@ -98,7 +99,9 @@ class EngineCore(CoreCalls):
             self._events,
             [KVCacheGroup(window) for window in self.executor.cache_windows],
             is_dense=config.has_dense_cache,
-            states=_make_state_cache(config, self.executor.num_kept_states),
+            states=None
+            if num_kept is None
+            else StateCache(config.scheduler.max_num_seqs, num_kept),
         )
         source, control = None, None
         if config.scheduler.max_draft_tokens:
@@ -454,14 +457,6 @@ class EngineCore(CoreCalls):
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
-
-
-def _make_state_cache(config: VllmConfig, count: int) -> StateCache | None:
-    """Return the kept states of a model whose prefix cache needs them, even if there is room for
-    none; None: it needs none."""
-    if not (config.model.resolved_arch.has_states and config.cache.enable_prefix_caching):
-        return None
-    return StateCache(config.scheduler.max_num_seqs, count)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

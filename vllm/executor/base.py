@@ -33,7 +33,7 @@ class Executor(ABC):
 
     is_asynchronous: bool = False
     cache_windows: tuple[int | None, ...] = (None,)
-    num_kept_states = 0
+    num_kept_states: int | None = None
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -83,7 +83,8 @@ class Executor(ABC):
         num_blocks = min(report.num_blocks for report in reports)
         self.cache_windows = reports[0].windows
         assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
-        self.num_kept_states = min(report.num_kept_states for report in reports)
+        counts = [r.num_kept_states for r in reports if r.num_kept_states is not None]
+        self.num_kept_states = min(counts) if counts else None
         self.call_workers(Worker.allocate, num_blocks)
         return num_blocks
 

@@ -52,8 +52,9 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the groups of layers that have block tables of their own; None: full attention."""
     num_blocks: int
     """KV blocks that this rank could have, the null block included."""
-    num_kept_states: int = 0
-    """Recurrent states of prefixes that this rank can keep."""
+    num_kept_states: int | None = None
+    """Recurrent states of prefixes that this rank can keep; None: its layers have none, or there is
+    no prefix cache."""
 
 
 class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,10 +55,10 @@ def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
     return layout.state_bytes * config.scheduler.max_num_seqs
 
 
-def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int:
+def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int | None:
     """Return how many recurrent states of prefixes are kept: `num_kept_states`, or fewer where they
-    would take more than a quarter of the memory of the cache. The stages of a pipeline keep the
-    same number, which a stage without recurrent states does not limit.
+    would take more than a quarter of the memory of the cache. None: these layers have no recurrent
+    states, or there is no prefix cache.
 
     Args:
         config: of the engine.
@@ -66,10 +66,8 @@ def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int
         free_bytes: as in `count_blocks`.
     """
     cache = config.cache
-    if not cache.enable_prefix_caching:
-        return 0
-    if not layout.state_bytes:
-        return cache.num_kept_states
+    if not layout.state_bytes or not cache.enable_prefix_caching:
+        return None
     budget = cache.kv_cache_memory_bytes or int(free_bytes * cache.gpu_memory_utilization)
     left = budget - states_bytes(config, layout)
     return max(0, min(cache.num_kept_states, left // (4 * layout.state_bytes)))

@@ -72,7 +72,7 @@ class CPUWorker(WorkerBase):
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
         self._drafter: DraftRunner | SpeculatorRunner | None = None
-        self._num_kept_states = 0
+        self._num_kept_states: int | None = None
         self._has_own_cores = False  # a share of those of the machine, as one of several ranks
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -243,7 +243,7 @@ class CPUWorker(WorkerBase):
                 len(layout.groups),
                 states_bytes(self.config, layout),
                 self._uses(num_ranks),
-                self._num_kept_states * layout.state_bytes,
+                (self._num_kept_states or 0) * layout.state_bytes,
             ),
             num_kept_states=self._num_kept_states,
         )
@@ -273,9 +273,10 @@ class CPUWorker(WorkerBase):
         """Allocate a KV cache of so many blocks, the null block included."""
         calculate_scales(self.config, self.model, self.device)
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
-        log_cache(self.config, num_blocks, self._layout, self._num_kept_states)
+        num_kept_states = self._num_kept_states or 0
+        log_cache(self.config, num_blocks, self._layout, num_kept_states)
         dtype = cache_dtype(self.config)
-        num_rows = self.config.scheduler.max_num_seqs + self._num_kept_states
+        num_rows = self.config.scheduler.max_num_seqs + num_kept_states
         bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows)
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
