@@ -34,7 +34,6 @@ ABSENT = {
     "quantization on a card has no such": "text:force_channel_fp8",
     "how experts are computed has no setting but": "flag:all2all_backend",
     "the state of Mamba layers has one layout": "flag:mamba_cache_dtype",
-    "models with gated delta networks": "architecture:Qwen3NextForCausalLM",
     "latent attention has one form": "text:mla_disable",
     "this version reads text only": "flag:limit_mm_per_prompt",
     "the results of several devices are added up in one": "text:row_parallel_chunks",

@@ -293,18 +293,18 @@ _ROUTED = _DECODER | {
     "head_dim": 16,
 }
 _NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
-_LATENT = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
+_LATENT_MIXTURE = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
         "glm4_moe_lite",
         "Glm4MoeLiteConfig",
-        _LATENT | {"num_hidden_layers": 2, "n_group": 1, "topk_group": 1},
+        _LATENT_MIXTURE | {"num_hidden_layers": 2, "n_group": 1, "topk_group": 1},
     ),
-    **_if_known("glm_moe_dsa", "GlmMoeDsaConfig", _LATENT | {"num_hidden_layers": 2}),
+    **_if_known("glm_moe_dsa", "GlmMoeDsaConfig", _LATENT_MIXTURE | {"num_hidden_layers": 2}),
     **_if_known(
         "deepseek_v32",
         "DeepseekV32Config",
-        _LATENT | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
+        _LATENT_MIXTURE | {"num_hidden_layers": 2, "rope_parameters": _DEEPSEEK["rope_parameters"]},
     ),
     **_if_known("dots1", "Dots1Config", _ROUTED | {"sliding_window": 16, "max_window_layers": 1}),
     **_if_known(

@@ -32,10 +32,11 @@ _FOREIGN = {"TransformersForCausalLM", "TransformersForConditionalGeneration"}
 _SAME_LAYERS = {
     *("BaichuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
     *("ExaoneForCausalLM", "MiMoForCausalLM", "MiniCPMForCausalLM"),
+    *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"),
     "ChatGLMModel",
     *(
         f"{family}ForConditionalGeneration"
-        for family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Mistral3")
+        for family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
     ),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the

@@ -272,7 +272,7 @@ def test_the_machine_of_an_engine_on_ray_needs_no_card():
             "of that name either. Use a checkpoint of",
         ),
         (
-            {"hf_overrides": {"architectures": ["NemotronForCausalLM"]}, "model_impl": "vllm"},
+            {"hf_overrides": {"architectures": ["DiffLlamaForCausalLM"]}, "model_impl": "vllm"},
             "with model_impl='vllm'. Leave model_impl out to run it with the modules of transform",
         ),
     ],

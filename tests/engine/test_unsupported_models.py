@@ -82,14 +82,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"thinker_config, talker_config",
     ),
     (
-        _with_parts("Gemma3nForConditionalGeneration", "gemma3n", {"model_type": "gemma3n_text"}),
-        _PARTS,
-    ),
-    (
-        _with_parts("Gemma4ForConditionalGeneration", "gemma4", {"model_type": "gemma4_text"}),
-        _PARTS,
-    ),
-    (
         _named("Qwen2AudioForConditionalGeneration", "qwen2_audio", audio_config={})
         | {"text_config": {"model_type": "qwen2"}},
         r"nearest: Qwen2ForCausalLM",

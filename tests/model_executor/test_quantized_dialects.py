@@ -127,7 +127,7 @@ def test_other_dialects_mean_the_same_weights(checkpoint, tmp_path, dialect):
 def test_settings_without_a_name_are_completed_by_the_file_beside_them(checkpoint, tmp_path):
     folder, _ = checkpoint("modelopt")
     copy = changed_settings(folder, tmp_path, lambda s: {"ignore": ["lm_head"]})
-    (copy / "hf_quant_config.json").write_text(json.dumps(nested({})))
+    (copy / "hf_quant_config.json").write_text(json.dumps(nested({"quant_algo": "FP8"})))
     stored = [m for m in load(copy).modules() if isinstance(m, ParallelLinear)]
     twin = [m for m in load(folder).modules() if isinstance(m, ParallelLinear)]
     assert len(stored) == 8

@@ -257,14 +257,19 @@ class AdapterLayers:
     ) -> Iterator[tuple[str, Source]]:
         """The matrices of an expert, whose rows are those of a parameter of all experts."""
         layer, first = self.experts[experts], f"{experts}.0."
-        # Where the family stores such a parameter, [experts, in, out], it knows their order.
+        # Where the family stores such a parameter, it knows their order: [experts, in, out], or
+        # [experts, out, in].
         count = len(layer.expert_ids) + len(layer.elsewhere)
         order = torch.arange(len(rows)).expand(count, 1, -1)
-        stored = self.model.convert(f"{experts}.{name}", source_of(order))
-        places = {
-            each.removeprefix(first): source.read(()).flatten()
-            for each, source in takewhile(lambda found: found[0].startswith(first), stored)
-        }
+        places: dict[str, Tensor] = {}
+        for numbers in (order, order.transpose(1, 2)):
+            stored = self.model.convert(f"{experts}.{name}", source_of(numbers))
+            places = {
+                each.removeprefix(first): source.read(()).flatten()
+                for each, source in takewhile(lambda found: found[0].startswith(first), stored)
+            }
+            if sum(map(len, places.values())) == len(rows):
+                break
         if not places and name == "gate_up_proj":
             gate, up = torch.arange(len(rows)).chunk(2)
             places = {"gate_proj.weight": gate, "up_proj.weight": up}

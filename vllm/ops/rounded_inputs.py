@@ -38,6 +38,16 @@ class RoundedInputs:
         plain = replace(weight, scales=scales, input_scale=None, rounds_inputs=False)
         self._weight = ops.prepare_weight(plain, dtype)
 
+    @property
+    def kind(self) -> str:
+        """Kind of the weight."""
+        return self._weight.kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return self._weight.num_bytes
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""
         rounded = self._ops.round_to_fp8(x, self._inverse_scale, self._largest)

@@ -454,7 +454,7 @@ def holds_many(annotation: Any) -> bool:
 OPEN_FIELDS = {
     *("chat_template_kwargs", "mm_processor_kwargs", "kv_transfer_params", "logits_processors"),
     *("guided_json", "response_format", "metadata", "tool_choice", "system", "stream_options"),
-    "output_format",
+    *("output_format", "thread"),
     *("prompt_embeds", "additional_data"),
 }
 """Objects whose shape is free: --max-request-values limits what they hold."""

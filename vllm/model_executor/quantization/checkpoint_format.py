@@ -117,7 +117,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         for layer in model.modules():
             method: Any = layer.method if isinstance(layer, MethodLayer) else None
             method = method.linear if isinstance(method, StoredHead) else method
-            is_stored = isinstance(method, StoredLinear | StoredExperts)
+            is_stored = isinstance(method, (StoredLinear, StoredExperts))
             if is_stored and method.stored_as is not None and method.kept is not None:
                 key = method.stored_as, method.kept.kind
                 counts[key] += 1

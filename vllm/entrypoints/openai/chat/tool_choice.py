@@ -128,8 +128,9 @@ def _call_schema(
             own_names += [f"{index}_{name}" for name in own]
     if prefixes:
         parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
-        for name in own_names:
-            definitions[name] = _move_references(definitions[name], prefixes, _MAX_SCHEMA_DEPTH)
+        for own_name in own_names:
+            definition = _move_references(definitions[own_name], prefixes, _MAX_SCHEMA_DEPTH)
+            definitions[own_name] = definition
     keys = [form.name_key, form.arguments_key]
     values = [{"type": "string", "enum": [name]}, parameters]
     return {
