@@ -580,6 +580,14 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         "Gemma4TextConfig",
         _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
+    **_if_known(
+        "gemma4_moe",
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+        | {"moe_intermediate_size": 48},
+    ),
 }
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
@@ -596,7 +604,7 @@ the exhaustive run does the rest."""
 
 RARE_FAMILIES = (
     *(*ROW_FAMILIES, *_OWN_MIXTURES),
-    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide"),
+    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide", "gemma4_moe"),
 )
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
