@@ -316,6 +316,13 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
 }
 _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known(
+        "phimoe",
+        "PhimoeConfig",
+        _MOE
+        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.2},
+    ),
+    **_if_known(
         "glm4_moe",
         "Glm4MoeConfig",
         _ROUTED | {"attention_bias": True, "use_qk_norm": True, "num_hidden_layers": 3},
@@ -340,16 +347,7 @@ _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
         | {"rope_parameters": _STRETCHED_ROPE},
     ),
 }
-_SPARSE_MIXERS: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known(
-        "phimoe",
-        "PhimoeConfig",
-        _MOE
-        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
-        | {"router_jitter_noise": 0.2},
-    ),
-}
-_MORE |= _ROW_MIXTURES | _OWN_MIXTURES | _SPARSE_MIXERS
+_MORE |= _ROW_MIXTURES | _OWN_MIXTURES
 _MIXERS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -545,6 +543,9 @@ _OWN: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         "Ministral3Config",
         _DECODER | {"head_dim": 16, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5}},
     ),
+    **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
+    **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
+    **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
 }
 _GEMMA4 = _GEMMA | {
     "num_hidden_layers": 4,
@@ -579,12 +580,17 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         "Gemma4TextConfig",
         _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
+    **_if_known(
+        "gemma4_moe",
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+        | {"moe_intermediate_size": 48},
+    ),
 }
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
-    **_if_known("apertus", "ApertusConfig", _DECODER | {"attention_bias": True}),
-    **_if_known("arcee", "ArceeConfig", _DECODER | _BIASES | {"head_dim": 16}),
-    **_if_known("jais2", "Jais2Config", _DECODER | _BIASES | {"head_dim": 16}),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
@@ -597,8 +603,8 @@ ROW_FAMILIES = (*_ROW_MIXTURES, *_ROWS)
 the exhaustive run does the rest."""
 
 RARE_FAMILIES = (
-    *(*ROW_FAMILIES, *_OWN_MIXTURES, *_SPARSE_MIXERS),
-    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide"),
+    *(*ROW_FAMILIES, *_OWN_MIXTURES),
+    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide", "gemma4_moe"),
 )
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
@@ -606,9 +612,8 @@ mechanisms."""
 ONE_STAGE = ("gemma3n", "gemma4")
 """Families whose layers read earlier layers, so that a pipeline cannot divide them."""
 
-WITHOUT_PROGRAM = (*STATE_FAMILIES, *_SPARSE_MIXERS, *_WITHOUT_PROGRAM)
-"""Families without a program on the CPU: with states, or with a routing or an activation that no
-kernel has."""
+WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
+"""Families without a program on the CPU: with states, or with an activation that no kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""

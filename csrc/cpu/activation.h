@@ -1,4 +1,4 @@
-// The activations of gated MLPs.
+// The activations of MLPs.
 #pragma once
 
 #include "simd.h"
@@ -54,6 +54,17 @@ VLLM_INLINE Vec gelu(Vec x) {
 VLLM_INLINE Vec gelu_tanh(Vec x) {
   const Vec g = max(splat(-10.0f), x);  // nothing is left below, and e^88 is as far as exp goes
   return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
+}
+
+// p x^2 + x / 2 above zero, n (e^x - 1 - x) + x / 2 below it (Huang and Schlag 2024, arXiv
+// 2411.13010).
+template <typename T>
+inline void xielu_row(const T* x, T* out, int64_t size, float p, float n) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Vec v = load(x + i, count);
+    const Vec below = n * (exp(min(splat(-1e-6f), v)) - 1.0f - v);
+    store(out + i, (v > 0.0f ? p * v * v : below) + 0.5f * v, count);
+  });
 }
 
 // out = round(gelu(gate)) * up; see silu_and_mul_row.

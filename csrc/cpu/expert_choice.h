@@ -28,6 +28,10 @@ struct ChoiceOptions {
   int64_t num_groups, top_groups;
   const float* bias;  // [num_experts]: added to the score of each for the choice alone; or null
   float scale;        // multiplies the weights
+  // Of kSparseMixer: an expert with the logit y is near below a chosen one with the logit x if x - y
+  // is at most this much of the larger one of x and |y|.
+  float tolerance;
+  const float* scales;  // [num_experts]: multiplies the weight of each; or null
 };
 
 VLLM_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
@@ -73,7 +77,15 @@ class ExpertChoice {
       if (num < k) ++num;
     });
     float weights[vllm_cpu::kMaxTopK];
-    weigh(ids, weights);  // before anything is written: the result may be where the logits are
+    if (options_.routing == Routing::kSparseMixer) {
+      weigh_sparsely(ids, weights);
+    } else {
+      weigh(ids, weights);
+    }
+    for (int64_t j = 0; j < k && options_.scales != nullptr; ++j) {
+      weights[j] *= options_.scales[ids[j]];
+    }
+    // The last, as the result may be where the logits are.
     for (int64_t j = 0; j < k; ++j) to.ids[j] = ids[j], to.weights[j] = weights[j];
   }
 
@@ -141,6 +153,25 @@ class ExpertChoice {
     if (routing == Routing::kSoftmax) total = total_;
     if (routing == Routing::kSigmoid) total = 1;
     for (int64_t j = 0; j < k; ++j) weights[j] = options_.scale * weights[j] / total;
+  }
+
+  // Liu et al. 2024, arXiv 2409.12136.
+  void weigh_sparsely(const int64_t* ids, float* weights) const {
+    for (int64_t j = 0; j < options_.top_k; ++j) {
+      const Vec largest = splat(to_float(logits_[ids[j]]));
+      Vec sum = {};
+      for_each_vector(options_.num_experts, [&](int64_t e, int64_t count) {
+        const Vec logit = load(logits_ + e, count);
+        const Vec distance = (largest - logit) / max(largest, max(logit, -logit));
+        const Vec part = exp(logit - largest);
+        for (int64_t lane = 0; lane < count; ++lane) {
+          bool is_near = !(distance[lane] > options_.tolerance);  // also 0 / 0
+          for (int64_t i = 0; i < j; ++i) is_near = is_near && ids[i] != e + lane;
+          if (is_near) sum[lane] += part[lane];
+        }
+      });
+      weights[j] = options_.scale / sum_lanes(sum);
+    }
   }
 
   const L* const logits_;

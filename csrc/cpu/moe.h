@@ -166,6 +166,8 @@ void activate(const Experts& experts, const T* both, T* out, int64_t size) {
   switch (experts.activation) {
     case ExpertActivation::kSilu:
       return silu_and_mul_row(both, out, size);
+    case ExpertActivation::kGeluTanh:
+      return gelu_and_mul_row(both, out, size, true);
     case ExpertActivation::kClampedSwiglu:
       return clamped_swiglu_row(both, out, size, experts.alpha, experts.limit);
     case ExpertActivation::kSquaredRelu:

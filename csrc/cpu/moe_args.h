@@ -7,14 +7,16 @@
 
 namespace vllm_cpu {
 
-// The middle of an expert. kSilu: silu(gate) * up. kClampedSwiglu: gate * sigmoid(alpha * gate) *
-// (up + 1), of gates up to `limit` and ups between -limit and limit (GPT-OSS). kSquaredRelu:
-// max(up, 0)^2; nothing is multiplied with a gate, which is the same weight as the up.
-VLLM_ENUM(ExpertActivation, kSilu, kClampedSwiglu, kSquaredRelu);
+// The middle of an expert. kSilu: silu(gate) * up. kGeluTanh: gelu(gate) * up, with tanh (Gemma 4).
+// kClampedSwiglu: gate * sigmoid(alpha * gate) * (up + 1), of gates up to `limit` and ups between
+// -limit and limit (GPT-OSS). kSquaredRelu: max(up, 0)^2; nothing is multiplied with a gate, which is
+// the same weight as the up.
+VLLM_ENUM(ExpertActivation, kSilu, kGeluTanh, kClampedSwiglu, kSquaredRelu);
 
 // The weights of a chosen expert: its part of a softmax over all, or over the chosen ones; its
-// sigmoid, or that divided by the sum of the chosen ones.
-VLLM_ENUM(Routing, kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen);
+// sigmoid, or that divided by the sum of the chosen ones. kSparseMixer: its part of a softmax over
+// itself and the experts near below it, without those chosen before.
+VLLM_ENUM(Routing, kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen, kSparseMixer);
 
 constexpr int64_t kMaxTopK = 64;
 constexpr int64_t kMaxExpertGroups = 64;

@@ -30,6 +30,7 @@ VLLM_STRUCT(Operation,
   const float* table;          // [positions, rot_dim] of rotate, cosines then sines
                                // [num_heads] of attend: ALiBi slopes, or null
                                // [head_size] of route: ChoiceOptions::bias, or null
+  const float* scales;         // [head_size] of route: ChoiceOptions::scales, or null
   const int32_t* sections;     // [rot_dim / 2] of rotate: which position of a token turns each pair;
                                // null: the first
   const float* sinks;          // [num_heads] of attend, or null
@@ -57,7 +58,9 @@ VLLM_STRUCT(Operation,
   int64_t sliding_window;  // 0: none
   int64_t chunk_size;      // of attend; 0: none
   float scalar;            // eps of a norm; the factor of scale and of round_to_fp8; the limit of
-                           // clip and soft_cap; of query @ key in attend; of the weights in route
+                           // clip and soft_cap; of query @ key in attend; of the weights in route;
+                           // p of xielu
+  float second_scalar;     // n of xielu; of route: ChoiceOptions::tolerance
   float soft_cap;          // of the scores in attend; 0: none
   CacheType cache_type;
 );

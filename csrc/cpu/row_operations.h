@@ -34,6 +34,7 @@
   X(copy, 1)                   \
   X(relu, 1)                   \
   X(gelu, 5)                   \
+  X(xielu, 5)                  \
   X(silu_and_mul, 4)           \
   X(gelu_and_mul, 5)           \
   X(rotate, 1)                 \
@@ -59,12 +60,13 @@ VLLM_STRUCT(RowTensors,
   void* out;
   const void* weight;  // [head_size]
   const void* bias;    // [head_size]
-  const float* table;  // as in Operation
+  const float* table;   // as in Operation
+  const float* scales;  // the same
   int64_t num_rows, num_heads, head_size, x_stride, y_stride, out_stride;
   int64_t option;  // as in Operation
   int64_t top_k;   // the same
   int64_t num_groups, top_groups;  // the same
-  float scalar;    // the same
+  float scalar, second_scalar;  // the same
 );
 
 }  // namespace vllm_cpu
@@ -246,9 +248,9 @@ void add_weights(const RowCall<T>& rows) {
 template <typename T>
 void route(const RowCall<T>& rows) {
   const Operation& op = rows.op;
-  const ChoiceOptions options = {vllm_cpu::Routing(op.option), op.head_size,  op.top_k,
-                                 op.num_groups,                op.top_groups, op.table,
-                                 op.scalar};
+  const ChoiceOptions options = {vllm_cpu::Routing(op.option), op.head_size,     op.top_k,
+                                 op.num_groups,                op.top_groups,    op.table,
+                                 op.scalar,                    op.second_scalar, op.scales};
   for (int64_t i = 0; i < rows.count; ++i) {
     const Choices to = choices_at(rows.out[i], op.top_k);
     if (op.is_float != 0) {
@@ -297,6 +299,13 @@ void gelu(const RowCall<T>& rows) {
       const Vec v = load(x + i, count);
       store(out + i, is_tanh ? gelu_tanh(v) : gelu(v), count);
     });
+  });
+}
+
+template <typename T>
+void xielu(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    xielu_row(x, out, rows.op.head_size, rows.op.scalar, rows.op.second_scalar);
   });
 }
 
@@ -435,6 +444,8 @@ void row_operation(const vllm_cpu::RowTensors& of, int num_threads) {
   op.num_groups = of.num_groups;
   op.top_groups = of.top_groups;
   op.scalar = of.scalar;
+  op.second_scalar = of.second_scalar;
+  op.scales = of.scales;
   const ProgramLaunch launch = {};
   T *const x = static_cast<T*>(of.x), *const y = static_cast<T*>(of.y);
   T* const out = static_cast<T*>(of.out);

@@ -94,7 +94,16 @@ _MINISTRAL = {
     "model_type": "ministral3",
     "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.5},
 }
-_OTHER_TEXTS = {"Ministral 3": ("Mistral3ForConditionalGeneration", _MINISTRAL)}
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+_OTHER_TEXTS = {
+    "Ministral 3": ("Mistral3ForConditionalGeneration", _MINISTRAL),
+    "Gemma 4 with experts": ("Gemma4ForConditionalGeneration", _GEMMA4_EXPERTS),
+}
 """Architectures with language models of other types."""
 
 pytestmark = pytest.mark.skipif(
@@ -180,7 +189,7 @@ def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
-ONLY_SINCE = ("Gemma4ForConditionalGeneration",)
+ONLY_SINCE = ("Gemma4ForConditionalGeneration", "Gemma 4 with experts")
 """Architectures that older versions of transformers did not have."""
 CASES = [
     *((name, "vllm") for name in (*_WHOLE, *_OTHER_TEXTS)),

@@ -121,7 +121,7 @@ def test_weights_are_near_those_before(dense, tmp_path, monkeypatch, method, fam
         num_changed += bool(error)
     assert num_changed >= 4
     routers = [n for n in load_file(out / "model.safetensors") if ".gate." in n or "router" in n]
-    assert not any(name.endswith(("scale", "qweight")) for name in routers)
+    assert not any(name.endswith(("weight_scale", "qweight")) for name in routers)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden
     [
         ExpertOptions(),
         ExpertOptions(limit=0.8),
+        ExpertOptions(is_gelu=True),
         ExpertOptions(alpha=1.1, limit=3.0, scales_inputs=True),
         ExpertOptions(scales_inputs=True),
         ExpertOptions(has_gate=False),

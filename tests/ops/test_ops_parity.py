@@ -184,6 +184,8 @@ def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtyp
     for alone in (x, wider):
         assert_close(ops.gelu(alone, is_tanh), NATIVE.gelu(alone, is_tanh))
         assert_close(ops.squared_relu(alone), NATIVE.squared_relu(alone))
+        alphas = torch.tensor([0.7], dtype=dtype), torch.tensor([-1.2], dtype=dtype)
+        assert_close(ops.xielu(alone, *alphas), NATIVE.xielu(alone, *alphas))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,7 +224,7 @@ def test_route_agrees_with_reference(ops, routing, dtype):
         if len(logits[0].unique()) < num_experts:
             continue
         for scale in (1.0, 2.5):
-            options = RoutingOptions(top_k=top_k, weights=routing, scale=scale)
+            options = RoutingOptions(top_k=top_k, weights=routing, scale=scale, tolerance=0.3)
             want_ids, want = NATIVE.route(logits, options)
             ids, weights = ops.route(logits, options)
             assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
@@ -269,15 +271,23 @@ def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, d
             if added is None and len(logits[0].unique()) < num_experts:
                 continue
             options = RoutingOptions(
-                top_k=5, weights=routing, scale=2.5, groups=ExpertGroups(*groups)
+                top_k=5,
+                weights=routing,
+                scale=2.5,
+                tolerance=0.3,
+                groups=ExpertGroups(*groups),
             )
-            (ids, weights), (want_ids, want) = (
-                table.route(logits, options, added) for table in (ops, NATIVE)
-            )
-            assert torch.equal(ids, want_ids)
-            torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+            for scales in (None, torch.rand(num_experts)):
+                (ids, weights), (want_ids, want) = (
+                    table.route(logits, options, added, scales) for table in (ops, NATIVE)
+                )
+                assert torch.equal(ids, want_ids)
+                torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="24 experts cannot be chosen from"):
         ops.route(torch.randn(2, 24), replace(options, groups=ExpertGroups(5, 2)))
+    for table in (ops, NATIVE):
+        with pytest.raises(ValueError, match=r"the scales of choices is .*float32 \[19\].* \[20\]"):
+            table.route(logits, options, None, torch.rand(19))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -297,6 +307,8 @@ def test_not_a_number_is_not_hidden(ops):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
             assert ops.squared_relu(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
+            alpha = torch.ones(1, dtype=dtype)
+            assert ops.xielu(x.to(dtype), alpha, alpha).isnan().nonzero().tolist() == [[0, 5]]
             assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
         for got in (ops.silu_and_mul(x.to(dtype)), ops.soft_cap(x.to(dtype), 2.0)):
             assert got.isnan().nonzero().tolist() == [[0, 5]]

@@ -17,11 +17,14 @@ class ExpertOptions:
 
     has_gate: bool = True
     """False: there are no gates, and the middle is max(up, 0)^2 (Nemotron 3)."""
+    is_gelu: bool = False
+    """The middle is gelu(gate) * up, with the approximation by tanh (Gemma 4)."""
     alpha: float = 1.702
     """Of the clamped activation; no effect without `limit`."""
     limit: float | None = None
-    """None: the middle is silu(gate) * up. Else it is gate * sigmoid(alpha * gate) * (up + 1), of
-    gates up to this and ups between its negative and this (GPT-OSS), rounded once."""
+    """None: the middle is silu(gate) * up, or as said above. Else it is gate * sigmoid(alpha *
+    gate) * (up + 1), of gates up to this and ups between its negative and this (GPT-OSS), rounded
+    once."""
     scales_inputs: bool = False
     """The weight of a choice multiplies x (Llama 4), and not the result."""
     first_expert: int | None = None
@@ -31,7 +34,8 @@ class ExpertOptions:
     @property
     def is_silu(self) -> bool:
         """Whether the middle is silu(gate) * up, and routing weights multiply results."""
-        return self.has_gate and self.limit is None and not self.scales_inputs
+        is_plain = self.limit is None and not self.is_gelu
+        return self.has_gate and is_plain and not self.scales_inputs
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -141,6 +141,20 @@ class Ops(AttentionOps):
         """
 
     @abstractmethod
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        """Return p x^2 + x / 2 of positive elements, and n (e^x - 1 - x) + x / 2 of the others
+        (xIELU, Huang and Schlag 2024, arXiv 2411.13010).
+
+        Args:
+            x: [..., N]. Not changed.
+            alpha_p: [1]: its softplus is p.
+            alpha_n: [1]: its softplus and 1 / 2 are n.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+        """
+
+    @abstractmethod
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         """`gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 
@@ -255,6 +269,7 @@ class Ops(AttentionOps):
         logits: Tensor,
         options: RoutingOptions,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: those with the largest logits.
 
@@ -263,12 +278,13 @@ class Ops(AttentionOps):
             options: how many, from which, and how much they count.
             bias: [E] float32: choices are by the score of each expert, which is its part of the
                 softmax or its sigmoid, plus this. Weights are without it.
+            scales: [E] float32: the weight of a chosen expert is multiplied by its own.
 
         Returns:
             (ids [T, k] int64, weights [T, k] float32), as `moe` takes them; the largest first.
 
         Raises:
-            ValueError: top_k is out of range.
+            ValueError: top_k is out of range, or `bias` or `scales` are not as said.
         """
 
     @property

@@ -53,7 +53,7 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     (
         *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
         *("num_experts_per_tok", "moe_num_experts", "moe_k", "moe_num_shared_experts"),
-        "num_shared_experts",
+        *("num_shared_experts", "top_k_experts"),
     ): (0, _MAX_EXPERTS),
 }
 _MAY_BE_OFF = ("n_group", "topk_group")

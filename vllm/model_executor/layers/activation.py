@@ -24,20 +24,16 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 class XIELU(nn.Module):
-    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010): p x^2 + x / 2 above zero and
-    n (e^x - 1 - x) + x / 2 below it, with p and n of the layer.
+    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010), with parameters of the layer
+    as `Ops.xielu` has them.
 
     Shape: [...] -> [...]
     """
 
     alpha_p: nn.Parameter
-    """[1]: its softplus is p."""
+    """[1]"""
     alpha_n: nn.Parameter
-    """[1]: its softplus and 1 / 2 are n."""
-
-    beta = 0.5
-    largest = -1e-6
-    """Of the arguments of e^x - 1."""
+    """[1]"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +41,7 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # In float32, without softplus and expm1, which cards do not have.
-        p, n = (alpha.float().exp().add(1.0).log() for alpha in (self.alpha_p, self.alpha_n))
-        y = x.float()
-        below = (y.clamp(max=self.largest).exp() - 1.0 - y) * (self.beta + n)
-        return (torch.where(y > 0, p * y * y, below) + self.beta * y).to(x.dtype)
+        return get_ops().xielu(x, self.alpha_p, self.alpha_n)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -205,8 +205,8 @@ def check_top_k(num_experts: int, top_k: int) -> None:
         raise ConfigError(
             f"config.json: a token must use from 1 to all experts of a layer, and it has "
             f"{num_experts} experts (num_experts, num_local_experts or n_routed_experts) and "
-            f"{top_k} for each token (num_experts_per_tok). Correct the file, or give other "
-            f"values with hf_overrides"
+            f"{top_k} for each token (num_experts_per_tok or top_k_experts). Correct the file, or "
+            f"give other values with hf_overrides"
         )
 
 
@@ -242,6 +242,11 @@ class Router(ColumnParallelLinear):
         super().__init__(hidden_size, {"": num_experts}, TPGroup(), bias=bias)
         self.options = RoutingOptions(top_k=top_k, weights=routing, tolerance=tolerance)
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, and how much each of them counts."""
-        return get_ops().route(self.forward(x), self.options)
+    def choose(self, x: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token, and how much each of them counts.
+
+        Args:
+            x: [T, hidden]
+            scales: see `Ops.route`.
+        """
+        return get_ops().route(self.forward(x), self.options, scales=scales)

@@ -14,6 +14,7 @@ from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import get_gated_activation
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -32,6 +33,7 @@ from vllm.model_executor.models.decoder import (
 from vllm.model_executor.models.llama import llama_options
 from vllm.ops import get_ops
 from vllm.ops.attention_options import AttentionOptions
+from vllm.ops.expert_options import ExpertOptions
 
 KeyAndValue = tuple[Tensor, Tensor]
 """Of the tokens of a launch, [T, G, D] each."""
@@ -170,9 +172,69 @@ class FeatureGate(nn.Module):
         return self.post_per_layer_input_norm(self.per_layer_projection(gated))
 
 
+class ScaledRouter(nn.Module):
+    """A router that norms and scales its inputs, and multiplies the weight of each expert by a
+    factor of that expert.
+
+    Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
+    """
+
+    scale: nn.Parameter
+    """[hidden]"""
+    per_expert_scale: nn.Parameter
+    """[num_experts] float32"""
+
+    def __init__(self, arch: ModelArch) -> None:
+        super().__init__()
+        num_experts, top_k = (arch.config_size(name) for name in ("num_experts", "top_k_experts"))
+        self.norm_eps, self.factor = arch.norm_eps, arch.hidden_size**-0.5
+        self.proj = Router(arch.hidden_size, num_experts, top_k, "softmax_of_chosen")
+        self.scale = nn.Parameter(torch.empty(arch.hidden_size), requires_grad=False)
+        factors = torch.empty(num_experts, dtype=torch.float32)
+        self.per_expert_scale = nn.Parameter(factors, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = get_ops().rms_norm(x, self.scale, self.norm_eps) * self.factor
+        return self.proj.choose(scaled, self.per_expert_scale)
+
+
+class ParallelMixture(nn.Module):
+    """Experts that a layer has in addition to its MLP, with norms before and after them, and a norm
+    after the MLP.
+
+    Shape: hidden_states [T, hidden], result of the MLP [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        arch = spec.arch
+        if arch.hidden_act != "gelu_pytorch_tanh":
+            raise ConfigError(
+                f"hidden_activation in config.json must be 'gelu_pytorch_tanh' for the experts of "
+                f"{arch.architecture}, got {arch.hidden_act!r}"
+            )
+        self.router = ScaledRouter(arch)
+        self.experts = Experts(
+            arch.config_size("num_experts"),
+            arch.hidden_size,
+            arch.config_size("moe_intermediate_size"),
+            spec.tp,
+            ExpertOptions(is_gelu=True),
+        )
+        self.post_feedforward_layernorm_1 = spec.new_norm()
+        self.pre_feedforward_layernorm_2 = spec.new_norm()
+        self.post_feedforward_layernorm_2 = spec.new_norm()
+
+    def forward(self, hidden_states: Tensor, of_mlp: Tensor) -> Tensor:
+        normed = self.pre_feedforward_layernorm_2(hidden_states)
+        mixed = self.experts(normed, *self.router(hidden_states))
+        of_mlp = self.post_feedforward_layernorm_1(of_mlp)
+        return of_mlp + self.post_feedforward_layernorm_2(mixed)
+
+
 class Gemma4Layer(Layer):
-    """A layer with norms before and after attention and MLP, features of its tokens, and a factor
-    at its end."""
+    """A layer with norms before and after attention and MLP, maybe experts next to the MLP,
+    features of its tokens, and a factor at its end."""
 
     layer_scalar: nn.Parameter
     """[1]"""
@@ -185,6 +247,8 @@ class Gemma4Layer(Layer):
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         has_features = bool(spec.arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = FeatureGate(spec.arch, spec.tp) if has_features else None
+        has_experts = bool(spec.arch.hf_config.get("enable_moe_block"))
+        self.mixture = ParallelMixture(spec) if has_experts else None
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         has_values = not (spec.arch.hf_config.get("attention_k_eq_v") and spec.window is None)
@@ -219,7 +283,10 @@ class Gemma4Layer(Layer):
         attended, given = self.self_attn(positions, self.input_layernorm(x), given)
         attended = self.post_attention_layernorm(attended)
         normed, x = add_norm(self.pre_feedforward_layernorm, attended, x)
-        x = x + self.post_feedforward_layernorm(self.mlp(normed))
+        out = self.mlp(normed)
+        if self.mixture is not None:
+            out = self.mixture(x, out)
+        x = x + self.post_feedforward_layernorm(out)
         if self.features is not None:
             x = x + self.features(x, features)
         return x * self.layer_scalar, given
@@ -276,27 +343,32 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """Gemma 4, dense (Google 2026): windows and full attention with heads of other sizes, features
-    of tokens for each layer, and layers that read the keys and values of earlier ones."""
+    """Gemma 4 (Google 2026): windows and full attention with heads of other sizes, features of
+    tokens for each layer, layers that read the keys and values of earlier ones, and experts next to
+    the MLP."""
 
     decoder_type = Gemma4Decoder
     layer_type: ClassVar[type[Layer]] = Gemma4Layer
     checkpoint_names: ClassVar[Mapping[str, str]] = {
-        f".{name}.": f".features.{name}."
-        for name in (
-            *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
-            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
-        )
+        **{
+            f".{name}.": f".features.{name}."
+            for name in (
+                *("embed_tokens_per_layer", "per_layer_model_projection"),
+                *("per_layer_projection_norm", "per_layer_input_gate"),
+                *("per_layer_projection", "post_per_layer_input_norm"),
+            )
+        },
+        **{
+            f".{name}.": f".mixture.{name}."
+            for name in (
+                *("router", "experts", "post_feedforward_layernorm_1"),
+                *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+            )
+        },
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        if config.get("enable_moe_block"):
-            raise ConfigError(
-                f"enable_moe_block in config.json must be false for {arch.architecture}, got true: "
-                f"experts with the activation of Gemma are not supported. Use a dense model, such "
-                f"as E2B, E4B or 31B"
-            )
         if config.get("use_bidirectional_attention") == "all":
             raise ConfigError(
                 f"use_bidirectional_attention in config.json must be null or 'vision' for "
@@ -319,11 +391,11 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Leave out the keys and values of layers that read other layers."""
+        """Leave out the keys and values of layers that read other layers, and split experts."""
         found = _KEYS_AND_VALUES.match(name)
         if found and self.arch.kv_sources[int(found[1])] is not None:
             return ()
-        return ((name, source),)
+        return super().convert(name, source)
 
 
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")

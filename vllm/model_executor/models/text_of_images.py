@@ -44,7 +44,7 @@ class Gemma3nForConditionalGeneration(_LanguageModelOfTowers, Gemma3nForCausalLM
 
 
 class Gemma4ForConditionalGeneration(_LanguageModelOfTowers, Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B and 31B (Google 2026), of which text input is served."""
+    """Gemma 4 (Google 2026), of which text input is served."""
 
 
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):

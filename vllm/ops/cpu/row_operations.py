@@ -17,8 +17,8 @@ _num_threads = torch.get_num_threads
 
 
 _FIELDS = (
-    "kind x y out weight bias table num_rows num_heads head_size x_stride y_stride out_stride "
-    "option top_k num_groups top_groups scalar"
+    "kind x y out weight bias table scales num_rows num_heads head_size x_stride y_stride "
+    "out_stride option top_k num_groups top_groups scalar second_scalar"
 )
 
 
@@ -46,10 +46,12 @@ class RowOperations:
         in_place: bool = False,
         factor: Tensor | None = None,
         table: Tensor | None = None,
+        scales: Tensor | None = None,
         top_k: int = 0,
         groups: ExpertGroups = ONE_GROUP,
         option: int = 0,
         scalar: float = 0.0,
+        second_scalar: float = 0.0,
     ) -> Tensor:
         """The result of an operation.
 
@@ -62,11 +64,11 @@ class RowOperations:
             is_gated: the result has N / 2 elements in its last dimension, and not N.
             in_place: the result may be written over x.
             factor: [T, 1], dense: a second operand with one number for each row x[t].
-            table: float32, dense, for `route` alone: see `Ops.route`.
+            table, scales: float32, dense, for `route` alone: the bias and scales of `Ops.route`.
             top_k: not 0: the result has that many choices of each row, see `choices_in`.
             groups: of what is chosen.
             option: what it means is said in csrc/cpu/program_args.h.
-            scalar: the same.
+            scalar, second_scalar: the same.
 
         Raises:
             ValueError: shapes, dtypes, strides or devices do not fit.
@@ -108,6 +110,7 @@ class RowOperations:
             0 if weight is None else weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             0 if table is None else table.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
             rows,
             heads,
             size,
@@ -119,6 +122,7 @@ class RowOperations:
             groups.num_groups,
             groups.top_groups,
             scalar,
+            second_scalar,
         )
         self._run(operands, _num_threads())
         return out
@@ -129,6 +133,7 @@ ROUTINGS: dict[Routing, int] = {
     "softmax_of_chosen": 1,
     "sigmoid": 2,
     "sigmoid_of_chosen": 3,
+    "sparse_mixer": 4,
 }
 """The option of `route`: a Routing of csrc/cpu/moe_args.h."""
 

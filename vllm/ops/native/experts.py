@@ -27,8 +27,9 @@ class NativeExperts(Ops):
         logits: Tensor,
         options: RoutingOptions,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_choice(logits, options, bias)
+        check_choice(logits, options, bias, scales)
         routing, groups = options.weights, options.groups
         key = logits = logits.float()
         if bias is not None:
@@ -48,7 +49,8 @@ class NativeExperts(Ops):
             weights = chosen.sigmoid()
             if routing == "sigmoid_of_chosen":
                 weights = weights / weights.sum(-1, keepdim=True)
-        return ids, weights * options.scale
+        weights = weights * options.scale
+        return ids, weights if scales is None else weights * scales[ids]
 
     def prepare_experts(
         self,
@@ -125,6 +127,8 @@ def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
     """The middle of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
     if not options.has_gate:
         return ops.squared_relu(gate_up)
+    if options.is_gelu:
+        return ops.gelu_and_mul(gate_up, True)
     if options.limit is None:
         return ops.silu_and_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -158,18 +162,21 @@ def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
     return torch.cat(weights, dim=-1)
 
 
-def check_choice(logits: Tensor, options: RoutingOptions, bias: Tensor | None) -> None:
+def check_choice(
+    logits: Tensor, options: RoutingOptions, bias: Tensor | None, scales: Tensor | None
+) -> None:
     """Raise ValueError for choices that no router can make."""
     num_experts, top_k, groups = logits.shape[-1], options.top_k, options.groups
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {num_experts} experts")
     if num_experts % groups.num_groups or not 1 <= groups.top_groups <= groups.num_groups:
         raise ValueError(f"{num_experts} experts cannot be chosen from {groups}")
-    if bias is not None and (bias.shape != (num_experts,) or bias.dtype != torch.float32):
-        raise ValueError(
-            f"the bias of choices is {bias.dtype} {list(bias.shape)}, it must be float32 "
-            f"[{num_experts}]"
-        )
+    for name, x in (("bias", bias), ("scales", scales)):
+        if x is not None and (x.shape != (num_experts,) or x.dtype != torch.float32):
+            raise ValueError(
+                f"the {name} of choices is {x.dtype} {list(x.shape)}, it must be float32 "
+                f"[{num_experts}]"
+            )
 
 
 def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:

@@ -99,6 +99,13 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
     def squared_relu(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
 
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        # In float32, without softplus and expm1, which cards do not have.
+        p, n = (alpha.float().exp().add(1.0).log() for alpha in (alpha_p, alpha_n))
+        y = x.float()
+        below = (y.clamp(max=-1e-6).exp() - 1.0 - y) * (n + 0.5)
+        return (torch.where(y > 0, p * y * y, below) + 0.5 * y).to(x.dtype)
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         if x.shape[-1] % 2:
             raise ValueError(

@@ -249,22 +249,27 @@ class Recorder(CPUOps):
         logits: Any,
         options: RoutingOptions,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Any:
         if not isinstance(logits, Rows):
-            return super().route(logits, options, bias)
+            return super().route(logits, options, bias, scales)
         (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
         if not 1 <= top_k <= num_experts or not self._can_choose(options):
             raise NotFusibleError(
                 f"{top_k} of {num_experts} experts are chosen from {groups} ({options.weights})"
             )
-        table = None if bias is None else self._dense(bias, num_experts, dtype=torch.float32)
+        operands = {
+            name: self._dense(x, num_experts, dtype=torch.float32)
+            for name, x in (("table", bias), ("scales", scales))
+            if x is not None
+        }
         out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
         self._record(
             "route",
             logits,
             None,
             out,
-            {"table": table},
+            operands,
             num_heads=1,
             head_size=num_experts,
             top_k=top_k,
@@ -273,6 +278,7 @@ class Recorder(CPUOps):
             is_float=logits.dtype != self.dtype,
             option=ROUTINGS[options.weights],
             scalar=options.scale,
+            second_scalar=options.tolerance,
         )
         return out, out  # ids and weights are one
 

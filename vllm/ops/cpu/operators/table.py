@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
@@ -178,6 +179,13 @@ class CPUOps(NativeOps):
             return super().squared_relu(x)
         return run("relu", x, option=True)
 
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().xielu(x, alpha_p, alpha_n)
+        p, n = (float(F.softplus(alpha.float())) for alpha in (alpha_p, alpha_n))
+        return run("xielu", x, scalar=p, second_scalar=n + 0.5)
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         run = self._rows_of(x)
         if run is None:
@@ -201,26 +209,28 @@ class CPUOps(NativeOps):
         logits: Tensor,
         options: RoutingOptions,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._rows_of(logits)
         if run is None or not self._can_choose(options):
-            return super().route(logits, options, bias)
-        check_choice(logits, options, bias)
+            return super().route(logits, options, bias, scales)
+        check_choice(logits, options, bias, scales)
         chosen = run(
             "route",
             logits,
             top_k=options.top_k,
             groups=options.groups,
             table=bias,
+            scales=scales,
             option=ROUTINGS[options.weights],
             scalar=options.scale,
+            second_scalar=options.tolerance,
         )
         return choices_in(chosen, options.top_k)
 
     def _can_choose(self, options: RoutingOptions) -> bool:
-        """Whether the kernels know the weights, and have room for so many."""
-        has_room = options.groups.num_groups <= self._max_groups
-        return options.weights in ROUTINGS and has_room and options.top_k <= self._max_top_k
+        """Whether the kernels have room for so many."""
+        return options.groups.num_groups <= self._max_groups and options.top_k <= self._max_top_k
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
         run = self._rows_of(x)

@@ -81,6 +81,8 @@ class PackedExperts:
                 self._check_bias(bias, width)
         activations = kernels.plain.ExpertActivation
         activation = activations.kSilu
+        if options.is_gelu:
+            activation = activations.kGeluTanh
         if options.limit is not None:
             activation = activations.kClampedSwiglu
         if not options.has_gate:
