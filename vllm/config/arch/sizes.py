@@ -162,14 +162,8 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         for key in keys:
             if key in given and not isinstance(given[key], kind):
                 raise _wrong(key, given[key], accepted)
-    for keys, kind, accepted in (
-        (_LISTS_OF_TEXTS, str, "a list of texts"),
-        (_LISTS_OF_LAYERS, int, "a list of layers"),
-    ):
-        for key in keys:
-            each = given.get(key, [])
-            if not isinstance(each, list) or not all(isinstance(one, kind) for one in each):
-                raise _wrong(key, each, accepted)
+    _check_lists(given, _LISTS_OF_TEXTS, str, "a list of texts")
+    _check_lists(given, _LISTS_OF_LAYERS, int, "a list of layers")
     for key, value in given.items():
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(key, value, "a number")
@@ -207,6 +201,13 @@ def _check_parts(path: str, values: Mapping[str, Any]) -> None:
         value = values.get(key) or 0.0
         if not (_is_number(value, least=0.0) and value <= 1):
             raise _wrong(path + key, value, "a number from 0 to 1")
+
+
+def _check_lists(values: Mapping[str, Any], keys: Iterable[str], kind: type, accepted: str) -> None:
+    for key in keys:
+        given = values.get(key, [])
+        if not isinstance(given, list) or not all(isinstance(each, kind) for each in given):
+            raise _wrong(key, given, accepted)
 
 
 def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:
