@@ -139,7 +139,7 @@ _POSITIVE = (
     *("dim_model_base", "floor_scale", "rope_local_base_freq", "rotary_emb_base"),
 )
 _PARTS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
-"""How much of a head is rotated."""
+"""Rotated part of a head, from 0 to 1."""
 _ROPES = ("rope_parameters", "rope_scaling")
 _POSITIVE_OF_ROPES = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
