@@ -214,6 +214,15 @@ OF_ANOTHER_KIND = [
     ({"rope_scaling": {"type": []}}, r"'rope_scaling.type' must be a text, or null, got \[\]"),
     ({"rope_scaling": {"mscale": "x"}}, "'rope_scaling.mscale' must be a number of 0 or more"),
     ({"rope_scaling": {"beta_fast": -1}}, "'rope_scaling.beta_fast' must be a number above 0"),
+    (
+        {"linear_attn_config": {"head_dim": 2**40}},
+        "'linear_attn_config.head_dim' must be a whole number from 1 to",
+    ),
+    ({"linear_num_value_heads": -1}, "'linear_num_value_heads' must be a whole number from 1 to"),
+    (
+        {"rope_scaling": {"original_max_position_embeddings": 1}},
+        "'rope_scaling.original_max_position_embeddings' must be a number of tokens",
+    ),
     ({"attention_chunk_size": -1}, "'attention_chunk_size' must be a whole number from 1 to"),
     ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' must be a number of 0 or more"),
     ({"layer_norm_eps": True}, "'layer_norm_eps' must be a number of 0 or more"),

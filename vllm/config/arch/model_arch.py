@@ -95,7 +95,6 @@ class ModelArch:
         architectures = config.get("architectures") or ()
         if not architectures:
             raise ConfigError("config.json has no 'architectures'")
-        _check_sizes(config)
         hidden_size = _number(config, *_HIDDEN_SIZE)
         num_heads = _read_num_heads(config, hidden_size)
         head_size = _first(config, _HEAD_SIZE) or _divide(config, hidden_size, num_heads)
@@ -249,13 +248,6 @@ _ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 """How the families spell it."""
 
-_LARGEST = {
-    1 << 14: _NUM_LAYERS,
-    1 << 24: (*_HIDDEN_SIZE, *_NUM_HEADS, *_NUM_KV_HEADS, "head_dim", "num_experts"),
-    1 << 28: (*_INTERMEDIATE_SIZE, "vocab_size"),
-}
-"""Sizes far above those of all models; a larger one is a damaged or a hostile file."""
-
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes of a decoder that a config does not have, each by its usual name."""
@@ -272,15 +264,6 @@ def missing_keys(config: Mapping[str, Any]) -> list[str]:
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has, before anything is made of them."""
-    for most, names in _LARGEST.items():
-        for name in names:
-            value = config.get(name)
-            if type(value) is int and not 0 <= value <= most:
-                raise ConfigError(f"{name} in config.json must be from 0 to {most}, got {value}")
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

@@ -24,11 +24,18 @@ _MAX_EXPERT_LAYERS = 2**15
 _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     ("num_hidden_layers", "n_layer", "n_layers"): (1, _MAX_LAYERS),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"): (1, _MAX_HEADS),
-    ("num_key_value_heads", "num_kv_heads", "mamba_n_heads", "mamba_num_heads"): (1, _MAX_HEADS),
-    ("n_groups", "mamba_n_groups", "n_group", "topk_group"): (0, _MAX_HEADS),
+    (
+        *("num_key_value_heads", "num_kv_heads", "mamba_n_heads", "mamba_num_heads"),
+        *("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
+    ): (1, _MAX_HEADS),
+    (
+        *("n_groups", "mamba_n_groups", "n_group", "topk_group"),
+        *("altup_num_inputs", "altup_active_idx"),
+    ): (0, _MAX_HEADS),
     (
         *("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "state_size"),
         *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"),
+        *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
     ): (1, _MAX_HEAD_SIZE),
     ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): (1, _MAX_WIDTH),
     (
@@ -36,10 +43,11 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
         *("intermediate_size_mlp", "shared_expert_intermediate_size", "shared_intermediate_size"),
         *("q_lora_rank", "kv_lora_rank", "rotary_dim", "expansion_ratio", "expand"),
         *("mamba_expand", "conv_kernel", "mamba_d_conv", "mamba_d_ssm", "conv_L_cache"),
-        *("moe_latent_size", "moe_shared_expert_intermediate_size"),
+        *("moe_latent_size", "moe_shared_expert_intermediate_size", "linear_conv_kernel_dim"),
+        *("short_conv_kernel_size", "laurel_rank", "hidden_size_per_layer_input"),
     ): (0, _MAX_WIDTH),
     ("vocab_size",): (1, 2**26),
-    ("type_vocab_size",): (0, 2**26),
+    ("type_vocab_size", "vocab_size_per_layer_input"): (0, 2**26),
     ("attention_chunk_size",): (1, MAX_POSITIONS),
     (
         *("first_k_dense_replace", "num_dense_layers"),
@@ -53,9 +61,11 @@ _RANGES: dict[tuple[str, ...], tuple[int, int]] = {
     (
         *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
         *("num_experts_per_tok", "moe_num_experts", "moe_k", "moe_num_shared_experts"),
-        *("num_shared_experts", "top_k_experts"),
+        *("num_shared_experts", "num_experts_per_token", "top_k_experts"),
     ): (0, _MAX_EXPERTS),
 }
+_OF_STATES = "linear_attn_config"
+"""Key of an object with sizes of Kimi Delta Attention."""
 _MAY_BE_OFF = ("n_group", "topk_group")
 """False is the same as absent."""
 _MAY_BE_LISTS = ("intermediate_size", "moe_intermediate_size", "num_experts")
@@ -72,18 +82,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: one is no whole number, or out of range. Names it.
     """
-    for names, (least, most) in _RANGES.items():
-        for name in names:
-            value = config.get(name)
-            if value is None or (value is False and name in _MAY_BE_OFF):
-                continue
-            is_list = name in _MAY_BE_LISTS and isinstance(value, list)
-            values = value if is_list else [value]
-            if not values or not all(_is_whole(each, least, most) for each in values):
-                raise ConfigError(
-                    f"config.json: '{name}' must be a whole number from {least} to {most}, got "
-                    f"{value!r}. Correct the file, or give another value with hf_overrides"
-                )
+    _check_ranges("", config)
+    _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
     layers, experts = (
         next((name for name in names if config.get(name)), None)
         for names in (_NUM_LAYERS, _NUM_EXPERTS)
@@ -100,6 +100,21 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_ranges(path: str, config: Mapping[str, Any]) -> None:
+    for names, (least, most) in _RANGES.items():
+        for name in names:
+            value = config.get(name)
+            if value is None or (value is False and name in _MAY_BE_OFF):
+                continue
+            is_list = name in _MAY_BE_LISTS and isinstance(value, list)
+            values = value if is_list else [value]
+            if not values or not all(_is_whole(each, least, most) for each in values):
+                raise ConfigError(
+                    f"config.json: '{path}{name}' must be a whole number from {least} to {most}, "
+                    f"got {value!r}. Correct the file, or give another value with hf_overrides"
+                )
+
+
 def _is_whole(value: object, least: int, most: int) -> bool:
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return not isinstance(value, bool) and is_whole and least <= value <= most  # type: ignore[operator]
@@ -107,7 +122,7 @@ def _is_whole(value: object, least: int, most: int) -> bool:
 
 _OBJECTS = (
     *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
-    "linear_attn_config",
+    _OF_STATES,
 )
 _TEXTS = (
     *("dtype", "torch_dtype", "model_type", "hybrid_override_pattern", "hidden_act"),
@@ -124,7 +139,7 @@ _POSITIVE = (
     *("dim_model_base", "floor_scale", "rope_local_base_freq", "rotary_emb_base"),
 )
 _PARTS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
-"""How much of a head is rotated."""
+"""Rotated part of a head, from 0 to 1."""
 _ROPES = ("rope_parameters", "rope_scaling")
 _POSITIVE_OF_ROPES = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
@@ -147,14 +162,8 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         for key in keys:
             if key in given and not isinstance(given[key], kind):
                 raise _wrong(key, given[key], accepted)
-    for keys, kind, accepted in (
-        (_LISTS_OF_TEXTS, str, "a list of texts"),
-        (_LISTS_OF_LAYERS, int, "a list of layers"),
-    ):
-        for key in keys:
-            each = given.get(key, [])
-            if not isinstance(each, list) or not all(isinstance(one, kind) for one in each):
-                raise _wrong(key, each, accepted)
+    _check_lists(given, _LISTS_OF_TEXTS, str, "a list of texts")
+    _check_lists(given, _LISTS_OF_LAYERS, int, "a list of layers")
     for key, value in given.items():
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(key, value, "a number")
@@ -179,6 +188,9 @@ def _check_rope(path: str, rope: Mapping[str, Any]) -> None:
     for key in ("rope_type", "type"):
         if not isinstance(rope.get(key, ""), str | None):
             raise _wrong(path + key, rope[key], "a text")
+    original = rope.get("original_max_position_embeddings")
+    if original is not None and not _is_whole(original, 2, MAX_POSITIONS):
+        raise _wrong(f"{path}original_max_position_embeddings", original, "a number of tokens")
     for key in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
         if not _is_number(rope.get(key) or 0.0, least=0.0):
             raise _wrong(path + key, rope[key], "a number of 0 or more")
@@ -189,6 +201,13 @@ def _check_parts(path: str, values: Mapping[str, Any]) -> None:
         value = values.get(key) or 0.0
         if not (_is_number(value, least=0.0) and value <= 1):
             raise _wrong(path + key, value, "a number from 0 to 1")
+
+
+def _check_lists(values: Mapping[str, Any], keys: Iterable[str], kind: type, accepted: str) -> None:
+    for key in keys:
+        given = values.get(key, [])
+        if not isinstance(given, list) or not all(isinstance(each, kind) for each in given):
+            raise _wrong(key, given, accepted)
 
 
 def _check_positive(path: str, values: Mapping[str, Any], keys: Iterable[str]) -> None:

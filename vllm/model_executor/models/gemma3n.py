@@ -74,6 +74,11 @@ class AlternatingUpdates(nn.Module):
         count = arch.config_size("altup_num_inputs")
         self.count, self.hidden_size = count, size
         self.active = int(config.get("altup_active_idx") or 0)
+        if self.active >= count:
+            raise ConfigError(
+                f"altup_active_idx in config.json must be less than altup_num_inputs ({count}), "
+                f"got {self.active}. Correct the file"
+            )
         self.scales_output = bool(config.get("altup_correct_scale", True))
         self.correct_output_scale = nn.Parameter(torch.empty(size), requires_grad=False)
         self.correction_coefs = _small_linear(count, count, tp)

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttenti
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
+from vllm.model_executor.models.fused_weights import split_features
 
 _DEEPSEEK_NAMES = {
     "num_experts": "n_routed_experts",
@@ -75,15 +76,19 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         ".w1.": ".gate_proj.",
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
-        ".forget_gate.f_a_proj.": ".f_a_proj.",  # as transformers calls them
-        ".forget_gate.f_b_proj.": ".f_b_proj.",
+        ".self_attn.forget_gate.": ".self_attn.",  # as transformers 5 calls it
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Flatten the rates of heads, which are stored as [1, 1, heads, 1]."""
+        """Flatten the rates of heads, which are stored as [1, 1, heads, 1], and split convolutions
+        that transformers 5 has joined."""
+        if ".self_attn.conv1d." in name:
+            queries, keys, values = delta_attention_sizes(self.arch).features
+            parts = {"q_conv1d": queries, "k_conv1d": keys, "v_conv1d": values}
+            return split_features(name, source, "conv1d", parts)
         if name.endswith(".A_log"):
             source = source.mapped(lambda x: x.flatten())
         return super().convert(name, source)
