@@ -48,7 +48,7 @@ _EXPERTS = (
     "all tokens"
 )
 _RECURRENT = "the state of Mamba layers has one layout, and is computed in one way"
-_GATED_DELTA = "gated delta networks (GDN) run prompts by chunks, in float32, in one way"
+_GATED_DELTA = "gated delta networks (GDN) run their prompts by chunks, and compute them in float32"
 _LATENT = "latent attention has one form, with a latent cache"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
 _DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"

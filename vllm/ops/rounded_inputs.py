@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.interface import Ops
+from vllm.ops.prepared import PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
 
@@ -39,14 +40,9 @@ class RoundedInputs:
         self._weight = ops.prepare_weight(plain, dtype)
 
     @property
-    def kind(self) -> str:
-        """Kind of the weight."""
-        return self._weight.kind
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight and its scales."""
-        return self._weight.num_bytes
+    def weight(self) -> PreparedWeight:
+        """The weight that multiplies the rounded inputs."""
+        return self._weight
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.ops import get_ops
 from vllm.ops.native.operators import DenseWeight
 from vllm.ops.prepared import PreparedTable, PreparedWeight
+from vllm.ops.rounded_inputs import RoundedInputs
 from vllm.ops.stored_weight import StoredWeight
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
@@ -277,6 +278,8 @@ def hand_over(
 
 def bytes_of(packed: Any) -> int:
     """Return the memory of a prepared weight, or of prepared experts."""
+    if isinstance(packed, RoundedInputs):
+        return bytes_of(packed.weight)
     if isinstance(packed, nn.Module):
         return sum(param.nbytes for param in packed.parameters())
     num_bytes: int = packed.num_bytes
