@@ -61,7 +61,7 @@ def _model_type(raw: Mapping[str, Any]) -> object:
 
 
 def _usual_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotations with factors for short and long texts were `su` and `yarn` before `longrope`."""
+    """Return rotations with `longrope` for `su`, or `yarn` with factors of short and long texts."""
     usual = {k: _usual_rope(v) if isinstance(v, Mapping) else v for k, v in rope.items()}
     if rope.keys() >= _FACTORS:
         usual |= {key: _LONGROPE for key in _TYPES if key in usual}
