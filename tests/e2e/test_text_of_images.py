@@ -164,7 +164,7 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
 def test_every_architecture_is_in_the_table():
     assert {*_WHOLE, "Gemma3nForConditionalGeneration"} == set(TEXT_TYPES)
     others = {kind for name in TEXT_TYPES for kind in text_types_of(name)[1:]}
-    assert others == {more["model_type"] for _, more in _OTHER_TEXTS.values()}
+    assert others <= {more.get("model_type") for _, more in _OTHER_TEXTS.values()}
 
 
 def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):

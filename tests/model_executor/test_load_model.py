@@ -371,7 +371,7 @@ def test_a_folder_without_weights_is_named(tmp_path):
     ("family", "values", "experts"),
     [
         ("mixtral", {"num_local_experts": 0}, "0 experts .* and 2 for each token"),
-        ("gpt_oss", {"num_experts_per_tok": 0}, "6 experts .* and 0 for each token"),
+        ("gpt_oss", {"num_experts_per_tok": 7}, "6 experts .* and 7 for each token"),
         ("deepseek_v3", {"num_experts_per_tok": 9}, "8 experts .* and 9 for each token"),
     ],
 )
