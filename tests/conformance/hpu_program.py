@@ -62,7 +62,8 @@ for _family, (_create, _) in _FAMILIES.items():
 _NUM_LAYERS = dict.fromkeys(
     (
         *("bamba", "deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "olmo3"),
-        *("qwen2", "qwen3_moe", "jamba", "cwm", "vaultgemma"),
+        *("qwen2", "qwen3_moe", "jamba", "cwm", "vaultgemma", "kimi_linear"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ),
     2,
 )
