@@ -91,7 +91,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         # The first one tells: experts of a layer must be stored alike.
-        storage = self.storage_of(self.names_of(f"{name}.0.gate_proj"))
+        storage = self.storage_of(self.names_of(first_matrix(name, layer)))
         if storage is None:
             return None
         experts = StoredExperts(name)
@@ -167,5 +167,10 @@ class NamedFormat(CheckpointFormat[Storage]):
         return self.has_tensor(names, self.telling_tensor)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        is_stored = self.stores_head(self.names_of(f"{name}.0.gate_proj"))
+        is_stored = self.stores_head(self.names_of(first_matrix(name, layer)))
         return super().experts_method(name, layer) if is_stored else None
+
+
+def first_matrix(name: str, layer: Experts) -> str:
+    """Return the name of the first matrix of the first of the experts `name`."""
+    return f"{name}.0.{layer.options.parts[0]}"
