@@ -33,6 +33,7 @@ from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators.program import Program
 
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
 MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
 """For layers with windows of their own."""
 
@@ -47,7 +48,12 @@ def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) ->
 
 
 def assert_stages_are_one(
-    folder: Path, tensor: int, stages: int, monkeypatch: pytest.MonkeyPatch, **values: object
+    folder: Path,
+    tensor: int,
+    stages: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tolerance: float = 1e-4,
+    **values: object,
 ) -> None:
     want = generate(LLM(str(folder), **MORE_BLOCKS))
     llm = in_stages(
@@ -57,8 +63,8 @@ def assert_stages_are_one(
         pipeline_parallel_size=stages,
         **MORE_BLOCKS | values,
     )
-    assert_same(generate(llm), want)
-    assert_same(generate(llm), want)  # from the prefix cache
+    assert_same(generate(llm), want, tolerance)
+    assert_same(generate(llm), want, tolerance)  # from the prefix cache
     assert executor_of(llm).most_in_flight == stages
     executor_of(llm).shutdown()
 
@@ -104,7 +110,10 @@ def test_layers_that_read_earlier_ones_need_one_stage(tmp_path):
 def test_stages_of_every_family_give_the_tokens_of_one_process(
     family, tensor, stages, tmp_path, monkeypatch
 ):
-    assert_stages_are_one(make_tiny_model(family, tmp_path), tensor, stages, monkeypatch)
+    # Stages divide prompts in other pieces, and so the delta rule has other chunks.
+    tolerance = 3e-4 if family in DELTA_NETS else 1e-4
+    folder = make_tiny_model(family, tmp_path)
+    assert_stages_are_one(folder, tensor, stages, monkeypatch, tolerance)
 
 
 @pytest.mark.parametrize(
