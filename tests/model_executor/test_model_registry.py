@@ -45,15 +45,15 @@ def test_every_decoder_is_compared_with_transformers():
     assert (decoders - compared) & known == elsewhere
 
 
-def test_an_unknown_architecture_is_named_with_near_matches_and_all_there_are_in_order():
+def test_an_unknown_architecture_is_named_with_near_matches_and_where_the_list_is():
     with pytest.raises(ConfigError) as caught:
         ModelRegistry.resolve("Qwen2NoForCausalLM")
     message = str(caught.value)
     assert "'Qwen2NoForCausalLM' is not supported" in message
-    near, names = re.search(r"nearest: (.+)\)\. .*supported architectures: (.+)$", message).groups()
+    (near,) = re.search(r"nearest: (.+?)\)\. ", message).groups()
     assert "Qwen2ForCausalLM" in near.split(", ")
-    assert names.split(", ") == sorted(ModelRegistry.supported())
-    assert "\n" not in message
+    assert "docs/supported_models.md" in message
+    assert "\n" not in message and len(message) < 500
 
 
 def test_plug_ins_are_classes_or_paths():

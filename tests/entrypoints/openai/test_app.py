@@ -55,7 +55,8 @@ OTHER_ERROR = None, "not_found_error"
     ],
 )
 def test_an_unknown_path_is_named_with_what_is_near(method, path, expected, body):
-    answer = make_client().request(method, path)
+    headers = {"Content-Type": "text/plain"}
+    answer = make_client().request(method, path, content="{}", headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, answer.json().get("type"), error["type"]) == (404, *body)
     assert error["message"].startswith(f"there is no route {method} {path[:200]}; ")

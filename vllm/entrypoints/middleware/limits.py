@@ -5,7 +5,10 @@ refused before it is in memory.
 """
 
 import asyncio
+from collections.abc import Iterable
 
+from fastapi import APIRouter
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.middleware.decompression import (
@@ -31,13 +34,18 @@ class BodyLimits:
     """Reads the body of each request; answers 413, 408 or 415 if it breaks a limit.
 
     Args:
-        app: behind it.
+        app: reads the bodies that are accepted.
         max_bytes: of one body.
         timeout_s: for it to arrive.
+        routers: of the server. A path that they do not have gets its own error from `app`, whatever
+            the type of the body.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, timeout_s: float, routers: Iterable[APIRouter]
+    ) -> None:
         self.app = app
+        self._routes = [route for router in routers for route in router.routes]
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._memory = MemoryTrim()
@@ -105,6 +113,8 @@ class BodyLimits:
             return None
         given = (get_header(scope, b"content-type") or "").partition(";")[0].strip().lower()
         if given == "application/json" or given.endswith("+json"):
+            return None
+        if all(route.matches(scope)[0] is Match.NONE for route in self._routes):
             return None
         message = f"Content-Type must be application/json, got {given[:100]!r}"
         return ErrorInfo(415, message)

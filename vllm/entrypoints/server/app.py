@@ -122,7 +122,12 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
     if args.log_requests:
         app.add_middleware(RequestLog, max_log_len=args.max_log_len)
     app.add_middleware(Gate, context=context, routes=app)
-    app.add_middleware(BodyLimits, max_bytes=args.max_request_bytes, timeout_s=args.body_timeout)
+    app.add_middleware(
+        BodyLimits,
+        max_bytes=args.max_request_bytes,
+        timeout_s=args.body_timeout,
+        routers=routers,
+    )
     add_user_middleware(app, args.middleware)
     if args.api_key:
         app.add_middleware(Authentication, keys=args.api_key)

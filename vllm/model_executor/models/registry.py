@@ -94,13 +94,13 @@ class _ModelRegistry:
             reason: continues the sentence; empty: no more is known.
             nearest: supported architectures to name as such; empty: some with similar names.
         """
-        names = self.supported()
         near = nearest or self._with_similar_names(arch_name)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
             f"model architecture {arch_name!r} is not supported{hint}{reason}. Use a checkpoint of "
-            f"a supported architecture, or add a class of your own with "
-            f"ModelRegistry.register_model; supported architectures: {', '.join(names)}"
+            f"one of the {len(self.supported())} supported architectures, which "
+            f"docs/supported_models.md and ModelRegistry.supported() list, or add a class "
+            f"of your own with ModelRegistry.register_model"
         )
 
     def _with_similar_names(self, arch_name: str) -> list[str]:
