@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
+from vllm.model_executor.layers.stored.stored_scales import without_nan
 from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor, checked
 from vllm.ops.stored_weight import Fp8Weight, Mxfp4Weight, Nvfp4Weight, StoredWeight
 
@@ -139,9 +139,7 @@ class Mxfp8Linear(RowsLinear):
         super().__init__(name, tensors, GROUPS["MXFP8"])
 
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
-        numbers = on_host(layer, "weight")
-        if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        numbers = without_nan(self.name, on_host(layer, "weight"))
         scales = e8m0_scales(on_host(layer, "weight_scale"))
         return Fp8Weight(numbers=numbers, scales=scales, block_inputs=self.part)
 

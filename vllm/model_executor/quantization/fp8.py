@@ -27,6 +27,7 @@ from vllm.model_executor.layers.stored.stored_linear import (
 from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
     one_scale,
+    without_nan,
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
@@ -202,9 +203,7 @@ class Fp8Linear(StoredLinear):
         return checked_scales(name, source, zero_is_fine=True).mapped(expand)
 
     def stored_weight(self, layer: ParallelLinear) -> Fp8Weight:
-        numbers = on_host(layer, "weight")
-        if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        numbers = without_nan(self.name, on_host(layer, "weight"))
         input_scale: Any = on_host(layer, "input_scale") if self.has_input_scale else None
         weight = Fp8Weight(
             numbers=numbers,

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS
 from vllm.model_executor.layers.stored.stored_linear import SCALES, StoredTable, on_host
+from vllm.model_executor.layers.stored.stored_scales import without_nan
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.float_groups import (
     GROUPS,
@@ -149,7 +150,7 @@ class MLXLinear(RowsLinear):
             return Nvfp4Weight(packed=words.view(torch.uint8), scales=e4m3, factors=factors)
         codes = unpack_bits(words, self.bits)
         if self.mode == "mxfp8":
-            numbers = codes.view(torch.float8_e4m3fn)
+            numbers = without_nan(self.name, codes.view(torch.float8_e4m3fn))
             return Fp8Weight(numbers=numbers, scales=e8m0_scales(scales), block_inputs=self.part)
         biases = on_host(layer, "biases")
         if self.bits <= _MOST_BITS:

@@ -13,7 +13,11 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import DENSE_DTYPES, Place, Source
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
-from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored.stored_scales import (
+    checked_scales,
+    without_nan,
+    without_zero_scales,
+)
 from vllm.model_executor.quantization.row_tensors import BYTES, RowsLinear, RowTensor
 from vllm.ops.stored_weight import DenseValues, Fp8Weight, Int8Weight, StoredWeight
 
@@ -67,9 +71,8 @@ class SparseLinear(RowsLinear):
         if self.elements == "int8":
             int8 = Int8Weight(numbers=values, scales=scales[:, 0])
             return without_zero_scales(self.name, int8)
-        fp8 = Fp8Weight(numbers=values, scales=scales, block_inputs=layer.input_size)
-        if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        numbers = without_nan(self.name, values)
+        fp8 = Fp8Weight(numbers=numbers, scales=scales, block_inputs=layer.input_size)
         return without_zero_scales(self.name, fp8)
 
     def _inflated(self, compressed: Tensor, bitmask: Tensor) -> Tensor:

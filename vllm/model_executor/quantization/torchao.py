@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
-from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
-from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
+from vllm.model_executor.layers.stored.stored_scales import (
+    checked_scales,
+    without_nan,
+    without_zero_scales,
+)
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
 from vllm.model_executor.quantization.settings import (
@@ -153,8 +156,7 @@ class TorchAOLinear(RowsLinear):
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         numbers, scales = on_host(layer, _NUMBERS), on_host(layer, _SCALES)
         if self.config in _FP8:
-            if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
-                raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+            numbers = without_nan(self.name, numbers)
             fp8 = Fp8Weight(numbers=numbers, scales=scales, block_inputs=layer.input_size)
             return without_zero_scales(self.name, fp8)
         zeros = on_host(layer, _ZEROS)

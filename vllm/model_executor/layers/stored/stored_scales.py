@@ -56,6 +56,21 @@ def one_scale(name: str, source: Source) -> Source:
     return checked_scales(name, source).mapped(lambda scale: scale.reshape(1))
 
 
+def without_nan(name: str, numbers: Tensor) -> Tensor:
+    """Return elements in e4m3, which has no infinity, as they are.
+
+    Args:
+        name: of the layer, for errors.
+        numbers: float8_e4m3fn, of any shape.
+
+    Raises:
+        WeightLoadError: one is NaN.
+    """
+    if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise WeightLoadError(f"the weight of {name} in the checkpoint contains NaN")
+    return numbers
+
+
 def without_zero_scales(name: str, weight: Scaled) -> Scaled:
     """The same weight with the scale 1 where it is 0.
 
