@@ -11,7 +11,7 @@ from vllm.transformers_utils.weight_files import find_files
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20
-"""As safetensors has it."""
+"""Limit of the safetensors library."""
 
 
 def dtype_of_files(folder: Path, load_format: str) -> str | None:

@@ -175,7 +175,7 @@ class Family:
     """`model_type` whose config class completes the config where transformers has none for this
     family. Rotations and positions have no defaults then."""
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of keys that have other defaults in `config_class`."""
+    """Default values of keys for which `config_class` has others."""
     config_format: Literal["transformers", "chatglm"] = "transformers"
     """Whose keys config.json has."""
 

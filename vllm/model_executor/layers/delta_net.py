@@ -90,7 +90,7 @@ class DeltaNetSizes:
 
     @property
     def features(self) -> tuple[int, int, int]:
-        """Of all queries, of all keys and of all values."""
+        """Output features of the queries, keys and values of all heads."""
         keys = self.num_key_heads * self.key_size
         return keys, keys, self.num_value_heads * self.value_size
 

@@ -95,7 +95,7 @@ class DecoderOptions:
     norms_rotated_heads: bool = False
     """Head norms come after the rotation."""
     temperature: QueryTemperature | None = None
-    """Of the queries; None: nothing multiplies them."""
+    """Factor of the queries by their position; None: there is none."""
     attention: AttentionOptions = PLAIN_ATTENTION
     """But for windows, which layers have."""
     has_output_gate: bool = False

@@ -22,7 +22,7 @@ from vllm.model_executor.models.gemma4 import (
 )
 
 _LEAST_SQUARE = 1e-5
-"""Of the elements of a stream whose length is changed."""
+"""The least mean of squares by which a stream is scaled."""
 
 
 class SparseMLP(GatedMLP):

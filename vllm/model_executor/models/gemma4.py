@@ -36,7 +36,7 @@ from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.expert_options import ExpertOptions
 
 KeyAndValue = tuple[Tensor, Tensor]
-"""Of the tokens of a launch, [T, G, D] each."""
+"""Keys and values of the tokens of a forward pass, [T, G, D] each."""
 
 
 class SharingAttention(nn.Module):

@@ -209,7 +209,7 @@ class _Sparse:
     """Layers with two non-zero elements in each four."""
 
     scheme: _Scheme | None
-    """Of the elements; None: they are dense."""
+    """Format of the elements; None: they are dense."""
 
     @property
     def elements(self) -> Elements:

@@ -25,7 +25,7 @@ GROUPS: dict[FloatKind, int] = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
 
 _E8M0_BIAS = 127
 _NAN = 255
-"""As a scale of E8M0."""
+"""NaN as a scale in E8M0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class FloatNames:
     """Names of the tensors of such layers."""
 
     packed: str = "weight"
-    """Of elements of four bits."""
+    """Name of the tensor with elements of four bits."""
     factor: str = "weight_scale_2"
-    """Of the layer, in NVFP4."""
+    """Name of the tensor with the factor of the layer, in NVFP4."""
     input_factor: str = "input_scale"
-    """Of the inputs; not used."""
+    """Name of the tensor with the factor of the inputs, which is not used."""
     is_divisor: bool = False
     """Weights are divided by the factor."""
 
@@ -66,9 +66,9 @@ def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
 valid_scales = checked(
     lambda x: ~(x.view(torch.float8_e4m3fn).float() >= 0), "NaN or negative scales"
 )
-"""Of e4m3."""
+"""Check of scales in e4m3."""
 valid_powers = checked(lambda x: x == _NAN, f"{_NAN}, which is NaN")
-"""Of E8M0."""
+"""Check of scales in E8M0."""
 _POSITIVE = checked(
     lambda x: ~((x > 0) & x.isfinite()), "a factor that is no positive number, or infinite"
 )

@@ -42,7 +42,7 @@ _FLOATS: dict[str, FloatKind] = {"mxfp4": "MXFP4", "mxfp8": "MXFP8", "nvfp4": "N
 """Modes with scales and without biases."""
 _AFFINE = "affine"
 _MOST_BITS = 5
-"""Of numbers with minimums."""
+"""The most bits of elements that keep scales and minimums."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class RowTensor:
     attribute: str = ""
     """Name of the parameter; empty: the name of the tensor."""
     dtype: torch.dtype
-    """Of the parameter."""
+    """Dtype of the parameter."""
     of: Literal["inputs", "groups", "outputs", "layer"] = "inputs"
     """[out_features, in_features * elements / size], [out_features, groups], [out_features], or
     [size]."""
@@ -80,7 +80,7 @@ class RowsLinear(StoredLinear):
         self.part = 0
         """Inputs of a group as the parameters have it."""
         self.total_inputs = 0
-        """Of all ranks."""
+        """Input features of all ranks together."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_in, slices = layer.input_size, layer.feature_slices
@@ -244,4 +244,4 @@ def checked(is_wrong: Callable[[Tensor], Tensor], what: str) -> Callable[[str, S
 
 
 finite = checked(lambda values: ~values.isfinite(), "NaN or infinity")
-"""Of factors of any sign."""
+"""Check of factors of any sign."""

@@ -31,7 +31,7 @@ _BYTE_MIDDLE = 128
 _WORD = 8
 """Numbers of 4 bits in a word."""
 _UINT4_MIDDLE = 8
-"""What `_E2m1Rows` has in place of 0."""
+"""Code of 0 in `_E2m1Rows`."""
 
 
 def whole(kept: Tensor) -> Tensor:

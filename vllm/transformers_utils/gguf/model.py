@@ -54,7 +54,7 @@ _SANDWICH_PARTS = _PARTS | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
-"""Of Falcon 40B, whose attention and MLP have a norm each."""
+"""Norms of Falcon 40B, whose attention and MLP have one each."""
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embed_norm",
@@ -117,18 +117,18 @@ class GGUFModel:
 
     @property
     def num_heads(self) -> int:
-        """Of queries."""
+        """Number of query heads."""
         return self.size(".attention.head_count")
 
     @property
     def num_kv_heads(self) -> int:
-        """Of keys and values."""
+        """Number of key/value heads."""
         name = ".attention.head_count_kv"
         return self.size(name) if self.architecture + name in self.metadata else self.num_heads
 
     @property
     def head_size(self) -> int:
-        """Of each head."""
+        """Elements of each head."""
         name = ".attention.key_length"
         if self.architecture + name in self.metadata:
             return self.size(name)

@@ -12,7 +12,7 @@ class Words:
     """A rule to split a text into words, and other properties of tokenizers that have it."""
 
     patterns: tuple[str, ...]
-    """Of words. Each splits what the one before has left or found."""
+    """Regular expressions of words. Each one splits the pieces of the one before."""
     keeps_whole_words: bool = False
     """A word that is a token is not split into smaller ones."""
     normalizes: bool = False
@@ -42,7 +42,7 @@ _CASED = (
     "a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 "
     "104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
 )
-"""What DeepSeek LLM takes for letters of words: ranges of code points."""
+"""Ranges of code points that DeepSeek LLM reads as letters of words."""
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES

@@ -126,7 +126,7 @@ class StoredExperts(HandedOverExperts):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.stored_as: str | None = None
-        """As of `StoredLinear`."""
+        """Words of the log for the format in the checkpoint; None: the log has no line about it."""
         self.kept: Kept | None = None
 
     def create_weights(self, layer: Experts) -> None:

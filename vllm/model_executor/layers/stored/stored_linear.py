@@ -49,7 +49,7 @@ class Kept:
     """Weights on the device, as a line of the log describes them."""
 
     kind: str
-    """Of the numbers, in words."""
+    """Words of the log for the format in memory."""
     num_bytes: int
 
 
