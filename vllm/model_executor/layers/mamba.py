@@ -149,7 +149,7 @@ class Mamba2Sizes:
     kernel: int
     """Tokens that the convolution sees."""
     has_bias: bool
-    """Whether the input projection has a bias; so has the output projection if has_out_bias is None."""
+    """Whether the input projection has a bias, and the output one if has_out_bias is None."""
     has_conv_bias: bool
     norm_eps: float
     time_step_limits: tuple[float, float]

@@ -39,7 +39,7 @@ class MixtureOptions:
     routing: Routing = "softmax_of_chosen"
     """How much a chosen expert counts."""
     tolerance: float = 0.0
-    """How far below the chosen expert, relative to its logit, `sparse_mixer` counts others."""
+    """Largest distance below the chosen expert, relative to its logit, of others that count."""
     shared_size: int = 0
     """Intermediate size of an expert that all tokens use; 0: there is none."""
     has_shared_gate: bool = True

@@ -55,7 +55,7 @@ class TransformersForCausalLM(CausalLM):
     _undivided: str | None = None
     """Why it cannot run some of its layers."""
     _device = torch.device("cpu")
-    """Device of the weights. A model without parameters is on the CPU, which alone packs them."""
+    """Device of the weights. Only the CPU packs them, which removes all parameters."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
