@@ -1,0 +1,65 @@
+"""The interface of encoders of images. Independent of families."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class MediaEncoder(nn.Module, ABC):
+    """A vision tower and its projector: images to embeddings of the language model.
+
+    Its parameters have the names of the checkpoint. An encoder runs in three parts, so that a card
+    compiles few shapes: `prepare` pads on the host, `run` is operators alone, whose shapes follow
+    from those of its arguments and never from their values, and `split` cuts the result. The
+    result of an image depends neither on the images beside it nor on padding.
+
+    Args:
+        config: config.json of the whole model.
+        hidden_size: of the language model's embeddings.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]]
+    """Beginnings of its checkpoint names, such as `vision_tower.`, after the prefix `model.` is
+    removed."""
+
+    unit: ClassVar[str]
+    """What `size_of` counts: "images" where all have one size, "patches" otherwise."""
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = torch.get_default_dtype()
+
+    @abstractmethod
+    def size_of(self, item: Mapping[str, Tensor]) -> int:
+        """Return how many units of a forward pass an image takes."""
+
+    @abstractmethod
+    def prepare(
+        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the arguments of `run` for some images, on the host.
+
+        Args:
+            items: `EncoderInput.tensors` of each image.
+            size: units to pad to; None: no padding.
+        """
+
+    @abstractmethod
+    def run(self, **tensors: Tensor) -> Tensor:
+        """Encode, on the device of the weights.
+
+        Returns:
+            [N, hidden_size]: embeddings of all images, padding included.
+        """
+
+    @abstractmethod
+    def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Cut the result of `run` into the embeddings [n, hidden_size] of each image."""
+
+    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode images without padding: the embeddings [n, hidden_size] of each."""
+        return self.split(self.run(**self.prepare(items)), items)

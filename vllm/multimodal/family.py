@@ -1,0 +1,110 @@
+"""What a family of models makes of images, apart from its weights. Knows no families.
+
+A family has two files of one name: here in `families/`, which sizes an image gets and which tokens
+stand for it, and in `vllm.model_executor.vision` the modules that encode it. This package loads no
+torch; an image processor is imported when an image is processed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """What the encoder of a model reads of one image."""
+
+    tensors: dict[str, npt.NDArray[Any]]
+    """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
+    encoder does that. All other tensors are small."""
+    grid: tuple[int, ...]
+    """Decides which tokens stand for the image, and their positions. What the integers mean is up
+    to the family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The tokens that stand for one image in a prompt."""
+
+    token_ids: list[int]
+    is_embedding: list[bool]
+    """One per token: its embedding is the next one that the encoder makes of the image. The
+    embeddings of the others are looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedItem:
+    """One image of a prompt, after its placeholder has been replaced."""
+
+    start: int
+    """Index of the first token of its expansion."""
+    num_tokens: int
+    """Tokens of its expansion."""
+    grid: tuple[int, ...]
+
+
+TokenLookup = Callable[[str], int]
+"""Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
+
+
+class MediaFamily(ABC):
+    """Images of one model.
+
+    Args:
+        config: config.json of the whole model.
+        settings: of its image processor: `preprocessor_config.json`, or `image_processor` of
+            `processor_config.json`, with the overrides of the engine and of the request.
+
+    Raises:
+        ConfigError: a value is missing or cannot be used; names the file and the key.
+    """
+
+    placeholder: ClassVar[str]
+    """Text of the token that stands for one image before it is expanded, such as `<image>`."""
+    text_of_image: ClassVar[str]
+    """What stands for one image in the text of a message, for chat templates that take strings."""
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.config = config
+        self.settings = settings
+
+    @abstractmethod
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        """Cut and resize an image as the image processor of transformers does.
+
+        Args:
+            pixels: [height, width, 3] in RGB.
+
+        Raises:
+            RequestError: the image cannot be used, such as one of 1 x 5000 pixels.
+        """
+
+    @abstractmethod
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        """Return the tokens that take the place of the placeholder of an image.
+
+        Args:
+            grid: of its `EncoderInput`.
+            token_id: looks up tokens.
+        """
+
+    @abstractmethod
+    def largest(self) -> EncoderInput:
+        """Return a black image that costs the encoder as much as any image can."""
+
+    def positions(
+        self, num_tokens: int, items: Sequence[PlacedItem]
+    ) -> npt.NDArray[np.int32] | None:
+        """Return the positions [P, n] of the n tokens of a prompt; None: they are its indices.
+
+        Args:
+            num_tokens: n.
+            items: in the order of their tokens.
+        """
+        return None
