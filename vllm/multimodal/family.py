@@ -1,8 +1,8 @@
-"""What a family of models makes of images, apart from its weights. Knows no families.
+"""The interface of a family of models with images, without its weights. Knows no families.
 
-A family has two files of one name: here in `families/`, which sizes an image gets and which tokens
-stand for it, and in `vllm.model_executor.vision` the modules that encode it. This package loads no
-torch; an image processor is imported when an image is processed.
+A family has two files of one name: in `families/` the size and the tokens of an image, and in
+`vllm.model_executor.vision` the modules that encode it. This package loads no torch; an image
+processor is imported when an image is processed.
 """
 
 from abc import ABC, abstractmethod
@@ -18,19 +18,19 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """What the encoder of a model reads of one image."""
+    """The input of the encoder of a model for one image."""
 
     tensors: dict[str, npt.NDArray[Any]]
     """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
     encoder does that. All other tensors are small."""
     grid: tuple[int, ...]
-    """Decides which tokens stand for the image, and their positions. What the integers mean is up
-    to the family."""
+    """Decides which tokens represent the image, and their positions. Only the family knows the
+    meaning of the integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The tokens that stand for one image in a prompt."""
+    """The tokens that represent one image in a prompt."""
 
     token_ids: list[int]
     is_embedding: list[bool]
@@ -66,9 +66,9 @@ class MediaFamily(ABC):
     """
 
     placeholder: ClassVar[str]
-    """Text of the token that stands for one image before it is expanded, such as `<image>`."""
+    """Text of the token that represents one image before it is expanded, such as `<image>`."""
     text_of_image: ClassVar[str]
-    """What stands for one image in the text of a message, for chat templates that take strings."""
+    """Text that represents one image in a message, for chat templates that take strings."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self.config = config

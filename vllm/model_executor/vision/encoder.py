@@ -12,9 +12,9 @@ class MediaEncoder(nn.Module, ABC):
     """A vision tower and its projector: images to embeddings of the language model.
 
     Its parameters have the names of the checkpoint. An encoder runs in three parts, so that a card
-    compiles few shapes: `prepare` pads on the host, `run` is operators alone, whose shapes follow
-    from those of its arguments and never from their values, and `split` cuts the result. The
-    result of an image depends neither on the images beside it nor on padding.
+    compiles few shapes. `prepare` pads on the host. `run` has only operators, and their shapes
+    follow from the shapes of its arguments, never from values. `split` cuts the result. The result
+    of an image depends neither on the other images nor on padding.
 
     Args:
         config: config.json of the whole model.
@@ -26,7 +26,7 @@ class MediaEncoder(nn.Module, ABC):
     removed."""
 
     unit: ClassVar[str]
-    """What `size_of` counts: "images" where all have one size, "patches" otherwise."""
+    """The unit of `size_of`: "images" where all have one size, "patches" otherwise."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()

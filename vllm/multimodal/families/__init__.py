@@ -1,1 +1,1 @@
-"""Which sizes an image gets and which tokens stand for it: one file for each family."""
+"""The sizes and tokens of images: one file for each family."""
