@@ -94,6 +94,46 @@ class TokenPositions(msgspec.Struct, frozen=True, kw_only=True):
     """Position minus index of every token after the prompt."""
 
 
+class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """An array that the encoder of images reads."""
+
+    name: str
+    dtype: str
+    """As numpy names it."""
+    shape: tuple[int, ...]
+    data: bytes = b""
+    """Row-major, little-endian; empty where `path` has it."""
+    path: str | None = None
+    """File of this machine with the data, open in another process until the request has ended."""
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt."""
+
+    modality: str
+    key: str
+    """Identifies its content and all settings that decide its embeddings."""
+    runs: tuple[tuple[int, int], ...]
+    """(index, n): n tokens from this index of the prompt take the next n embeddings of the image.
+    In order of the indices."""
+    tensors: tuple[MediaTensor, ...]
+
+    @property
+    def start(self) -> int:
+        """Index of the first token whose embedding it gives."""
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        """Index after the last one."""
+        return sum(self.runs[-1])
+
+    @property
+    def num_embeddings(self) -> int:
+        """Embeddings that the encoder makes of it."""
+        return sum(count for _, count in self.runs)
+
+
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):
     """Something besides token ids that decides the content of the KV cache."""
 
@@ -156,6 +196,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `cache_extra_keys` has a key of each."""
     positions: TokenPositions | None = None
     """`cache_extra_keys` has keys of them; None: the position of a token is its index."""
+    media: tuple[MediaItem, ...] = ()
+    """In order of their tokens. `cache_extra_keys` has a key of each."""
     adapter: AdapterRef | None = None
     """`cache_extra_keys` has its key, too."""
 
@@ -224,7 +266,7 @@ class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Applied in this order: move blocks, shorten block tables, free rows, place new
-    requests, add blocks, run.
+    requests, add blocks, drop and encode media, run.
 
     A runner that splits a step into launches runs decodes first and keeps prefills in the order
     of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
@@ -273,6 +315,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     kept_states: IntArray | None = None
     """[l, 3] (row, n, kept state): the states of the row after n of its tokens in this step are
     copied there; in the order of n for each row. None: none are."""
+    dropped_media: list[str] = []
+    """Keys of images whose embeddings are no longer kept."""
+    encoded_media: list[tuple[int, int]] = []
+    """(row, n): encode item n of `EngineRequest.media` of the request of the row, and keep its
+    embeddings, before tokens run."""
     num_decodes: int = 1
     """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
     token, which is of its output, and has blocks for this many tokens."""

@@ -99,6 +99,8 @@ class FakeRunner:
             on a card whose tokens stay there.
         guesses: how right the drafts are that it makes itself.
         has_states: each row also has a state, which is a hash of all tokens that it has run.
+        max_embeddings: of images that are kept.
+        max_encoded: embeddings that a step makes, unless it is of one image.
     """
 
     def __init__(
@@ -111,7 +113,12 @@ class FakeRunner:
         reads_tokens: bool = True,
         guesses: random.Random | None = None,
         has_states: bool = False,
+        max_embeddings: int = 0,
+        max_encoded: int = 0,
     ) -> None:
+        self.images: dict[str, int] = {}
+        self.max_embeddings, self.max_encoded = max_embeddings, max_encoded
+        self.num_encoded = 0
         self.states: dict[int, int | None] = {}
         self.num_restored = 0
         self.has_states = has_states
@@ -158,6 +165,7 @@ class FakeRunner:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
         self._restore_states(step)
+        self._encode(step)
         begins = step.num_computed_tokens.tolist()
         drafts = drafts_of(step)
         for row, guess in drafts.items():
@@ -176,6 +184,25 @@ class FakeRunner:
             if step.num_decodes > 1 and self._is_last(outputs[-1]):
                 break
         return outputs[0] if step.num_decodes == 1 else self._join(step, outputs)
+
+    def _encode(self, step: SchedulerOutput) -> None:
+        """Drop and encode images; then all that the tokens of the step need are there."""
+        for key in step.dropped_media:
+            del self.images[key]
+        items = [self.rows[row].spec.media[index] for row, index in step.encoded_media]
+        work = sum(item.num_embeddings for item in items)
+        assert len(items) < 2 or work <= self.max_encoded, "a step encodes too much"
+        for item in items:
+            assert item.key not in self.images, "an image is encoded twice"
+            self.images[item.key] = item.num_embeddings
+            self.num_encoded += 1
+        assert sum(self.images.values()) <= self.max_embeddings
+        ends = (step.num_computed_tokens + step.num_scheduled_tokens).tolist()
+        for row, start, end in zip(
+            step.rows.tolist(), step.num_computed_tokens.tolist(), ends, strict=True
+        ):
+            for item in self.rows[row].spec.media:
+                assert item.key in self.images or item.start >= end or item.end <= start
 
     def _restore_states(self, step: SchedulerOutput) -> None:
         assert self.has_states or (step.restored_states is None and step.kept_states is None)

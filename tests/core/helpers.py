@@ -20,6 +20,7 @@ from vllm.core.drafts import DraftSource
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
+from vllm.core.media import EncoderCache
 from vllm.core.scheduler import Scheduler
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import (
@@ -30,6 +31,7 @@ from vllm.messages import (
     Finished,
     FinishReason,
     LogprobRows,
+    MediaItem,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -48,9 +50,12 @@ def make_request(
     arrival_time: float = 0.0,
     salt: str | None = None,
     extra_keys: Iterable[tuple[int, str]] = (),
+    media: Iterable[tuple[int, int, str]] = (),
     **sampling: Any,
 ) -> EngineRequest:
-    """A request; a number for a prompt means that many tokens nobody else has."""
+    """A request; a number for a prompt means that many tokens nobody else has. Media are images as
+    (index of the first token, tokens, key)."""
+    media = tuple(media)
     if isinstance(prompt, int):
         first = zlib.crc32(request_id.encode()) % 2**30
         prompt = [first + i for i in range(prompt)]
@@ -65,7 +70,14 @@ def make_request(
         arrival_time=arrival_time,
         priority=priority,
         cache_salt=salt,
-        cache_extra_keys=tuple(CacheKey(*key) for key in extra_keys),
+        cache_extra_keys=(
+            *(CacheKey(*key) for key in extra_keys),
+            *(CacheKey(start, key) for start, _, key in media),
+        ),
+        media=tuple(
+            MediaItem(modality="image", key=key, runs=((start, count),), tensors=())
+            for start, count, key in media
+        ),
     )
 
 
@@ -81,6 +93,7 @@ def make_scheduler(
     num_pipelined_steps: int | None = None,
     is_dense: bool = False,
     num_kept_states: int | None = None,
+    media: EncoderCache | None = None,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
@@ -97,7 +110,7 @@ def make_scheduler(
     num_blocks += 1  # the null block
     cache = KVCacheManager(num_blocks, block_size, enable_caching, events, groups, is_dense, states)
     num_steps = num_stages if num_pipelined_steps is None else num_pipelined_steps
-    return Scheduler(config, cache, draft_source, draft_control, num_stages, num_steps)
+    return Scheduler(config, cache, draft_source, draft_control, num_stages, num_steps, media)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
@@ -151,6 +164,8 @@ class Loop:
             reads_tokens,
             guesses,
             has_states=scheduler.cache.states is not None,
+            max_embeddings=0 if scheduler.media is None else scheduler.media.capacity,
+            max_encoded=0 if scheduler.media is None else scheduler.media.budget,
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
@@ -210,6 +225,8 @@ class Loop:
             self.step()
         pool = self.scheduler.cache.pool
         assert pool.num_free == pool.num_usable_blocks, "blocks leaked"
+        media = self.scheduler.media
+        assert media is None or not (media.holders or media._num_held), "images are still held"
         for output, copy_at_the_time in self._given:
             assert _plain(output) == _plain(copy_at_the_time), "an output was changed later"
         return self.results
@@ -279,6 +296,7 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
         num_computed = int(running.num_computed[row])
         rest = int(running.num_tokens[row]) - num_computed
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
+        waits = waits or running.media_end[row] > num_computed
         if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
     if scheduler.cache.is_dense and rows:

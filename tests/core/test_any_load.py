@@ -15,6 +15,7 @@ from tests.core.helpers import Loop, make_request, make_scheduler
 from tests.core.reference import VOCAB_SIZE, expected_result
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
+from vllm.core.media import EncoderCache
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 
@@ -50,6 +51,8 @@ class Setup:
     reads_tokens: bool = True
     guesses: random.Random | None = None
     """For random guesses, as FakeRunner makes them."""
+    media: tuple[int, int, bool] | None = None
+    """Arguments of EncoderCache; None: requests have no images."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -64,6 +67,7 @@ class Setup:
             num_pipelined_steps=self.num_pipelined_steps,
             is_dense=self.is_dense,
             num_kept_states=self.num_kept_states if self.draft_source is None else None,
+            media=None if self.media is None else make_media(*self.media),
             **self.limits,
         )
         return Loop(
@@ -75,6 +79,10 @@ class Setup:
             self.reads_tokens,
             self.guesses,
         )
+
+
+def make_media(capacity: int, budget: int, keeps_whole: bool) -> EncoderCache:
+    return EncoderCache(capacity, budget, keeps_whole=keeps_whole)
 
 
 @st.composite
@@ -272,3 +280,38 @@ def random_event(rng: random.Random) -> tuple[str, Any]:
         "prompt_logprobs": rng.choice([None, None, None, 0]),
         "logprobs": rng.choice([None, 0]),
     }
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_crowded_load_with_images_gives_everybody_what_they_get_alone(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    if setup.limits["enable_chunked_prefill"]:
+        setup.media = (rng.randint(MAX_IMAGE, 24), rng.choice([1, 4, 12]), rng.random() < 0.3)
+        least = setup.limits["max_num_seqs"] + MAX_IMAGE
+        if setup.media[2]:
+            setup.limits["long_prefill_token_threshold"] = 8
+            setup.limits["max_num_batched_tokens"] = least + rng.randint(0, 8)
+    else:
+        setup.media = (MAX_MODEL_LEN * 4, 10**9, False)
+    program = [with_images(rng, random_event(rng)) for _ in range(120)]
+    loop = run_program(setup, program)
+    assert loop.runner.num_encoded
+    assert loop.scheduler.media is not None
+    assert loop.scheduler.media.num_queries >= loop.runner.num_encoded
+
+
+MAX_IMAGE = 7
+"""Embeddings of an image."""
+
+
+def with_images(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
+    """Let images give the embeddings of some tokens of a prompt that arrives."""
+    if event[0] != "add" or rng.random() < 0.3:
+        return event
+    media, index = [], 0
+    while (index := index + rng.randrange(8)) < len(event[1]["prompt"]):
+        count = min(rng.randint(1, MAX_IMAGE), len(event[1]["prompt"]) - index)
+        media.append((index, count, f"image {rng.randrange(4)} of {count}"))
+        index += count
+    return "add", {**event[1], "media": media}

@@ -2,6 +2,7 @@
 
 from vllm.config import SchedulerConfig
 from vllm.core.kv.kv_cache_manager import KVCacheManager
+from vllm.core.media import EncoderCache, MediaPlan
 from vllm.core.plan import Plan
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
@@ -27,6 +28,7 @@ class Admission:
         cache: the KV cache.
         preemption: which request fits, and which ones give it their place.
         num_pipelined_steps: that run at the same time.
+        media: the embeddings of images; None: requests have none.
 
     Attributes:
         num_prefix_queries: tokens of all admitted requests, each counted once.
@@ -41,7 +43,9 @@ class Admission:
         cache: KVCacheManager,
         preemption: PreemptionPolicy,
         num_pipelined_steps: int,
+        media: EncoderCache | None,
     ) -> None:
+        self._media = media
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._config = config
@@ -93,6 +97,12 @@ class Admission:
             shared = self._cache.find_prefix(request)
             want = len(request.token_ids) - self._cache.num_tokens_in(shared)
             num_tokens = min(want, plan.budget, chunk_limit)
+            media = MediaPlan()
+            if request.spec.media and self._media is not None:
+                start = len(request.token_ids) - want
+                num_tokens = self._media.limit(request, start, num_tokens, media)
+                if not num_tokens:
+                    break
             is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > chunk_limit
             if is_partial and not (
@@ -111,6 +121,8 @@ class Admission:
             if running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
                 break
+            if self._media is not None:
+                self._media.commit(media)
             num_partial += is_partial
             num_long += is_long
             plan.budget -= num_tokens

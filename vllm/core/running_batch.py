@@ -32,6 +32,9 @@ class RunningBatch:
         adapters: key of each adapter in use, and how many requests use it.
         takes_drafts: per row, whether it may have drafts.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
+        media_end: per row, index after the last token whose embedding is given by an image; 0: it
+            has no images.
+        num_with_media: running requests that have images.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
         num_with_one_decode: running requests of which a step runs one decode only.
@@ -49,6 +52,8 @@ class RunningBatch:
         self.adapters: Counter[str] = Counter()
         self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
+        self.media_end = np.zeros(max_num_seqs, np.int32)
+        self.num_with_media = 0
         self.num_prompt_logprobs = 0
         self.num_with_stop_tokens = 0
         self.num_with_one_decode = 0
@@ -182,6 +187,8 @@ class RunningBatch:
         self.awaits_result[row] = False
         if spec.adapter is not None:
             self.adapters[spec.adapter.key] += 1
+        self.media_end[row] = spec.media[-1].end if spec.media else 0
+        self.num_with_media += bool(spec.media)
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
         self.num_with_one_decode += not spec.allows_several_decodes
@@ -197,6 +204,7 @@ class RunningBatch:
             if (adapter := request.spec.adapter) is not None:
                 self.adapters[adapter.key] -= 1
                 self.adapters += Counter()  # without those that nobody uses
+            self.num_with_media -= bool(request.spec.media)
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
             self.num_with_one_decode -= not request.spec.allows_several_decodes

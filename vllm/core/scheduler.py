@@ -23,6 +23,7 @@ from vllm.core.dense_blocks import bring_down
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
+from vllm.core.media import EncoderCache, MediaPlan
 from vllm.core.plan import Plan, share_budget, share_of_step
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
@@ -68,6 +69,7 @@ class Scheduler:
             before the result.
         num_pipelined_steps: steps that the stages run at the same time. Each has its share of the
             requests.
+        media: the embeddings of images; None: requests have none.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Scheduler:
         draft_control: DraftControl | None = None,
         num_stages: int = 1,
         num_pipelined_steps: int = 1,
+        media: EncoderCache | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
+        self.media = media
         self.waiting = RequestQueue()
         self.running = RunningBatch(config.max_num_seqs)
         self.num_preemptions = 0
@@ -107,7 +111,7 @@ class Scheduler:
             config.scheduling_policy == "priority", self.running, cache
         )
         self._admission = Admission(
-            config, self.waiting, self.running, cache, self._preemption, num_pipelined_steps
+            config, self.waiting, self.running, cache, self._preemption, num_pipelined_steps, media
         )
 
     # ---- requests come and go -------------------------------------------------------------
@@ -137,6 +141,8 @@ class Scheduler:
                 f"{self.cache.pool.num_usable_blocks} blocks of {self.cache.block_size} tokens. "
                 f"Shorten the prompt or lower max_tokens"
             )
+        if spec.media and self.media is not None:
+            self.media.check(spec)
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises as `check_request`."""
@@ -191,6 +197,9 @@ class Scheduler:
         """
         for victim in self._admission.take_victims():
             self._preempt(victim)
+        if self.media is not None:
+            for request in self.media.holders:
+                self.media.pass_items(request, int(self.running.num_computed[request.row]))
         plan = self._plan_running()
         self.cache.begin_step()
         self._remember_prefills(plan)
@@ -207,7 +216,11 @@ class Scheduler:
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
         moves = kept_states = None
+        encoded: list[tuple[int, int]] = []
+        dropped: list[str] = []
         if len(rows):
+            if self.media is not None:
+                encoded, dropped = self.media.take_step()
             if self._state_keeper is not None and plan.num_decodes == 1:
                 kept_states = self._state_keeper.keep(rows, num_computed, num_scheduled)
             has_freed = bool(self._freed_rows or self._shortened)
@@ -232,6 +245,8 @@ class Scheduler:
             block_moves=moves,
             restored_states=_int_array(plan.restored_states),
             kept_states=kept_states,
+            dropped_media=dropped,
+            encoded_media=encoded,
             num_decodes=plan.num_decodes,
         )
 
@@ -309,6 +324,10 @@ class Scheduler:
             num_tokens = want
             if not only_decodes:
                 num_tokens = share_budget(np.minimum(want, self.config.prefill_chunk_limit), budget)
+            media = MediaPlan()
+            if running.num_with_media:
+                num_tokens = self._limit_by_media(rows, computed, num_tokens, media)
+                only_decodes = only_decodes and num_tokens is want
             num_decodes = running.num_decodes(rows, most_decodes) if only_decodes else 1
             lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
@@ -320,6 +339,8 @@ class Scheduler:
                 continue
             self._warn_of_preemption(running.last)
             self._preempt(running.last)
+        if self.media is not None:
+            self.media.commit(media)
         block_rows, block_ids = _NO_ROWS, []
         if len(short):
             running.capacity[rows[short]] += counts * size
@@ -335,6 +356,22 @@ class Scheduler:
             has_idle=bool(self._in_flight) or not only_decodes or self._num_pipelined_steps > 1,
             num_decodes=num_decodes,
         )
+
+    def _limit_by_media(
+        self, rows: IntArray, computed: IntArray, num_tokens: IntArray, plan: MediaPlan
+    ) -> IntArray:
+        """Return how many tokens of each row can run in this step, as images have to be encoded
+        first; the same array: all of them."""
+        assert self.media is not None
+        found = num_tokens
+        for index in np.flatnonzero(self.running.media_end[rows] > computed).tolist():
+            request = self.running.at(rows[index : index + 1])[0]
+            wanted = int(num_tokens[index])
+            count = self.media.limit(request, int(computed[index]), wanted, plan)
+            if count < wanted:
+                found = found.copy() if found is num_tokens else found
+                found[index] = count
+        return found
 
     def _remember_prefills(self, plan: Plan) -> None:
         """Add the blocks that running prompts fill in this step to the prefix cache."""
@@ -432,6 +469,8 @@ class Scheduler:
         self.abort_requests(finished)
         for request in requests:
             self.cache.forget(request)
+            if self.media is not None:
+                self.media.forget(request)
         return finished
 
     # ---- leaving the batch ----------------------------------------------------------------
@@ -456,6 +495,8 @@ class Scheduler:
             self.cache.remember(request, num_known)
             if self._state_keeper is not None:
                 self._state_keeper.leave(request, num_known)
+            if self.media is not None:
+                self.media.release(request)
         self._freed_rows += rows
         for step in self._in_flight:
             step.removed_rows.update(rows)

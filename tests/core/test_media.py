@@ -1,0 +1,113 @@
+"""Images of requests: which steps encode them, and how long their embeddings stay."""
+
+import pytest
+
+from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
+from vllm.core.media import EncoderCache
+from vllm.errors import CapacityError
+
+
+def loop_of(capacity=16, budget=8, **limits):
+    media = EncoderCache(capacity, budget, keeps_whole=limits.pop("keeps_whole", False))
+    return Loop(make_scheduler(media=media, **limits))
+
+
+def test_a_prompt_runs_up_to_the_image_that_the_budget_leaves_to_the_next_step():
+    loop = loop_of()
+    loop.add(make_request("a", 20, media=[(2, 6, "x"), (10, 6, "y")]))
+    assert loop.step() == {"a": 10}
+    assert loop.runner.images == {"x": 6}
+    assert loop.step() == {"a": 10}
+    assert loop.runner.images == {"x": 6, "y": 6}
+
+
+def test_a_request_waits_for_an_image_at_its_start_while_others_run():
+    loop = loop_of()
+    loop.add(
+        make_request("a", 8, media=[(0, 8, "x")]),
+        make_request("b", 8, media=[(0, 8, "y")]),
+        make_request("c", 4),
+    )
+    assert loop.step() == {"a": 8}
+    assert loop.step() == {"a": 1, "b": 8, "c": 4}
+
+
+def test_the_same_image_of_several_requests_is_encoded_once_in_a_step_and_later():
+    loop = loop_of(enable_caching=False)
+    requests = [make_request(str(i), 8, media=[(i, 4, "x")]) for i in range(3)]
+    loop.add(*requests[:2])
+    assert loop.step() == {"0": 8, "1": 8}
+    loop.add(requests[2])
+    loop.run()
+    assert loop.runner.num_encoded == 1
+    media = loop.scheduler.media
+    assert (media.num_queries, media.num_hits) == (3, 2)
+
+
+def test_images_that_are_used_stay_and_the_least_recently_used_leaves():
+    loop = loop_of(capacity=12, enable_caching=False)
+    for name, key in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")):
+        loop.add(make_request(name, 8, max_tokens=1, media=[(0, 5, key)]))
+        loop.run()
+    assert set(loop.runner.images) == {"x", "z"}
+    assert loop.runner.num_encoded == 3
+
+
+def test_an_image_behind_cached_blocks_is_not_encoded_again():
+    loop = loop_of(capacity=8)
+    prompt = list(range(8, 20))
+    loop.add(make_request("a", prompt, max_tokens=1, media=[(1, 6, "x")]))
+    loop.run()
+    loop.add(make_request("b", 8, max_tokens=1, media=[(0, 8, "y")]))
+    loop.run()  # drops x
+    loop.add(make_request("c", prompt, max_tokens=1, media=[(1, 6, "x")]))
+    loop.run()
+    assert loop.results["c"].num_cached_tokens == [8]
+    assert loop.runner.num_encoded == 2
+    loop.add(make_request("d", prompt, max_tokens=1, media=[(1, 6, "other")]))
+    loop.run()
+    assert loop.results["d"].num_cached_tokens == [0]
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_no_step_ends_inside_of_an_image_whose_tokens_depend_on_each_other(start):
+    loop = loop_of(keeps_whole=True, max_num_seqs=1, max_num_batched_tokens=6)
+    loop.add(make_request("a", 16, media=[(start, 5, "x")]))
+    computed = 0
+    while computed < 16:
+        scheduled = loop.step()
+        computed += scheduled["a"]
+        assert not start < computed < start + 5
+
+
+def test_an_aborted_or_failed_request_lets_go_and_failed_images_are_made_again():
+    loop = Loop(
+        make_scheduler(media=EncoderCache(8, 8), max_num_batched_tokens=8), fails_at={"f": 0}
+    )
+    loop.add(make_request("a", 16, media=[(4, 8, "x")]))
+    loop.step()
+    loop.abort("a")
+    loop.add(make_request("f", 4, media=[(0, 4, "y")]))
+    loop.run()
+    loop.add(make_request("b", 4, max_tokens=1, media=[(0, 4, "y")]))
+    loop.run()
+    assert loop.runner.num_encoded == 3
+    assert set(loop.runner.images) == {"y"}
+
+
+def test_an_image_that_can_never_be_kept_is_refused_with_both_numbers():
+    loop = loop_of(capacity=8)
+    with pytest.raises(CapacityError, match=r"at most 8 embeddings.*got 9"):
+        loop.add(make_request("a", 16, media=[(0, 9, "x")]))
+
+
+def test_clearing_drops_what_nobody_holds():
+    loop = loop_of(capacity=16, max_num_batched_tokens=8)
+    loop.add(make_request("a", 8, max_tokens=1, media=[(0, 4, "x")]))
+    loop.run()
+    loop.add(make_request("b", 16, media=[(0, 8, "y"), (9, 3, "z")]))
+    loop.step()
+    loop.scheduler.media.clear()
+    step = loop.scheduler.schedule()
+    assert num_scheduled(loop.scheduler, step) == {"b": 8}
+    assert step.dropped_media == ["x"]

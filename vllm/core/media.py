@@ -1,0 +1,204 @@
+"""Choose the images that a step encodes, and the embeddings that the worker keeps. Pure accounting.
+
+A prompt may run up to an image whose embeddings are not there. Encoding them is work of the step
+whose tokens need them, within a budget of its own, so that running requests wait for a bounded
+time. Embeddings stay after their prompt, least recently used ones leave first: an image that is
+sent again is not encoded again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vllm.errors import CapacityError
+from vllm.messages import EngineRequest, MediaItem
+from vllm.request import Request
+
+
+@dataclass(slots=True)
+class _Entry:
+    size: int
+    holders: set[tuple[str, int]] = field(default_factory=set)
+    """Requests that have still to run tokens of it, and which of their items it is."""
+
+
+@dataclass(slots=True)
+class MediaPlan:
+    """The images that a step needs, while it is being planned."""
+
+    used: list[tuple[Request, int]] = field(default_factory=list)
+    """(request, item): the tokens of the step need its embeddings."""
+    encoded: dict[str, int] = field(default_factory=dict)
+    """Key of each image to encode -> its embeddings."""
+
+
+class EncoderCache:
+    """The embeddings of images that the worker keeps.
+
+    Args:
+        capacity: embeddings that are kept.
+        budget: embeddings that a step makes. An image that is larger has a step of its own.
+        keeps_whole: all tokens of an image run in one step, as they depend on each other.
+
+    Attributes:
+        num_queries: images that prompts needed, each counted once for each request.
+        num_hits: how many of them were there.
+    """
+
+    def __init__(self, capacity: int, budget: int, *, keeps_whole: bool = False) -> None:
+        self.capacity, self.budget, self._keeps_whole = capacity, budget, keeps_whole
+        self.num_queries = 0
+        self.num_hits = 0
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._num_held = 0
+        """Embeddings of entries that have holders."""
+        self._held: dict[str, tuple[Request, set[int]]] = {}
+        """By request: the items that it holds."""
+        self._num_kept = 0
+        self._encoded: list[tuple[Request, int]] = []
+        self._num_encoded = 0
+        """Embeddings that the step makes which is being planned."""
+        self._dropped: list[str] = []
+
+    @property
+    def num_kept(self) -> int:
+        """Embeddings that are there, or will be after the step that is being planned."""
+        return self._num_kept
+
+    def check(self, spec: EngineRequest) -> None:
+        """Refuse a request with an image whose embeddings are too many.
+
+        Raises:
+            CapacityError: names both numbers.
+        """
+        largest = max(item.num_embeddings for item in spec.media)
+        if largest > self.capacity:
+            raise CapacityError(
+                f"an image must become at most {self.capacity} embeddings, which the encoder "
+                f"cache holds, got {largest}. Send a smaller image"
+            )
+
+    def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
+        """Return how many of some tokens can run in this step, and add the images that they need to
+        the plan.
+
+        Args:
+            request: with media.
+            start: index of the first token.
+            num_tokens: that run if no image is in the way.
+            plan: of the step.
+        """
+        end = start + num_tokens
+        for index, item in _items_between(request, start, end):
+            is_cut = self._keeps_whole and end < item.end and item.start >= start
+            if is_cut or not self._may_use(item, plan):
+                return max(item.start - start, 0)
+            plan.used.append((request, index))
+            if item.key not in self._entries:
+                plan.encoded[item.key] = item.num_embeddings
+        return num_tokens
+
+    def _may_use(self, item: MediaItem, plan: MediaPlan) -> bool:
+        """Return whether the embeddings of an image are there, or can be made in this step."""
+        entry = self._entries.get(item.key)
+        if item.key in plan.encoded or (entry is not None and entry.holders):
+            return True
+        found = {request.spec.media[index].key for request, index in plan.used}
+        if entry is not None and item.key in found:
+            return True
+        num_encoded = sum(plan.encoded.values())
+        # Images that the plan finds here must not be dropped for those that it encodes.
+        kept = (self._entries[key] for key in found if key in self._entries)
+        num_kept = sum(each.size for each in kept if not each.holders)
+        size = item.num_embeddings
+        if self._num_held + num_kept + num_encoded + size > self.capacity:
+            return False
+        num_encoded += self._num_encoded
+        return entry is not None or not num_encoded or num_encoded + size <= self.budget
+
+    def commit(self, plan: MediaPlan) -> None:
+        """Hold the images of a plan for their requests, and note those to encode."""
+        for request, index in plan.used:
+            item = request.spec.media[index]
+            _, indices = self._held.setdefault(request.request_id, (request, set()))
+            if index not in indices:
+                self.num_queries += 1
+                self.num_hits += item.key in self._entries
+            if item.key in self._entries:
+                self._entries.move_to_end(item.key)
+            else:
+                self._entries[item.key] = _Entry(item.num_embeddings)
+                self._num_kept += item.num_embeddings
+                self._encoded.append((request, index))
+                self._num_encoded += item.num_embeddings
+            entry = self._entries[item.key]
+            if not entry.holders:
+                self._num_held += entry.size
+            entry.holders.add((request.request_id, index))
+            indices.add(index)
+        self._make_room()
+
+    def take_step(self) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the images to encode in this step, as (row, item), and the keys of those to drop,
+        each once."""
+        encoded = [(request.row, index) for request, index in self._encoded]
+        dropped, self._encoded, self._dropped = self._dropped, [], []
+        self._num_encoded = 0
+        return encoded, dropped
+
+    def pass_items(self, request: Request, num_computed: int) -> None:
+        """Let go of the images of a request that holds some, where all of their tokens have been
+        scheduled."""
+        _, indices = self._held[request.request_id]
+        passed = {index for index in indices if request.spec.media[index].end <= num_computed}
+        for index in passed:
+            self._let_go(request, index)
+        indices -= passed
+        if not indices:
+            del self._held[request.request_id]
+
+    def release(self, request: Request) -> None:
+        """Let go of all images of a request that leaves the batch."""
+        _, indices = self._held.pop(request.request_id, (request, set()))
+        for index in indices:
+            self._let_go(request, index)
+
+    def forget(self, request: Request) -> None:
+        """Drop the images of a request that failed, as its images may be the reason."""
+        for key in {item.key for item in request.spec.media}:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.holders:
+                self._num_kept -= self._entries.pop(key).size
+                self._dropped.append(key)
+
+    def clear(self) -> None:
+        """Drop all images that nobody holds."""
+        for key in [key for key, entry in self._entries.items() if not entry.holders]:
+            self._num_kept -= self._entries.pop(key).size
+            self._dropped.append(key)
+
+    @property
+    def holders(self) -> list[Request]:
+        """Return the requests that hold images."""
+        return [request for request, _ in self._held.values()]
+
+    def _let_go(self, request: Request, index: int) -> None:
+        entry = self._entries[request.spec.media[index].key]
+        entry.holders.discard((request.request_id, index))
+        if not entry.holders:
+            self._num_held -= entry.size
+
+    def _make_room(self) -> None:
+        """Drop the least recently used images that nobody holds, until the others fit."""
+        while self._num_kept > self.capacity:
+            key = next(key for key, entry in self._entries.items() if not entry.holders)
+            self._num_kept -= self._entries.pop(key).size
+            self._dropped.append(key)
+
+
+def _items_between(request: Request, start: int, end: int) -> Iterator[tuple[int, MediaItem]]:
+    """Yield the images with tokens from `start` to `end`, with their indices."""
+    for index, item in enumerate(request.spec.media):
+        if item.start < end and item.end > start:
+            yield index, item
