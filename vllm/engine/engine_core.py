@@ -14,6 +14,7 @@ from vllm.core.draft_sources import make_drafts
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
+from vllm.core.media import EncoderCache
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
@@ -53,6 +54,8 @@ _Argument = TypeVar("_Argument")
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
+_ENCODER_CACHE_SIZE = 16384
+"""Embeddings of images that are kept: 128 MiB of a model with a hidden size of 4096."""
 
 
 class EngineCore(CoreCalls):
@@ -115,6 +118,7 @@ class EngineCore(CoreCalls):
             control,
             num_stages=self._num_stages,
             num_pipelined_steps=self._num_pipelined_steps,
+            media=_encoder_cache(config),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -457,6 +461,20 @@ class EngineCore(CoreCalls):
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
+
+
+def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
+    """Return what accounts for the embeddings of images; None: the model reads text only."""
+    if config.model.resolved_arch.media_config is None:
+        return None
+    limits = config.scheduler
+    budget = limits.max_num_batched_tokens
+    capacity = max(_ENCODER_CACHE_SIZE, 2 * budget)
+    if not limits.enable_chunked_prefill:
+        # A prompt runs in one step, and so does the encoder for all of its images.
+        budget = limits.max_model_len
+        capacity = max(capacity, limits.max_model_len)
+    return EncoderCache(capacity, budget)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

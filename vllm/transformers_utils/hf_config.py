@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config.arch.model_arch import WHOLE_CONFIG
 from vllm.config.arch.sizes import check_kinds, check_sizes
 from vllm.config.families import TEXT_TYPES, family_of, text_types_of, usual_architecture
 from vllm.errors import ConfigError
@@ -256,4 +257,5 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"nothing but the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
-    return {**text, **whole, "model_type": model_type}
+    rest = {key: value for key, value in raw.items() if key != "text_config"}
+    return {**text, **whole, "model_type": model_type, WHOLE_CONFIG: rest}

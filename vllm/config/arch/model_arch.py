@@ -18,8 +18,12 @@ from vllm.config.arch.layer_kinds import (
     read_windows,
 )
 from vllm.config.arch.sizes import MAX_POSITIONS, MAX_ROTATIONS, check_sizes
-from vllm.config.families import family_of
+from vllm.config.families import family_of, family_of_architecture
 from vllm.errors import ConfigError
+
+WHOLE_CONFIG = "config_of_whole_model"
+"""Key of the values of config.json outside of `text_config`, which describe how images are
+encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,9 @@ class ModelArch:
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
     """The whole config, for keys of single model families."""
+    media_config: Mapping[str, Any] | None = None
+    """config.json of the whole model, without the part of its language model; None: the model reads
+    text only."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
@@ -128,6 +135,7 @@ class ModelArch:
             state_layers=read_state_layers(config, num_layers),
             dtype=_read_dtype(config),
             hf_config=dict(config),
+            media_config=_read_media(config),
         )
         if not 1 <= arch.derived_max_model_len <= MAX_POSITIONS:
             raise ConfigError(
@@ -327,6 +335,14 @@ def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
 def named_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the data type that a config names; None: it names none."""
     return config.get("dtype") or config.get("torch_dtype")
+
+
+def _read_media(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the values that describe how images are encoded; None: the model reads text only."""
+    if family_of_architecture(config["architectures"][0]).media is None:
+        return None
+    whole = config.get(WHOLE_CONFIG)
+    return whole if isinstance(whole, Mapping) else None
 
 
 def _read_dtype(config: Mapping[str, Any]) -> str:

@@ -121,6 +121,9 @@ class Family:
     """`model_type` of the language model in `text_config`, of a family with a part for images."""
     also_text_types: tuple[str, ...] = ()
     """Other values of it, which the same class runs."""
+    media: str | None = None
+    """Module of `vllm.multimodal.families` and of `vllm.model_executor.vision` that encodes images;
+    None: the models read text only."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

@@ -924,6 +924,15 @@ _OTHERS = (
 )
 _WITH_IMAGES = (
     Family(
+        model_type="llava",
+        module="text_of_images",
+        architectures=("LlavaForConditionalGeneration",),
+        text_type="llama",
+        also_text_types=("mistral", "qwen2"),
+        media="llava",
+        tokenizer="",
+    ),
+    Family(
         model_type="gemma3",
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),

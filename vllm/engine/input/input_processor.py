@@ -11,11 +11,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.engine.input.media_input import MEDIA_KEYS, MediaInput
 from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
 from vllm.engine.input.prompt_embeds import (
     PLACEHOLDER_TOKEN_ID,
@@ -24,6 +26,7 @@ from vllm.engine.input.prompt_embeds import (
 )
 from vllm.engine.input.prompt_tokenizer import PromptTokenizer, TokenizedPrompt, cache_salt_of
 from vllm.engine.input.sampling_input import SamplingInput, check_without_tokens
+from vllm.engine.input.token_positions import with_positions
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.inputs import PromptType
 from vllm.lora.files import adapter_keys, find_adapter
@@ -69,6 +72,7 @@ class InputProcessor:
         self.sampling = SamplingInput(config, self.prompts)
         self.pooling = PoolingInput(config, self.prompts)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
+        self.media = MediaInput(config.model)
         # Requests without a seed get one from here, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
 
@@ -124,11 +128,17 @@ class InputProcessor:
             tokenized = self._read_embeddings(prompt)
             check_without_tokens(params)
         else:
-            tokenized = self.prompts.tokenize(
+            tokenized = self.tokenize(
                 prompt, max_tokens=None if is_truncated else self._max_model_len - 1
             )
-        token_ids = tokenized.token_ids
+        token_ids, media = tokenized.token_ids, tokenized.media
         if params.truncate_prompt_tokens is not None:
+            if media is not None and media.items:
+                raise RequestError(
+                    "truncate_prompt_tokens must be left out of a request with images: their "
+                    "tokens cannot be cut off",
+                    param="truncate_prompt_tokens",
+                )
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         if len(token_ids) >= self._max_model_len:
             raise PromptTooLongError(len(token_ids), self._max_model_len)
@@ -139,7 +149,7 @@ class InputProcessor:
         # With structured output, the end token ends the output when the grammar is complete.
         if params.ignore_eos and params.guided_decoding is None:
             eos, others = None, frozenset()
-        return tokenized.text, EngineRequest(
+        request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling_params=params,
@@ -154,10 +164,43 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=tokenized.cache_salt,
-            cache_extra_keys=adapter_keys(adapter) + cache_keys(tokenized.embeddings),
+            cache_extra_keys=(
+                *adapter_keys(adapter),
+                *cache_keys(tokenized.embeddings),
+                *(() if media is None else media.cache_keys),
+            ),
             embeddings=tokenized.embeddings,
+            media=() if media is None else media.items,
             adapter=adapter,
         )
+        if media is not None and media.positions is not None:
+            arch = self._config.model.resolved_arch
+            request = with_positions(request, media.positions, arch)
+        return tokenized.text, request
+
+    def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
+        """Return the tokens of a prompt, those of its images included.
+
+        Args:
+            prompt: of any prompt type but embeddings. Images that are not read yet are read here.
+            max_tokens: see `PromptTokenizer.tokenize`.
+
+        Raises:
+            RequestError: the prompt is wrong, or an image of it.
+        """
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        items = self.media.read(given) if given.get("multi_modal_data") else []
+        if any(given.get(key) for key in MEDIA_KEYS):
+            prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
+        tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
+        if self.media.family is None:
+            return tokenized
+        is_text = isinstance(prompt, str) or given.get("prompt_token_ids") is None
+        literal = given.get("literal_placeholders", () if items else None)
+        media = self.media.place(
+            tokenized.token_ids, items, self.tokenizer, is_text=is_text, literal=literal
+        )
+        return replace(tokenized, token_ids=media.token_ids, media=media)
 
     def adapter(self, asked: LoRARequest, is_busy: Callable[[], bool] | None = None) -> AdapterRef:
         """The adapter that a request names; its files have been looked at, and hashed, which takes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
+from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia
 from vllm.errors import RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import TokenEmbeddings
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 _PROMPT_TYPES = (
     "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
 )
-_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
-_MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
+_KEYS = {
+    *("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"),
+    "literal_placeholders",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class TokenizedPrompt:
     cache_salt: str | None = None
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """The embeddings, or None. The tokens are placeholders then."""
+    media: PlacedMedia | None = None
+    """Its images, whose tokens are among `token_ids`; None: the model takes none."""
 
 
 class PromptTokenizer:
@@ -99,9 +104,9 @@ class PromptTokenizer:
     def _tokenize_mapping(
         self, prompt: Mapping[str, Any], max_tokens: int | None
     ) -> TokenizedPrompt:
-        if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
+        if media := [key for key in prompt if key in MEDIA_KEYS and prompt[key]]:
             raise RequestError(
-                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                f"{', '.join(media)}: a pooling model reads text only. Leave it out of the prompt",
                 param="prompt",
             )
         if "encoder_prompt" in prompt:
@@ -116,7 +121,7 @@ class PromptTokenizer:
                 "or token ids",
                 param="prompt_embeds",
             )
-        if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
+        if unknown := [key for key in prompt if key not in _KEYS.union(MEDIA_KEYS)]:
             raise RequestError(
                 f"the prompt has the unknown key {', '.join(map(repr, unknown))}; accepted: "
                 f"{_PROMPT_TYPES}",

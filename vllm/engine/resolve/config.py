@@ -395,7 +395,7 @@ def _read_arch(
     arch = ModelArch.from_hf(completed)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
-    if arch.architecture in TEXT_TYPES:
+    if arch.architecture in TEXT_TYPES and arch.media_config is None:
         logger.info(
             "%s serves text input only: the part of the checkpoint for images is not loaded",
             arch.architecture,

@@ -273,7 +273,7 @@ def build_model(
     Raises:
         ConfigError: the architecture is not supported, or cannot be split over tp.
     """
-    model_class = _model_class(arch.architecture, is_pooling)
+    model_class = _model_class(arch, is_pooling)
     _check_split(arch, tp)
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(arch, tp)
@@ -339,8 +339,10 @@ class _LayerFinisher:
             module.finish()
 
 
-def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:
-    found = ModelRegistry.resolve(architecture)
+def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:
+    found = ModelRegistry.resolve(arch.architecture)
+    if issubclass(found, LoadableModel):
+        found = found.variant_of(arch)
     if is_pooling and issubclass(found, PoolingModel):
         return found
     if not issubclass(found, CausalLM):

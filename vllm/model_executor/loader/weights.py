@@ -201,8 +201,7 @@ def _converted(
         if whole.is_converted:
             yield checkpoint_name, checkpoint_name, whole, whole.path
             continue
-        is_ignored = checkpoint_name.endswith(model.ignored_tensors)
-        if not is_ignored and not checkpoint_name.startswith(model.ignored_prefixes):
+        if not model.is_ignored(checkpoint_name):
             with _naming(whole.path):
                 for name, source in model.convert(renamed(checkpoint_name, model), whole):
                     yield checkpoint_name, name, source, whole.path

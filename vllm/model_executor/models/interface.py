@@ -11,6 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.vision.encoder import MediaEncoder
 
 
 class LoadableModel(nn.Module, ABC):
@@ -52,6 +53,16 @@ class LoadableModel(nn.Module, ABC):
         """
         return ((name, source),)
 
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor of this name in the checkpoint is not loaded."""
+        return name.endswith(self.ignored_tensors) or name.startswith(self.ignored_prefixes)
+
+    @classmethod
+    def variant_of(cls, arch: ModelArch) -> "type[LoadableModel]":
+        """Return the class of a model of this architecture, where it depends on more than its
+        name."""
+        return cls
+
     def check_tensors(self) -> None:
         """Called once, when `convert` has had all tensors of the checkpoint.
 
@@ -81,10 +92,14 @@ class LayeredModel(LoadableModel, ABC):
 
     Attributes:
         stage: the layers that `forward` runs; all of them unless the loader says otherwise.
+        media_encoder: encodes images on the first stage; None: the model reads text only.
     """
+
+    media_encoder: MediaEncoder | None
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
+        self.media_encoder = None
         self.stage = Stage(0, arch.num_layers)
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -1,20 +1,36 @@
-"""Language models of checkpoints that also have a part for images, which is not loaded."""
+"""Models of checkpoints that also have a part for images, which is loaded where its family has an
+encoder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import ClassVar
 
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.config.families import family_of, family_of_architecture
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
+from vllm.model_executor.vision.encoder import MediaEncoder
+
+_ENCODER = "media_encoder."
 
 
 class _LanguageModel(CausalLM):
-    """Names in such checkpoints: transformers has moved the language model since 4.52."""
+    """A language model, and the encoder of images where the family has one.
+
+    The names in such checkpoints: transformers has moved the language model since 4.52.
+    """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "language_model.": "",
@@ -25,6 +41,60 @@ class _LanguageModel(CausalLM):
         for level in ("", "model.")
         for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
     )
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        if arch.media_config is not None:
+            self.media_encoder = encoder_class(arch)(arch.media_config, arch.embedding_size)
+
+    def is_ignored(self, name: str) -> bool:
+        return super().is_ignored(name) and not self._is_of_encoder(name)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        if not self._is_of_encoder(name):
+            return super().convert(name, source)
+        if not isinstance(self.media_encoder, MediaEncoder):  # another stage has it
+            return ((_ENCODER + name, source),)
+        own = self.media_encoder.parameter_name(name.removeprefix("model."))
+        return () if own is None else ((_ENCODER + own, source),)
+
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        first, last = super().modules_beside_layers()
+        encoder = self.media_encoder
+        return (first if encoder is None else [*first, encoder]), last
+
+    def _is_of_encoder(self, name: str) -> bool:
+        encoder = self.media_encoder
+        if encoder is None or name.endswith(self.ignored_tensors):
+            return False
+        prefixes = encoder_class(self.arch).prefixes
+        return name.removeprefix("model.").startswith(prefixes)
+
+
+class _AnyLanguageModel(_LanguageModel):
+    """The language model is of the family that its config names."""
+
+    @classmethod
+    def variant_of(cls, arch: ModelArch) -> type[LoadableModel]:
+        text = ModelRegistry.resolve(family_of(arch.model_type).architectures[0])
+        return _joined(cls, text)
+
+
+@cache
+def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
+    """Return a class of a language model that also encodes images."""
+    return type(images.__name__, (images, text), {"__doc__": images.__doc__})
+
+
+def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
+    """Return the class of the encoder of a model that has one."""
+    module = family_of_architecture(arch.architecture).media
+    found: type[MediaEncoder] = import_module(f"vllm.model_executor.vision.{module}").Encoder
+    return found
+
+
+class LlavaForConditionalGeneration(_AnyLanguageModel):
+    """LLaVA 1.5 (arXiv 2310.03744), with language models of several families."""
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):

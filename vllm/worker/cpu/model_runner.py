@@ -19,7 +19,8 @@ from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput, adapted_rows, need_modules
 from vllm.worker.model_runner import ModelRunner, Sampled, sampling_rows
 from vllm.worker.parts.adapters import RaggedRows, adapter_reader
-from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.embedding_rows import EmbeddingRows, takes_embeddings
+from vllm.worker.parts.encoded_media import encoded_media
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -85,8 +86,9 @@ class CPUModelRunner(ModelRunner):
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)
             yield PromptLogprobs(batch, sampling.sampler, head)
-            if config.model.enable_prompt_embeds and model.stage.is_first:
-                yield EmbeddingRows(model, config.scheduler.max_num_seqs, device)
+            if model.stage.is_first and takes_embeddings(config):
+                media = encoded_media(model)
+                yield EmbeddingRows(model, config.scheduler.max_num_seqs, device, media)
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
             if config.lora.enable_lora:

@@ -5,17 +5,64 @@ They travel in the context of a launch; the layer that looks up embeddings reads
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vllm.attention import LaunchParts, ReplacedTokens
+from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import IntArray, NewRequest, TokenEmbeddings
+from vllm.messages import IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.batch.launch import Launch
+from vllm.worker.parts.encoded_media import EncodedMedia, media_runs
 from vllm.worker.parts.row_parts import BoolArray, RowPart
+
+
+class GivenRun(Protocol):
+    """Consecutive tokens of a prompt whose embeddings are given.
+
+    Attributes:
+        start: index of the first one.
+        end: index after the last one.
+    """
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    def read(self, begin: int, stop: int) -> Tensor:
+        """Return the embeddings [m, embedding_dim] of the tokens from `begin` to `stop`, indices of
+        the prompt, in any floating type, on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEmbeddings:
+    """A `GivenRun` that the request brings itself."""
+
+    embeddings: TokenEmbeddings
+
+    @property
+    def start(self) -> int:
+        return self.embeddings.start
+
+    @property
+    def end(self) -> int:
+        return self.embeddings.end
+
+    def read(self, begin: int, stop: int) -> Tensor:
+        """Return them; no others are copied."""
+        dtype = getattr(torch, self.embeddings.dtype)
+        size = self.embeddings.shape[1]
+        width = size * dtype.itemsize
+        first, end = (index - self.embeddings.start for index in (begin, stop))
+        part = bytearray(memoryview(self.embeddings.data)[first * width : end * width])
+        return torch.frombuffer(part, dtype=dtype).view(-1, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +71,8 @@ class Span:
 
     first: int
     """Which of the tokens of the launch."""
-    embeddings: TokenEmbeddings
-    """They are those from `begin` to `stop`, positions of the prompt."""
+    run: GivenRun
+    """The embeddings are those from `begin` to `stop`, indices of the prompt."""
     begin: int
     stop: int
 
@@ -33,13 +80,8 @@ class Span:
         return self.stop - self.begin
 
     def read(self) -> Tensor:
-        """Return them, [m, embedding_dim] float32; no others are copied."""
-        dtype = getattr(torch, self.embeddings.dtype)
-        size = self.embeddings.shape[1]
-        width = size * dtype.itemsize
-        first, end = (place - self.embeddings.start for place in (self.begin, self.stop))
-        part = bytearray(memoryview(self.embeddings.data)[first * width : end * width])
-        return torch.frombuffer(part, dtype=dtype).view(-1, size).float()
+        """Return them, [m, embedding_dim] float32."""
+        return self.run.read(self.begin, self.stop).float()
 
 
 class EmbeddingRows(RowPart):
@@ -50,27 +92,48 @@ class EmbeddingRows(RowPart):
             looks up embeddings.
         num_rows: of the batch.
         device: of the model.
+        media: the embeddings of images; None: the model takes no images, or another stage of the
+            pipeline looks up embeddings.
 
     Raises:
         ConfigError: the model does not have exactly one layer that looks up embeddings.
     """
 
-    def __init__(self, model: nn.Module | None, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        num_rows: int,
+        device: torch.device,
+        media: EncodedMedia | None = None,
+    ) -> None:
         self._device = device
+        self._media = media
         self._ends: IntArray = np.zeros(num_rows, np.int32)
         """[rows] the position behind the last embedding of each row; 0: it has none."""
-        self._rows: dict[int, tuple[TokenEmbeddings, ...]] = {}
+        self._rows: dict[int, tuple[GivenRun, ...]] = {}
         if model is not None:
             _check_embedding(model)
 
     def add(self, new: NewRequest) -> None:
-        if new.request.embeddings:
-            self._rows[new.row] = new.request.embeddings
-            self._ends[new.row] = max(part.end for part in new.request.embeddings)
+        runs: list[GivenRun] = [RequestEmbeddings(each) for each in new.request.embeddings]
+        runs += media_runs(new.row, new.request.media, self._media)
+        if runs:
+            self._rows[new.row] = tuple(runs)
+            self._ends[new.row] = max(run.end for run in runs)
 
     def remove(self, row: int) -> None:
         if self._rows.pop(row, None) is not None:
             self._ends[row] = 0
+        if self._media is not None:
+            self._media.remove(row)
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Drop and encode the images that the step names."""
+        if self._media is not None:
+            self._media.update(step)
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        return {} if self._media is None else self._media.errors_of(rows)
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Keep tokens whose embeddings are given from decodes, which read tokens alone."""
@@ -86,10 +149,10 @@ class EmbeddingRows(RowPart):
         for index in np.flatnonzero(has_some).tolist():
             first = int(launch.num_computed_tokens[index])
             end = first + int(launch.num_scheduled_tokens[index])
-            for embeddings in self._rows[int(launch.rows[index])]:
-                begin, stop = max(first, embeddings.start), min(end, embeddings.end)
+            for run in self._rows[int(launch.rows[index])]:
+                begin, stop = max(first, run.start), min(end, run.end)
                 if begin < stop:
-                    yield Span(int(starts[index]) + begin - first, embeddings, begin, stop)
+                    yield Span(int(starts[index]) + begin - first, run, begin, stop)
 
     def part_of(self, launch: Launch) -> LaunchParts:
         if not self._rows:
@@ -106,6 +169,12 @@ class EmbeddingRows(RowPart):
         }
 
 
+def takes_embeddings(config: VllmConfig) -> bool:
+    """Return whether requests may bring embeddings, or images that give some."""
+    model = config.model
+    return model.enable_prompt_embeds or model.resolved_arch.media_config is not None
+
+
 def _check_embedding(model: nn.Module) -> None:
     """Refuse a model in which not exactly one layer would read the embeddings."""
     found = [
@@ -115,6 +184,6 @@ def _check_embedding(model: nn.Module) -> None:
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"enable_prompt_embeds=True needs a model with one table of token embeddings; "
-            f"{type(model).__name__} has {len(found)}. Leave it out"
+            f"enable_prompt_embeds=True, and images, need a model with one table of token "
+            f"embeddings; {type(model).__name__} has {len(found)}. Leave it out"
         )

@@ -50,6 +50,9 @@ class RowPart:
     def note_step(self) -> None:
         """Note that a step begins."""
 
+    def begin(self, step: SchedulerOutput) -> None:
+        """Do what a step asks for before its tokens run; its new requests are noted."""
+
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
         """Return which single tokens a card may not run as decodes, which cost less; None: it may
         run all of them.
@@ -102,7 +105,7 @@ class RowParts:
         self._noting, self._failing = self._with("note_step"), self._with("errors_of")
         self._in_launch, self._in_head = self._with("part_of"), self._with("part_of_head")
         self._reading, self._sending = self._with("read"), self._with("send")
-        self._choosing = self._with("needs_prefill")
+        self._choosing, self._beginning = self._with("needs_prefill"), self._with("begin")
 
     def _with(self, hook: str) -> tuple[RowPart, ...]:
         default = getattr(RowPart, hook)
@@ -129,6 +132,8 @@ class RowParts:
         for new in step.new_requests:
             for part in self._adding:
                 part.add(new)
+        for part in self._beginning:
+            part.begin(step)
 
     def note_step(self) -> None:
         """Tell the parts that a step begins."""

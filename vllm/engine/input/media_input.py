@@ -1,0 +1,409 @@
+"""Images of prompts: reads them, and puts the tokens that represent them in their places.
+
+Reading an image (decode, cut, resize) takes long, and a server does it in other processes. So a
+prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its images, and
+`place` makes a request of that.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm import envs
+from vllm.config import ModelConfig
+from vllm.config.families import family_of_architecture
+from vllm.errors import ConfigError, RequestError
+from vllm.messages import CacheKey, MediaItem, MediaTensor
+from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, PlacedItem
+from vllm.multimodal.image import decode_image, to_rgb
+from vllm.multimodal.settings import override_settings, read_processor_settings
+from vllm.multimodal.source import MediaSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+"""Keys of a prompt that are about images."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMedia:
+    """One image as the encoder reads it."""
+
+    modality: str
+    key: str
+    """Identifies the image and all settings that decide its embeddings."""
+    given: EncoderInput
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMedia:
+    """A prompt with the tokens of its images."""
+
+    token_ids: list[int]
+    items: tuple[MediaItem, ...]
+    cache_keys: tuple[CacheKey, ...]
+    positions: npt.NDArray[np.int32] | None
+    """[P, n] of the n tokens; None: their indices."""
+
+
+class MediaInput:
+    """Images for one model.
+
+    Args:
+        model: complete.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._expansions: dict[tuple[int, ...], Expansion] = {}
+
+    @cached_property
+    def family(self) -> MediaFamily | None:
+        """The rules of the model's images, with the settings of the engine; None: it takes none."""
+        return self.family_with({})
+
+    def family_with(self, overrides: Mapping[str, Any]) -> MediaFamily | None:
+        """Return the rules for a request with `mm_processor_kwargs`.
+
+        Raises:
+            ConfigError: a setting cannot be used.
+        """
+        arch = self._model.resolved_arch
+        if arch.media_config is None:
+            return None
+        module = family_of_architecture(arch.architecture).media
+        settings = read_processor_settings(self._model.resolved_path)
+        settings = override_settings(settings, overrides)
+        found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{module}").Family
+        return found(arch.media_config, settings)
+
+    def sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
+        """Return the images of a prompt, in the order of their placeholders.
+
+        Raises:
+            RequestError: the model takes no images, or one is of another type.
+        """
+        data = prompt.get("multi_modal_data") or {}
+        if not isinstance(data, Mapping):
+            raise _refused(
+                f"multi_modal_data must be a dict such as {{'image': [...]}}, got "
+                f"{type(data).__name__}"
+            )
+        given = {kind: items for kind, items in data.items() if items is not None}
+        if not given:
+            return []
+        if self.family is None:
+            raise _refused(
+                f"multi_modal_data: the model '{self._model.model}' reads text only. Leave it out "
+                f"of the prompt"
+            )
+        if unknown := [kind for kind in given if kind != "image"]:
+            raise _refused(
+                f"multi_modal_data must have the key 'image', got {', '.join(map(repr, unknown))}: "
+                f"this model reads images and no other media"
+            )
+        images = given["image"]
+        if not isinstance(images, (list, tuple)):
+            images = [images]
+        uuids = self._uuids(prompt, len(images))
+        return [
+            _as_source(image, f"multi_modal_data['image'][{index}]", uuid)
+            for index, (image, uuid) in enumerate(zip(images, uuids, strict=True))
+        ]
+
+    def _uuids(self, prompt: Mapping[str, Any], count: int) -> Sequence[str | None]:
+        uuids = (prompt.get("multi_modal_uuids") or {}).get("image")
+        if uuids is None:
+            return [None] * count
+        if isinstance(uuids, str):
+            uuids = [uuids]
+        if not isinstance(uuids, (list, tuple)) or len(uuids) != count:
+            raise _refused(
+                f"multi_modal_uuids['image'] must be a list of {count} strings, one for each image"
+            )
+        return list(uuids)
+
+    def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
+        """Decode and resize the images of a prompt in this process.
+
+        Raises:
+            RequestError: one cannot be read; names it.
+        """
+        overrides = prompt.get("mm_processor_kwargs") or {}
+        return [
+            item if isinstance(item, ReadMedia) else self.read_one(item, overrides, prompt)
+            for item in self._read_or_sources(prompt)
+        ]
+
+    def _read_or_sources(self, prompt: Mapping[str, Any]) -> Sequence[ReadMedia | MediaSource]:
+        data = prompt.get("multi_modal_data") or {}
+        images = data.get("image") if isinstance(data, Mapping) else None
+        if isinstance(images, list) and images and isinstance(images[0], ReadMedia):
+            return images
+        return self.sources(prompt)
+
+    def read_one(
+        self, source: MediaSource, overrides: Mapping[str, Any], prompt: Mapping[str, Any]
+    ) -> ReadMedia:
+        """Decode and resize one image."""
+        family = self._family_of_request(overrides)
+        key = media_key(source, overrides, prompt.get("cache_salt"))
+        return ReadMedia(source.modality, key, process_image(family, source))
+
+    def _family_of_request(self, overrides: Mapping[str, Any]) -> MediaFamily:
+        try:
+            family = self.family_with(overrides) if overrides else self.family
+        except ConfigError as error:
+            raise _refused(str(error)) from error
+        assert family is not None, "`sources` has refused images"
+        return family
+
+    def place(
+        self,
+        token_ids: list[int],
+        items: Sequence[ReadMedia],
+        tokenizer: "PreTrainedTokenizerBase | None",
+        *,
+        is_text: bool,
+        literal: Sequence[int] | None = None,
+    ) -> PlacedMedia:
+        """Put the tokens of images in the places of their placeholders.
+
+        Args:
+            token_ids: of the prompt.
+            items: its images, in order.
+            tokenizer: of the model.
+            is_text: the prompt was given as text, and not as tokens.
+            literal: which of the placeholders, in order, a user has written as text, and stay
+                text. None: all of a text without images.
+
+        Raises:
+            RequestError: there are more or fewer placeholders than images.
+        """
+        family = self.family
+        assert family is not None
+        if not items and tokenizer is None:
+            return PlacedMedia(token_ids, (), (), None)
+        lookup = _token_lookup(tokenizer)
+        placeholder = lookup(family.placeholder)
+        if not items and placeholder not in token_ids:
+            return PlacedMedia(token_ids, (), (), None)
+        expansions = [family.expand(item.given.grid, lookup) for item in items]
+        if items and not literal:
+            starts = _find_expanded(token_ids, expansions, placeholder)
+            if starts is not None:
+                return self._placed(token_ids, items, expansions, starts)
+        places = [index for index, token in enumerate(token_ids) if token == placeholder]
+        kept = set(range(len(places)) if literal is None and is_text else literal or ())
+        if len(places) - len(kept) != len(items):
+            raise _refused(
+                f"the prompt must have as many placeholders {family.placeholder} as images: it has "
+                f"{len(places) - len(kept)}, and {len(items)} images are given"
+            )
+        of_text = _as_text(tokenizer, family.placeholder) if kept else []
+        found: list[int] = []
+        starts, before = [], 0
+        waiting = iter(expansions)
+        for number, index in enumerate(places):
+            found += token_ids[before:index]
+            before = index + 1
+            if number in kept:
+                found += of_text
+                continue
+            starts.append(len(found))
+            found += next(waiting).token_ids
+        return self._placed(found + token_ids[before:], items, expansions, starts)
+
+    def _placed(
+        self,
+        token_ids: list[int],
+        items: Sequence[ReadMedia],
+        expansions: Sequence[Expansion],
+        starts: Sequence[int],
+    ) -> PlacedMedia:
+        family = self.family
+        assert family is not None
+        media = tuple(
+            MediaItem(
+                modality=item.modality,
+                key=item.key,
+                runs=tuple(_runs(expansion.is_embedding, start)),
+                tensors=tuple(_messages(item.given.tensors)),
+            )
+            for item, expansion, start in zip(items, expansions, starts, strict=True)
+        )
+        placed = [
+            PlacedItem(start, len(expansion.token_ids), item.given.grid)
+            for item, expansion, start in zip(items, expansions, starts, strict=True)
+        ]
+        return PlacedMedia(
+            token_ids,
+            media,
+            tuple(CacheKey(item.start, item.key) for item in media),
+            family.positions(len(token_ids), placed),
+        )
+
+
+def process_image(family: MediaFamily, source: MediaSource) -> EncoderInput:
+    """Decode and resize an image.
+
+    Raises:
+        RequestError: it cannot be read; names it.
+    """
+    pixels = source.pixels
+    if source.data is not None:
+        max_pixels = envs.get().VLLM_MAX_IMAGE_PIXELS
+        pixels = decode_image(source.data, max_pixels=max_pixels, where=source.where)
+    assert pixels is not None
+    try:
+        return family.process(pixels)
+    except RequestError as error:
+        raise _refused(f"{source.where}: {error}") from error
+
+
+def media_key(source: MediaSource, overrides: Mapping[str, Any], cache_salt: str | None) -> str:
+    """Return what identifies the embeddings of an image of one model.
+
+    A name that the client gives (uuid) replaces the content, never the settings.
+    """
+    digest = hashlib.sha256()
+    settings = [source.modality, source.detail, dict(overrides), cache_salt]
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    if source.uuid is not None:
+        digest.update(b"\0uuid\0" + source.uuid.encode())
+    elif source.data is not None:
+        digest.update(b"\0file\0")
+        digest.update(source.data)
+    else:
+        assert source.pixels is not None
+        digest.update(f"\0pixels\0{source.pixels.shape}\0".encode())
+        digest.update(np.ascontiguousarray(source.pixels))
+    return f"{source.modality}:{digest.hexdigest()}"
+
+
+def _as_source(image: Any, where: str, uuid: str | None) -> MediaSource:
+    """Return an image that a program gives: a file, or pixels in any of the usual forms."""
+    if isinstance(image, MediaSource):
+        return image
+    if isinstance(image, bytes):
+        return MediaSource(modality="image", where=where, data=image, uuid=uuid)
+    if hasattr(image, "getexif"):  # PIL.Image.Image
+        image = np.asarray(to_rgb(image, where=where), np.uint8)
+    pixels = _as_pixels(image)
+    if pixels is None:
+        raise _refused(
+            f"{where} must be an image of Pillow, the bytes of a file, or an array or tensor "
+            f"[height, width, 3] or [3, height, width] of bytes, or of floats from 0 to 1; got "
+            f"{_kind_of(image)}"
+        )
+    return MediaSource(modality="image", where=where, pixels=pixels, uuid=uuid)
+
+
+def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:
+    """Return the pixels [H, W, 3] of an array or a tensor; None: it has another shape or type."""
+    if hasattr(image, "detach"):
+        image = image.detach().cpu().numpy()
+    if not isinstance(image, np.ndarray) or image.ndim != 3:
+        return None
+    if image.shape[2] != 3:
+        if image.shape[0] != 3:
+            return None
+        image = image.transpose(1, 2, 0)
+    if not image.size:
+        return None
+    if image.dtype.kind == "f":
+        if not (np.isfinite(image).all() and image.min() >= 0 and image.max() <= 1):
+            return None
+        image = np.rint(image * 255)
+    elif image.dtype.kind not in "iu" or image.min() < 0 or image.max() > 255:
+        return None
+    return np.ascontiguousarray(image, np.uint8)
+
+
+def _kind_of(image: Any) -> str:
+    shape = getattr(image, "shape", None)
+    return type(image).__name__ + ("" if shape is None else f" {list(shape)} of {image.dtype}")
+
+
+def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:
+    if tokenizer is None:
+        raise _refused(
+            "images need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
+        )
+
+    def lookup(token: str) -> int:
+        found = tokenizer.convert_tokens_to_ids(token)
+        if not isinstance(found, int) or (
+            found == tokenizer.unk_token_id and token != tokenizer.unk_token
+        ):
+            raise ConfigError(f"the tokenizer of the model has no token {token!r}")
+        return found
+
+    return lookup
+
+
+def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int]:
+    """Return the tokens of the words of a placeholder, as if it were no token of its own."""
+    assert tokenizer is not None
+    whole = tokenizer.convert_tokens_to_ids(text)
+    found: list[int] = []
+    for part in (text[:2], text[2:]):
+        found += tokenizer(part, add_special_tokens=False)["input_ids"]
+    assert whole not in found
+    return found
+
+
+def _find_expanded(
+    token_ids: list[int], expansions: Sequence[Expansion], placeholder: int
+) -> list[int] | None:
+    """Return where the expansions of images begin, if the prompt has all of them already; None: it
+    has not.
+
+    Args:
+        token_ids: of the prompt.
+        expansions: of its images, in order.
+        placeholder: token of one image that is not expanded.
+    """
+    if all(len(expansion.token_ids) == 1 for expansion in expansions):
+        return None
+    starts, index = [], 0
+    for expansion in expansions:
+        size, first = len(expansion.token_ids), expansion.token_ids[0]
+        while index < len(token_ids) and token_ids[index] != first:
+            if token_ids[index] == placeholder:
+                return None
+            index += 1
+        if token_ids[index : index + size] != expansion.token_ids:
+            return None
+        starts.append(index)
+        index += size
+    return None if placeholder in token_ids[index:] else starts
+
+
+def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
+    """Yield (index, n) of the runs of tokens that are embeddings of an image."""
+    edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
+    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        yield start + begin, end - begin
+
+
+def _messages(tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[MediaTensor]:
+    for name, array in tensors.items():
+        yield MediaTensor(
+            name=name,
+            dtype=array.dtype.str,
+            shape=array.shape,
+            data=np.ascontiguousarray(array).tobytes(),
+        )
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="prompt")

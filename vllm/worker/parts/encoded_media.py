@@ -1,0 +1,196 @@
+"""The embeddings of images that a worker keeps, on the host, by the key of the image.
+
+The scheduler says which images are encoded, and which are dropped. An image that is not there when
+its tokens run is encoded then: a miss costs time and is never an error.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.logger import init_logger
+from vllm.messages import IntArray, MediaItem, MediaTensor, SchedulerOutput
+from vllm.model_executor.models.interface import LayeredModel
+from vllm.model_executor.vision.encoder import MediaEncoder
+
+logger = init_logger(__name__)
+
+
+class Encodes(Protocol):
+    """Runs the encoder of a model on its device."""
+
+    def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+        """Return the embeddings [n, embedding_dim] of each image, on the host.
+
+        Args:
+            items: the tensors of each image, on the host.
+        """
+        ...
+
+
+class ModuleEncoder:
+    """Runs an encoder as it is, without padding; see `Encodes`.
+
+    Args:
+        encoder: loaded.
+    """
+
+    def __init__(self, encoder: MediaEncoder) -> None:
+        self._encoder = encoder
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+        """Encode images together."""
+        return [each.contiguous() for each in self._encoder(items)]
+
+
+def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
+    """Return what keeps the embeddings of images of a model on the CPU; None: it reads text only.
+
+    Args:
+        model: loaded; the first stage of a pipeline.
+    """
+    if model.media_encoder is None:
+        return None
+    return EncodedMedia(ModuleEncoder(model.media_encoder), model.embedding.embedding_dim)
+
+
+class EncodedMedia:
+    """The embeddings of the images of one model.
+
+    Args:
+        encoder: of the model.
+        embedding_dim: of the embeddings.
+    """
+
+    def __init__(self, encoder: Encodes, embedding_dim: int) -> None:
+        self._encoder = encoder
+        self._embedding_dim = embedding_dim
+        self._kept: dict[str, Tensor] = {}
+        self._items: dict[int, tuple[MediaItem, ...]] = {}
+        """By row of the batch."""
+        self._errors: dict[int, str] = {}
+        """By row: the image that cannot be encoded, and why."""
+        self.num_encoded = 0
+        self.encode_seconds = 0.0
+
+    def add(self, row: int, items: tuple[MediaItem, ...]) -> None:
+        """Note the images of a row."""
+        self._items[row] = items
+
+    def remove(self, row: int) -> None:
+        """Forget the images of a row; their embeddings stay."""
+        self._items.pop(row, None)
+        self._errors.pop(row, None)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Drop and encode the images that a step names."""
+        for key in step.dropped_media:
+            self._kept.pop(key, None)
+        if step.encoded_media:
+            wanted = [(row, self._items[row][index]) for row, index in step.encoded_media]
+            self._encode([each for each in wanted if each[1].key not in self._kept])
+
+    def read(self, row: int, item: MediaItem) -> Tensor:
+        """Return the embeddings [n, embedding_dim] of an image of a row; zeros if it cannot be
+        encoded, which `errors_of` tells."""
+        if item.key not in self._kept and row not in self._errors:
+            self._encode([(row, item)])
+        found = self._kept.get(item.key)
+        if found is None:
+            return torch.zeros(item.num_embeddings, self._embedding_dim)
+        return found
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        """Return why images of some of these rows cannot be encoded, by row."""
+        if not self._errors:
+            return {}
+        return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
+
+    def _encode(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
+        """Encode images together; if that fails, one by one, so that only the reason fails."""
+        read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
+        for row, item in wanted:
+            try:
+                read.append((row, item, _tensors(item.tensors)))
+            except (OSError, ValueError) as error:
+                self._errors[row] = f"the pixels of an image cannot be read: {error}"
+        if not read:
+            return
+        try:
+            found = self._encoder.encode([tensors for _, _, tensors in read])
+            for (_, item, _), embeddings in zip(read, found, strict=True):
+                self._keep(item, embeddings)
+        except (RuntimeError, ValueError) as error:
+            if len(read) > 1:
+                for row, item, _ in read:
+                    self._encode([(row, item)])
+                return
+            logger.exception("An image cannot be encoded")
+            self._errors[read[0][0]] = f"an image cannot be encoded: {error}"
+
+    def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
+        if embeddings.shape != (item.num_embeddings, self._embedding_dim):
+            raise ValueError(
+                f"the encoder must return [{item.num_embeddings}, {self._embedding_dim}] "
+                f"embeddings for this image, got {list(embeddings.shape)}"
+            )
+        self._kept[item.key] = embeddings
+        self.num_encoded += 1
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRun:
+    """A run of tokens of a prompt whose embeddings an image gives; see `GivenRun`."""
+
+    row: int
+    item: MediaItem
+    start: int
+    end: int
+    offset: int
+    """Embedding of the image that the first token has."""
+    media: EncodedMedia
+
+    def read(self, begin: int, stop: int) -> Tensor:
+        """Return the embeddings of the tokens from `begin` to `stop`."""
+        first = self.offset + begin - self.start
+        return self.media.read(self.row, self.item)[first : first + stop - begin]
+
+
+def media_runs(
+    row: int, items: tuple[MediaItem, ...], media: EncodedMedia | None
+) -> Iterable[MediaRun]:
+    """Note the images of a row, and return the runs of tokens that they give embeddings to."""
+    if not items or media is None:
+        return []
+    media.add(row, items)
+    runs: list[MediaRun] = []
+    for item in items:
+        offset = 0
+        for start, count in item.runs:
+            runs.append(MediaRun(row, item, start, start + count, offset, media))
+            offset += count
+    return runs
+
+
+def _tensors(arrays: Iterable[MediaTensor]) -> dict[str, Tensor]:
+    """Read the tensors of an image, from the request or from the memory of the process that made
+    them.
+
+    Raises:
+        OSError: the memory is gone.
+        ValueError: it has another size.
+    """
+    found: dict[str, Tensor] = {}
+    for array in arrays:
+        dtype = np.dtype(array.dtype)
+        if array.path is None:
+            flat = np.frombuffer(bytearray(array.data), dtype)
+        else:
+            flat = np.fromfile(array.path, dtype)
+        found[array.name] = torch.from_numpy(flat.reshape(array.shape))
+    return found
