@@ -1,0 +1,56 @@
+"""The work of a process that reads images: decode, cut and resize."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from vllm.errors import ConfigError, RequestError
+from vllm.multimodal.family import EncoderInput, MediaFamily
+from vllm.multimodal.image import Color, decode_image
+from vllm.multimodal.settings import override_settings
+from vllm.multimodal.source import MediaSource
+
+Job = Callable[[MediaSource], EncoderInput]
+
+
+def make_job(
+    family: str,
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    max_pixels: int,
+    background: Color,
+) -> Job:
+    """Return the function that reads an image for one model.
+
+    Args:
+        family: module of `vllm.multimodal.families`.
+        config: config.json of the whole model.
+        settings: of its image processor, with defaults.
+        max_pixels: limit of width x height of a file.
+        background: colour of transparent pixels.
+
+    Raises:
+        ConfigError: the family does not accept the config or the settings.
+    """
+    family_class: type[MediaFamily] = import_module(f"vllm.multimodal.families.{family}").Family
+    usual = family_class(config, settings)
+
+    def read(source: MediaSource) -> EncoderInput:
+        own = usual
+        if source.overrides:
+            try:
+                own = family_class(config, override_settings(settings, source.overrides))
+            except ConfigError as error:
+                raise RequestError(str(error), param="mm_processor_kwargs") from error
+        pixels = source.pixels
+        if source.data is not None:
+            pixels = decode_image(
+                source.data, max_pixels=max_pixels, background=background, where=source.where
+            )
+        assert pixels is not None
+        try:
+            return own.process(pixels)
+        except RequestError as error:
+            raise RequestError(f"{source.where}: {error}", param="messages") from error
+
+    return read
