@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
 from vllm.engine.input.prompt_embeds import (
     PLACEHOLDER_TOKEN_ID,
@@ -69,6 +70,7 @@ class InputProcessor:
         self.sampling = SamplingInput(config, self.prompts)
         self.pooling = PoolingInput(config, self.prompts)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
+        self.media = MediaInput()
         # Requests without a seed get one from here, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
 

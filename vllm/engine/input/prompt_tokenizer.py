@@ -31,6 +31,8 @@ class TokenizedPrompt:
     cache_salt: str | None = None
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """The embeddings, or None. The tokens are placeholders then."""
+    media: tuple[Any, ...] = ()
+    """The images, whose tokens are expanded, ready for the engine."""
 
 
 class PromptTokenizer:
