@@ -210,6 +210,7 @@ def _value(field: ConfigField) -> str:
         "str_or_bool": "text, or a switch",
         "strings": "one or more texts",
         "mapping": "JSON object, or a dict",
+        "counts": "numbers by name, JSON object, or a dict",
     }
     return _one_of(field.choices) or words[field.kind]
 

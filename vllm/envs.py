@@ -86,10 +86,16 @@ class Envs:
         None, "Folder with pictures, sounds and videos for the examples (`vllm.assets`)."
     )
     VLLM_IMAGE_FETCH_TIMEOUT: int = _general(
-        5, "Seconds that `vllm.multimodal.utils.fetch_image` waits for an answer.", at_least=1
+        5, "Seconds to fetch an image from a URL, with its redirects.", at_least=1
     )
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
-        10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
+        10, "Seconds to fetch a sound from a URL, with its redirects.", at_least=1
+    )
+    VLLM_MEDIA_URL_ALLOW_REDIRECTS: bool = _general(
+        True, "Follow the redirects of a URL of an image or a sound; each is checked like the URL."
+    )
+    VLLM_MAX_IMAGE_PIXELS: int = _general(
+        178956970, "Limit of width x height of an image.", at_least=1
     )
     VLLM_PLUGINS: str | None = _general(
         None,

@@ -13,6 +13,14 @@ class TextPrompt(TypedDict):
     """False: the text has its special tokens already, as a rendered chat template has."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
+    """Modality -> items. An image is one of Pillow, an array, a tensor, or a `MediaSource`."""
+    multi_modal_uuids: NotRequired[dict[str, list[str | None]]]
+    """Modality -> a name of each item, which identifies it in caches; None: its content does."""
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    """Overrides settings of the image processor for this prompt."""
+    literal_placeholders: NotRequired[list[int]]
+    """Indices of the placeholders of images, of all in the text, that a user has written: they
+    remain text."""
 
 
 class TokensPrompt(TypedDict):
@@ -25,6 +33,10 @@ class TokensPrompt(TypedDict):
     """One per token, for pooling models that tell the parts of a pair apart."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, list[str | None]]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    media: NotRequired[tuple[Any, ...]]
+    """The images of a prompt that has been tokenised already: their tokens are expanded."""
 
 
 class EmbedsPrompt(TypedDict):

@@ -26,7 +26,6 @@ MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.a
 
 VALUES = {
     "compilation_config": {"level": 3, "use_cudagraph": True},
-    "limit_mm_per_prompt": {"image": 1},
 }
 """What an argument is set to that does not take just anything."""
 
@@ -133,19 +132,6 @@ def test_speculation_may_be_written_as_earlier_versions_of_the_fork_did():
         "num_speculative_tokens": 5,
         "prompt_lookup_max": 4,
     }
-
-
-@pytest.mark.parametrize("text", ["image=1", "image=1,video=0", '{"image": 1}'])
-def test_limits_of_inputs_may_be_written_in_two_ways(text, capsys):
-    assert parse("--limit-mm-per-prompt", text) == EngineArgs()
-    assert "limit_mm_per_prompt={'image': 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["image", "image=", "image=one", '{"image": "1"}', "[1]", "{"])
-def test_other_ways_are_refused(text, capsys):
-    with pytest.raises(SystemExit):
-        parse("--limit-mm-per-prompt", text)
-    assert "such as image=1,video=0 or" in capsys.readouterr().err
 
 
 def test_rope_arguments_go_into_the_overrides():

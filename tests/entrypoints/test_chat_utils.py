@@ -78,7 +78,7 @@ def test_the_messages_of_the_caller_are_not_changed():
         ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a dict with a type"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "has the type 'image_url': this version reads text only",
+            "must have the type 'text', as this model reads text only; got 'image_url'",
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],

@@ -331,7 +331,7 @@ def on_both_paths(template, messages, tools=None, **options):
     tokenizer = byte_level()
     made = ChatOptions(chat_template=template, tools=tools, **options)
     handler = template_worker.start(b"")
-    argument = msgspec.json.encode(rendering_arguments(tokenizer, messages, made))
+    argument = msgspec.json.encode(rendering_arguments(tokenizer, messages, made)[0])
     try:
         text = render_chat(tokenizer, messages, made)
     except RequestError as error:
@@ -339,7 +339,7 @@ def on_both_paths(template, messages, tools=None, **options):
             handler(argument)
         assert str(error).endswith(f"cannot render this conversation: {failure.value}")
         raise
-    assert handler(argument).decode() == text
+    assert msgspec.json.decode(handler(argument))["text"] == text
     return text
 
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.assets.base import find_asset
-from vllm.utils.media import read_file, read_image
+from vllm.multimodal.image import read_image
+from vllm.utils.media import read_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,4 +44,5 @@ class ImageAsset:
         Raises:
             RequestError: there is none of this name, or Pillow is not installed.
         """
-        return read_image(read_file(self.path))
+        limit = envs.get().VLLM_MAX_IMAGE_PIXELS
+        return read_image(read_file(self.path), max_pixels=limit, where=str(self.path))

@@ -12,6 +12,7 @@ from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import PoolerConfig
@@ -33,6 +34,7 @@ __all__ = [
     "LoadConfig",
     "ModelArch",
     "ModelConfig",
+    "MultiModalConfig",
     "ObservabilityConfig",
     "ParallelConfig",
     "PoolerConfig",

@@ -22,11 +22,15 @@ from typing import Any, Literal, Protocol
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 
-FieldKind = Literal["bool", "int", "size", "float", "str", "str_or_bool", "strings", "mapping"]
+FieldKind = Literal[
+    "bool", "int", "size", "float", "str", "str_or_bool", "strings", "mapping", "counts"
+]
 
 _KINDS: dict[object, FieldKind] = {bool: "bool", int: "int", float: "float", str: "str"}
 _SIZES = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"})
 """Integers that may be written with a unit, such as 8k."""
+_COUNTS = frozenset({"limit_mm_per_prompt"})
+"""Mappings that may be written as numbers by name, such as image=4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class ConfigField:
     name: str
     kind: FieldKind
     """Kind of value. size: an integer that may be written as 8k; strings: a tuple of them;
-    str_or_bool: true where the flag has no value."""
+    str_or_bool: true where the flag has no value; counts: a mapping that may be written as numbers
+    by name."""
     default: object
     """None, too, if the platform decides."""
     help: str
@@ -100,7 +105,7 @@ def _read_field(field: "Field[object]", annotation: object, help: str) -> Config
     kind, choices = _read_type(annotation)
     return ConfigField(
         name=field.name,
-        kind="size" if field.name in _SIZES else kind,
+        kind="size" if field.name in _SIZES else "counts" if field.name in _COUNTS else kind,
         default=default,
         help=help,
         choices=choices,
@@ -215,6 +220,22 @@ def _to_mapping(value: object) -> Mapping[str, object]:
     raise ValueError(f"must be a JSON object (a dict), got {value!r}")
 
 
+def _to_counts(value: object) -> Mapping[str, object]:
+    """Read a mapping, its JSON, numbers by name (`image=4,video=0`), or a number of images."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        pairs = [pair.rpartition("=") for pair in value.split(",")]
+        if all(re.fullmatch(r"\s*\d+\s*", number) for *_, number in pairs):
+            return {name.strip() or "image": int(number) for name, _, number in pairs}
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return {"image": value}
+    else:
+        return _to_mapping(value)
+    raise ValueError(
+        'must be numbers by name, such as image=4,video=0 or {"image": 4}, or the number of '
+        f"images; got {value!r}"
+    )
+
+
 _CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
     "bool": _to_bool,
     "int": _to_int,
@@ -224,6 +245,7 @@ _CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
     "str_or_bool": _to_str_or_bool,
     "strings": _to_strings,
     "mapping": _to_mapping,
+    "counts": _to_counts,
 }
 
 

@@ -9,6 +9,7 @@ from vllm.config.kv_transfer import ConnectorConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -30,6 +31,7 @@ class VllmConfig:
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     connector: ConnectorConfig = field(default_factory=ConnectorConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 

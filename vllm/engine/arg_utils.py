@@ -169,7 +169,14 @@ def _unknown(name: str) -> str:
     return f"unknown engine argument {name!r}{hint}"
 
 
-_METAVARS = {"int": "N", "size": "N[kKmM]", "float": "X", "str": "TEXT", "mapping": "JSON"}
+_METAVARS = {
+    "int": "N",
+    "size": "N[kKmM]",
+    "float": "X",
+    "str": "TEXT",
+    "mapping": "JSON",
+    "counts": "NAME=N,...",
+}
 
 
 def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:

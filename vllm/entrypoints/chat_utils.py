@@ -5,15 +5,18 @@ it with `add_special_tokens=False`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.entrypoints.conversation.media import ImageText, MediaPart, MediaParts
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
 from vllm.entrypoints.conversation.thinking import with_all_switches
 from vllm.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from vllm.entrypoints.conversation.render import Rendering
 
 Message = Mapping[str, Any]
 """Role, content and what else the template reads, as in the OpenAI API."""
@@ -81,10 +84,53 @@ class ChatOptions:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """Limits of a model for the images of a conversation, and their text."""
+
+    text: ImageText
+    max_images: int
+    """That a conversation may have."""
+    is_local: bool = False
+    """The program itself has made the conversation: relative paths of files are resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text, and its images."""
+
+    text: str
+    images: list[MediaPart]
+    """In the order of their placeholders in the text."""
+    literals: list[int]
+    """Indices of the placeholders, of all in the text, that a user has written."""
+
+
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: ChatOptions
 ) -> str:
-    """The text of a conversation.
+    """Return the text of a conversation without images.
+
+    Raises:
+        RequestError: there is no template, a message is malformed or has an image, or the template
+            refuses the conversation.
+    """
+    return render_with_images(tokenizer, messages, options, None).text
+
+
+def render_with_images(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    options: ChatOptions,
+    rules: ImageRules | None,
+) -> RenderedChat:
+    """Return the text of a conversation, and its images.
+
+    Args:
+        tokenizer: has the special tokens and, unless the options have one, the template.
+        messages: the conversation.
+        options: for rendering it.
+        rules: None: the model reads text only.
 
     Raises:
         RequestError: there is no template, a message is malformed, or the template refuses the
@@ -92,29 +138,43 @@ def render_chat(
     """
     from vllm.entrypoints.conversation.render import CannotRenderError, render_conversation
 
-    arguments = rendering_arguments(tokenizer, messages, options)
+    arguments, images = rendering_arguments(tokenizer, messages, options, rules)
     try:
-        return render_conversation(**arguments)
+        rendering = render_conversation(**arguments)
     except (CannotRenderError, MemoryError) as error:
         raise RequestError(
             f"the chat template cannot render this conversation: {error or 'out of memory'}",
             param="messages",
         ) from error
+    return with_images(rendering, images)
+
+
+def with_images(rendering: "Rendering", images: Sequence[MediaPart]) -> RenderedChat:
+    """Return a text with the images, as `rendering_arguments` has read them, in its order."""
+    ordered = [images[index] for index in rendering.order]
+    return RenderedChat(rendering.text, ordered, rendering.literals)
 
 
 def rendering_arguments(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: ChatOptions
-) -> dict[str, Any]:
-    """The arguments of `render_conversation`, which are JSON if the messages and variables are.
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    options: ChatOptions,
+    rules: ImageRules | None = None,
+) -> tuple[dict[str, Any], list[MediaPart]]:
+    """The arguments of `render_conversation`, which are JSON if the messages and variables are, and
+    the images of the messages.
 
     Raises:
         RequestError: there is no template, or a message is malformed.
     """
     template = _find_template(tokenizer, options)
-    conversation = read_messages(messages)
+    media = MediaParts()
+    if rules is not None:
+        media = MediaParts(rules.max_images, is_local=rules.is_local)
+    conversation = read_messages(messages, media)
     if options.continue_final_message:
         check_continued(conversation)
-    return {
+    arguments = {
         "source": template,
         "messages": conversation,
         "special_tokens": {
@@ -127,7 +187,9 @@ def rendering_arguments(
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
         "variables": with_all_switches(options.template_kwargs),
+        "image": None if rules is None else asdict(rules.text),
     }
+    return arguments, media.parts
 
 
 def _find_template(tokenizer: "PreTrainedTokenizerBase", options: ChatOptions) -> str:

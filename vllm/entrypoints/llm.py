@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.unavailable import refuse
-from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
+from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_with_images
 from vllm.entrypoints.offline.legacy_arguments import with_guided_options, with_token_ids
 from vllm.entrypoints.offline.offline_run import (
     Prompts,
@@ -20,6 +21,12 @@ from vllm.entrypoints.offline.offline_run import (
 from vllm.entrypoints.offline.pooling_llm import PoolingMethods
 from vllm.entrypoints.offline.progress import MakeBar
 from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams
+from vllm.entrypoints.shared.images import (
+    fetch_images_sync,
+    image_prompt,
+    image_rules,
+    make_fetcher,
+)
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -31,6 +38,8 @@ from vllm.utils.methods import passed_on
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vllm.multimodal.fetch import MediaFetcher
 
 _Result = TypeVar("_Result")
 
@@ -150,7 +159,7 @@ class LLM(PoolingMethods):
             messages: a conversation, or a list of them.
             sampling_params, use_tqdm, lora_request: as in `generate`.
             chat_template ... chat_template_kwargs: see `ChatOptions`.
-            mm_processor_kwargs: only None for now.
+            mm_processor_kwargs: overrides settings of the image processor of the model.
 
         Returns:
             One output per conversation, in their order.
@@ -190,7 +199,6 @@ class LLM(PoolingMethods):
         Raises:
             RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
         """
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
         options = ChatOptions(
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -199,7 +207,10 @@ class LLM(PoolingMethods):
             tools=tools,
             template_kwargs=chat_template_kwargs or {},
         )
-        return [self._chat_prompt(c, options) for c in _as_conversations(messages)]
+        return [
+            self._chat_prompt(conversation, options, mm_processor_kwargs)
+            for conversation in _as_conversations(messages)
+        ]
 
     def beam_search(
         self,
@@ -285,11 +296,26 @@ class LLM(PoolingMethods):
 
     # ---- internals ------------------------------------------------------------------------
 
-    def _chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> TokensPrompt:
-        tokenizer = self.get_tokenizer()
-        text = render_chat(tokenizer, messages, options)
-        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return {"prompt_token_ids": cast(list[int], token_ids), "prompt": text}
+    def _chat_prompt(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        processor_kwargs: Mapping[str, Any] | None,
+    ) -> TokensPrompt:
+        processor = self.llm_engine.input_processor
+        rules = image_rules(processor, is_local=True)
+        chat = render_with_images(self.get_tokenizer(), messages, options, rules)
+        images = fetch_images_sync(self._media_fetcher, chat.images) if chat.images else []
+        prompt = image_prompt(chat, images, rules, processor_kwargs)
+        tokenized = processor.prompts.tokenize(prompt)
+        made: TokensPrompt = {"prompt_token_ids": tokenized.token_ids, "prompt": chat.text}
+        if tokenized.media:
+            made["media"] = tokenized.media
+        return made
+
+    @cached_property
+    def _media_fetcher(self) -> "MediaFetcher":
+        return make_fetcher(self.llm_engine.vllm_config.multimodal)
 
     def _run(
         self,

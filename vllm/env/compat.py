@@ -42,7 +42,10 @@ _NO_TIMEOUTS = (
     "noticed without a timeout; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
-_MULTIMODAL = "this version reads text only"
+_IMAGE_SIZES = "the sizes of images that are warmed up follow from the model"
+_IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
+_VIDEO = "this version reads no videos"
+_IMAGE_ENCODER = "encoders of images have no setting for it"
 _EXPERTS = (
     "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
     "all tokens"
@@ -188,14 +191,10 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """,
     ),
     *_ignored(_LATENT, "VLLM_MLA_DISABLE VLLM_MLA_DISABLE_REQUANTIZATION"),
-    *_ignored(
-        _MULTIMODAL,
-        """
-        VLLM_MULTIMODAL_BUCKETS VLLM_MULTIMODAL_RESOLUTIONS VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY
-        VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND VLLM_MM_INPUT_CACHE_GIB
-        VLLM_FP32_SOFTMAX_VISION
-        """,
-    ),
+    *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_BUCKETS VLLM_MULTIMODAL_RESOLUTIONS"),
+    *_ignored(_IMAGE_CACHE, "VLLM_MM_INPUT_CACHE_GIB"),
+    *_ignored(_VIDEO, "VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"),
+    *_ignored(_IMAGE_ENCODER, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY VLLM_FP32_SOFTMAX_VISION"),
     *_ignored(
         _DISAGGREGATED,
         """

@@ -1,1 +1,1 @@
-"""Images and sounds for requests. No model of this version accepts them yet."""
+"""Images and sounds of requests: fetching, decoding, and processes that can be killed for it."""

@@ -13,6 +13,12 @@ from vllm.multimodal.source import MediaSource
 Job = Callable[[MediaSource], EncoderInput]
 
 
+def family_class(name: str) -> type[MediaFamily]:
+    """Return the class of a family by its module in `vllm.multimodal.families`."""
+    found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{name}").Family
+    return found
+
+
 def make_job(
     family: str,
     config: Mapping[str, Any],
@@ -32,14 +38,14 @@ def make_job(
     Raises:
         ConfigError: the family does not accept the config or the settings.
     """
-    family_class: type[MediaFamily] = import_module(f"vllm.multimodal.families.{family}").Family
-    usual = family_class(config, settings)
+    rules = family_class(family)
+    usual = rules(config, settings)
 
     def read(source: MediaSource) -> EncoderInput:
         own = usual
         if source.overrides:
             try:
-                own = family_class(config, override_settings(settings, source.overrides))
+                own = rules(config, override_settings(settings, source.overrides))
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
         pixels = source.pixels

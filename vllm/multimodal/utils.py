@@ -1,85 +1,102 @@
 """Images and sounds for the bodies of requests: fetched from where they are, and as base64."""
 
 import base64
-import binascii
 import io
-import urllib.error
-import urllib.request
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote_to_bytes, urlsplit
 
 from numpy.typing import NDArray
 
 from vllm import envs
-from vllm.errors import RequestError
-from vllm.utils.media import Samples, read_image, read_wav, write_wav
+from vllm.multimodal.fetch import MAX_REDIRECTS, MediaFetcher
+from vllm.multimodal.image import read_image, to_rgb
+from vllm.utils.media import Samples, read_wav, write_wav
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MAX_BYTES = 256 * 2**20
+
+def make_fetcher(
+    allowed_local_media_path: str | None = None, allowed_media_domains: Sequence[str] | None = None
+) -> MediaFetcher:
+    """Return a fetcher with the limits of the environment variables.
+
+    Args:
+        allowed_local_media_path: folder whose files file: URLs may name; None: no files.
+        allowed_media_domains: the only hosts that may be asked; their addresses may be private.
+            None: every public host.
+
+    Raises:
+        ConfigError: the folder does not exist, or a domain is malformed.
+    """
+    values = envs.get()
+    return MediaFetcher(
+        allowed_local_media_path,
+        allowed_media_domains or (),
+        timeout_s={
+            "image": values.VLLM_IMAGE_FETCH_TIMEOUT,
+            "audio": values.VLLM_AUDIO_FETCH_TIMEOUT,
+        },
+        max_redirects=MAX_REDIRECTS if values.VLLM_MEDIA_URL_ALLOW_REDIRECTS else 0,
+    )
 
 
-def fetch_image(image_url: str, *, image_mode: str = "RGB") -> "Image":
-    """The image at an address: http:, https: or data:.
+def fetch_image(
+    image_url: str,
+    *,
+    image_mode: str = "RGB",
+    allowed_local_media_path: str | None = None,
+    allowed_media_domains: Sequence[str] | None = None,
+) -> "Image":
+    """Return the image at a URL: http:, https:, data: or file:.
+
+    Args:
+        image_url: of the image.
+        image_mode: of Pillow; for "RGB", transparent pixels are white.
+        allowed_local_media_path, allowed_media_domains: the same as for `make_fetcher`.
 
     Raises:
         RequestError: it cannot be fetched or is no image, or Pillow is not installed.
     """
-    return read_image(_fetch(image_url, envs.get().VLLM_IMAGE_FETCH_TIMEOUT), image_mode)
+    fetcher = make_fetcher(allowed_local_media_path, allowed_media_domains)
+    data = fetcher.fetch_sync(image_url, "image", "image_url")
+    limit = envs.get().VLLM_MAX_IMAGE_PIXELS
+    return read_image(data, image_mode, max_pixels=limit, where="image_url")
 
 
-def fetch_audio(audio_url: str) -> tuple[Samples, int]:
-    """The sound at an address, http:, https: or data:, as samples and their rate.
+def fetch_audio(
+    audio_url: str,
+    *,
+    allowed_local_media_path: str | None = None,
+    allowed_media_domains: Sequence[str] | None = None,
+) -> tuple[Samples, int]:
+    """Return the sound at a URL as samples, and how many of them are in a second.
+
+    Args:
+        audio_url: http:, https:, data: or file:.
+        allowed_local_media_path, allowed_media_domains: the same as for `make_fetcher`.
 
     Raises:
         RequestError: it cannot be fetched or is no WAV file.
     """
-    return read_wav(_fetch(audio_url, envs.get().VLLM_AUDIO_FETCH_TIMEOUT))
+    fetcher = make_fetcher(allowed_local_media_path, allowed_media_domains)
+    return read_wav(fetcher.fetch_sync(audio_url, "audio", "audio_url"))
 
 
 def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str = "JPEG") -> str:
-    """An image of Pillow as the base64 text of a file.
+    """Return an image of Pillow as the base64 text of a file.
 
     Args:
         image: stays as it is.
-        image_mode: of the file.
+        image_mode: of the file; for "RGB", transparent pixels are white.
         format: of the file, as Pillow names it.
     """
     buffer = io.BytesIO()
-    image.convert(image_mode).save(buffer, format)
+    file = to_rgb(image) if image_mode == "RGB" else image.convert(image_mode)
+    file.save(buffer, format)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def encode_audio_base64(audio: NDArray[Any], sampling_rate: int) -> str:
-    """Samples as the base64 text of a WAV file; see `vllm.utils.media.write_wav`."""
+    """Return samples as the base64 text of a WAV file; see `vllm.utils.media.write_wav`."""
     return base64.b64encode(write_wav(audio, sampling_rate)).decode()
-
-
-def _fetch(url: str, timeout_s: int) -> bytes:
-    scheme = urlsplit(url).scheme
-    if scheme == "data":
-        return _read_data_url(url)
-    if scheme not in ("http", "https"):
-        raise RequestError(f"{url[:200]!r} must begin with http:, https: or data:")
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            data: bytes = response.read(_MAX_BYTES + 1)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise RequestError(f"cannot fetch {url[:200]!r}: {error}") from error
-    if len(data) > _MAX_BYTES:
-        raise RequestError(f"{url[:200]!r} is larger than {_MAX_BYTES // 2**20} MiB")
-    return data
-
-
-def _read_data_url(url: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma:
-        raise RequestError("a data: URL must have a comma in front of its data")
-    raw = unquote_to_bytes(data)
-    if not head.endswith(";base64"):
-        return raw
-    try:
-        return base64.b64decode(raw, validate=True)
-    except binascii.Error as error:
-        raise RequestError(f"the data: URL does not hold base64: {error}") from None

@@ -14,6 +14,7 @@ from vllm.assets import CHAT_TEMPLATES
 from vllm.errors import ConfigError
 from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.processor_template import processor_template
 from vllm.transformers_utils.token_bytes import byte_level_text
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ _MAX_TOKENS = 2**24
 def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder with a `tekken.json`.
 
-    Its chat template is the folder's own (`chat_template.jinja`, `tokenizer_config.json`,
-    `chat_template.json`), else that of the version in the file; None for a version that is not
+    Its chat template is the folder's own (`chat_template.jinja`, `chat_template.json`,
+    `tokenizer_config.json`), else that of the version in the file; None for a version that is not
     known.
 
     Raises:
@@ -178,12 +179,11 @@ def _template_of(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        path = folder / name
-        template = read_json_object(path).get("chat_template") if path.is_file() else None
-        if isinstance(template, str):
-            return template
-    return None
+    if (template := processor_template(folder)) is not None:
+        return template
+    path = folder / "tokenizer_config.json"
+    template = read_json_object(path).get("chat_template") if path.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def _template_for(version: object) -> str | None:

@@ -8,6 +8,7 @@ from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.processor_template import processor_template
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
 from vllm.utils.imports import without_collections
@@ -102,6 +103,8 @@ def get_tokenizer(
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
+    if (template := processor_template(folder)) is not None:
+        result.chat_template = template
     return result
 
 

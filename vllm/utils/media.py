@@ -1,20 +1,17 @@
-"""Images, sounds and videos: files and bytes to values and back.
+"""Sounds and videos: files and bytes to values and back.
 
-Pillow and OpenCV are imported when they are needed.
+OpenCV is imported when it is needed.
 """
 
 import io
 import wave
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Samples = NDArray[np.float32]
 """[n] of one channel or [channels, n], from -1 to 1."""
@@ -25,24 +22,6 @@ Frames = NDArray[np.uint8]
 _WAV_FORMS = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
 """Bytes per sample -> type, value of silence, and largest distance from it."""
 _MAX_INT16 = 2**15 - 1
-
-
-def read_image(data: bytes, mode: str = "RGB") -> "Image":
-    """The image that a file holds, its pixels read.
-
-    Raises:
-        RequestError: Pillow is not installed, or the file is no image.
-    """
-    try:
-        from PIL import Image
-    except ImportError:
-        raise RequestError(
-            "images need Pillow, which is not installed: pip install pillow"
-        ) from None
-    try:
-        return Image.open(io.BytesIO(data)).convert(mode)
-    except OSError as error:
-        raise RequestError(f"Pillow cannot read this image: {error}") from error
 
 
 def read_wav(data: bytes) -> tuple[Samples, int]:

@@ -274,12 +274,12 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
         assert answer.status_code == 200, answer.text[:500]
 
     watch(BodyRoute, "read_body")
-    watch(prompt, "render_chat")
+    watch(prompt, "render_with_images")
     if path == "/v1/completions":  # of a conversation only token ids are left by then
         watch(SamplingInput, "check")
     serve(monkeypatch, "generate", check)
     assert threads.keys() >= {"read_body"}
-    assert ("render_chat" in threads) == (path != "/v1/completions")
+    assert ("render_with_images" in threads) == (path != "/v1/completions")
     here = threading.current_thread()
     assert {thread is not here for thread in threads.values()} == {is_large}
 

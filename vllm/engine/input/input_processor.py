@@ -72,7 +72,7 @@ class InputProcessor:
         self.sampling = SamplingInput(config, self.prompts)
         self.pooling = PoolingInput(config, self.prompts)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
-        self.media = MediaInput(config.model)
+        self.media = MediaInput(config)
         # Requests without a seed get one from here, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
 
@@ -193,13 +193,15 @@ class InputProcessor:
         if any(given.get(key) for key in MEDIA_KEYS):
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
-        if self.media.family is None:
-            return tokenized
+        if self.media.family is None or given.get("media") is not None:
+            return replace(tokenized, media=given.get("media"))
         is_text = isinstance(prompt, str) or given.get("prompt_token_ids") is None
         literal = given.get("literal_placeholders", () if items else None)
         media = self.media.place(
             tokenized.token_ids, items, self.tokenizer, is_text=is_text, literal=literal
         )
+        if media is None:
+            return tokenized
         return replace(tokenized, token_ids=media.token_ids, media=media)
 
     def adapter(self, asked: LoRARequest, is_busy: Callable[[], bool] | None = None) -> AdapterRef:

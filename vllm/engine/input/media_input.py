@@ -8,21 +8,21 @@ prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of i
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm import envs
-from vllm.config import ModelConfig
+from vllm.config import VllmConfig
 from vllm.config.families import family_of_architecture
 from vllm.errors import ConfigError, RequestError
 from vllm.messages import CacheKey, MediaItem, MediaTensor
 from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, PlacedItem
-from vllm.multimodal.image import decode_image, to_rgb
+from vllm.multimodal.image import to_rgb
+from vllm.multimodal.job import Job, family_class, make_job
 from vllm.multimodal.settings import override_settings, read_processor_settings
 from vllm.multimodal.source import MediaSource
 
@@ -58,32 +58,48 @@ class MediaInput:
     """Images for one model.
 
     Args:
-        model: complete.
+        config: complete and consistent.
+
+    Attributes:
+        limits: by modality: how many items a prompt may have.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
-        self._model = model
-        self._expansions: dict[tuple[int, ...], Expansion] = {}
+    def __init__(self, config: VllmConfig) -> None:
+        self._model, self._config = config.model, config.multimodal
+        self.limits: Mapping[str, int] = {}
+        if self._model.resolved_arch.media_config is not None:
+            self.limits = {"image": self._config.image_limit.count}
 
     @cached_property
     def family(self) -> MediaFamily | None:
         """The rules of the model's images, with the settings of the engine; None: it takes none."""
-        return self.family_with({})
+        if self._model.resolved_arch.media_config is None:
+            return None
+        return family_class(self.job_arguments["family"])(
+            self.job_arguments["config"], self.job_arguments["settings"]
+        )
 
-    def family_with(self, overrides: Mapping[str, Any]) -> MediaFamily | None:
-        """Return the rules for a request with `mm_processor_kwargs`.
+    @cached_property
+    def job_arguments(self) -> dict[str, Any]:
+        """The arguments of `make_job` for the images of the model.
 
         Raises:
-            ConfigError: a setting cannot be used.
+            ConfigError: the settings of the image processor are missing, or cannot be used.
         """
         arch = self._model.resolved_arch
-        if arch.media_config is None:
-            return None
-        module = family_of_architecture(arch.architecture).media
+        assert arch.media_config is not None
         settings = read_processor_settings(self._model.resolved_path)
-        settings = override_settings(settings, overrides)
-        found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{module}").Family
-        return found(arch.media_config, settings)
+        return {
+            "family": family_of_architecture(arch.architecture).media,
+            "config": dict(arch.media_config),
+            "settings": override_settings(settings, self._config.mm_processor_kwargs),
+            "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
+            "background": self._config.background,
+        }
+
+    @cached_property
+    def _job(self) -> Job:
+        return make_job(**self.job_arguments)
 
     def sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
         """Return the images of a prompt, in the order of their placeholders.
@@ -113,9 +129,19 @@ class MediaInput:
         images = given["image"]
         if not isinstance(images, (list, tuple)):
             images = [images]
+        if len(images) > self.limits["image"]:
+            raise _refused(
+                f"a prompt may have at most {self.limits['image']} images, got {len(images)}. Send "
+                f"fewer, or start the engine with a larger limit_mm_per_prompt"
+            )
         uuids = self._uuids(prompt, len(images))
+        overrides = prompt.get("mm_processor_kwargs") or {}
+        if not isinstance(overrides, Mapping):
+            raise _refused(
+                f"mm_processor_kwargs must be a dict, got {type(overrides).__name__}"
+            )
         return [
-            _as_source(image, f"multi_modal_data['image'][{index}]", uuid)
+            _as_source(image, f"multi_modal_data['image'][{index}]", uuid, overrides)
             for index, (image, uuid) in enumerate(zip(images, uuids, strict=True))
         ]
 
@@ -132,39 +158,18 @@ class MediaInput:
         return list(uuids)
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Decode and resize the images of a prompt in this process.
+        """Return the images of a prompt. Those that are not read yet are decoded in this process.
 
         Raises:
             RequestError: one cannot be read; names it.
         """
-        overrides = prompt.get("mm_processor_kwargs") or {}
+        if (found := read_media(prompt)) is not None:
+            return found
+        salt = cache_salt_of(prompt)
         return [
-            item if isinstance(item, ReadMedia) else self.read_one(item, overrides, prompt)
-            for item in self._read_or_sources(prompt)
+            ReadMedia(source.modality, media_key(source, salt), self._job(source))
+            for source in self.sources(prompt)
         ]
-
-    def _read_or_sources(self, prompt: Mapping[str, Any]) -> Sequence[ReadMedia | MediaSource]:
-        data = prompt.get("multi_modal_data") or {}
-        images = data.get("image") if isinstance(data, Mapping) else None
-        if isinstance(images, list) and images and isinstance(images[0], ReadMedia):
-            return images
-        return self.sources(prompt)
-
-    def read_one(
-        self, source: MediaSource, overrides: Mapping[str, Any], prompt: Mapping[str, Any]
-    ) -> ReadMedia:
-        """Decode and resize one image."""
-        family = self._family_of_request(overrides)
-        key = media_key(source, overrides, prompt.get("cache_salt"))
-        return ReadMedia(source.modality, key, process_image(family, source))
-
-    def _family_of_request(self, overrides: Mapping[str, Any]) -> MediaFamily:
-        try:
-            family = self.family_with(overrides) if overrides else self.family
-        except ConfigError as error:
-            raise _refused(str(error)) from error
-        assert family is not None, "`sources` has refused images"
-        return family
 
     def place(
         self,
@@ -174,7 +179,7 @@ class MediaInput:
         *,
         is_text: bool,
         literal: Sequence[int] | None = None,
-    ) -> PlacedMedia:
+    ) -> PlacedMedia | None:
         """Put the tokens of images in the places of their placeholders.
 
         Args:
@@ -185,17 +190,20 @@ class MediaInput:
             literal: which of the placeholders, in order, a user has written as text, and stay
                 text. None: all of a text without images.
 
+        Returns:
+            None: the prompt has neither images nor placeholders.
+
         Raises:
             RequestError: there are more or fewer placeholders than images.
         """
         family = self.family
         assert family is not None
         if not items and tokenizer is None:
-            return PlacedMedia(token_ids, (), (), None)
+            return None
         lookup = _token_lookup(tokenizer)
         placeholder = lookup(family.placeholder)
         if not items and placeholder not in token_ids:
-            return PlacedMedia(token_ids, (), (), None)
+            return None
         expansions = [family.expand(item.given.grid, lookup) for item in items]
         if items and not literal:
             starts = _find_expanded(token_ids, expansions, placeholder)
@@ -252,30 +260,31 @@ class MediaInput:
         )
 
 
-def process_image(family: MediaFamily, source: MediaSource) -> EncoderInput:
-    """Decode and resize an image.
-
-    Raises:
-        RequestError: it cannot be read; names it.
-    """
-    pixels = source.pixels
-    if source.data is not None:
-        max_pixels = envs.get().VLLM_MAX_IMAGE_PIXELS
-        pixels = decode_image(source.data, max_pixels=max_pixels, where=source.where)
-    assert pixels is not None
-    try:
-        return family.process(pixels)
-    except RequestError as error:
-        raise _refused(f"{source.where}: {error}") from error
+def read_media(prompt: Mapping[str, Any]) -> list[ReadMedia] | None:
+    """Return the images of a prompt if they have been read already, else None."""
+    data = prompt.get("multi_modal_data")
+    images = data.get("image") if isinstance(data, Mapping) else None
+    is_read = isinstance(images, list) and images and isinstance(images[0], ReadMedia)
+    return images if is_read else None
 
 
-def media_key(source: MediaSource, overrides: Mapping[str, Any], cache_salt: str | None) -> str:
-    """Return what identifies the embeddings of an image of one model.
+def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
+    """Return the cache salt of a prompt; raise RequestError if it is not a text."""
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
+        )
+    return salt
+
+
+def media_key(source: MediaSource, cache_salt: str | None) -> str:
+    """Return the identity of the embeddings of an image of one model.
 
     A name that the client gives (uuid) replaces the content, never the settings.
     """
     digest = hashlib.sha256()
-    settings = [source.modality, source.detail, dict(overrides), cache_salt]
+    settings = [source.modality, source.detail, dict(source.overrides), cache_salt]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     if source.uuid is not None:
         digest.update(b"\0uuid\0" + source.uuid.encode())
@@ -289,12 +298,16 @@ def media_key(source: MediaSource, overrides: Mapping[str, Any], cache_salt: str
     return f"{source.modality}:{digest.hexdigest()}"
 
 
-def _as_source(image: Any, where: str, uuid: str | None) -> MediaSource:
+def _as_source(
+    image: Any, where: str, uuid: str | None, overrides: Mapping[str, Any]
+) -> MediaSource:
     """Return an image that a program gives: a file, or pixels in any of the usual forms."""
     if isinstance(image, MediaSource):
-        return image
+        return replace(image, overrides=overrides)
     if isinstance(image, bytes):
-        return MediaSource(modality="image", where=where, data=image, uuid=uuid)
+        return MediaSource(
+            modality="image", where=where, data=image, uuid=uuid, overrides=overrides
+        )
     if hasattr(image, "getexif"):  # PIL.Image.Image
         image = np.asarray(to_rgb(image, where=where), np.uint8)
     pixels = _as_pixels(image)
@@ -304,7 +317,9 @@ def _as_source(image: Any, where: str, uuid: str | None) -> MediaSource:
             f"[height, width, 3] or [3, height, width] of bytes, or of floats from 0 to 1; got "
             f"{_kind_of(image)}"
         )
-    return MediaSource(modality="image", where=where, pixels=pixels, uuid=uuid)
+    return MediaSource(
+        modality="image", where=where, pixels=pixels, uuid=uuid, overrides=overrides
+    )
 
 
 def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:

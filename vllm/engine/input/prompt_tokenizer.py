@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
-from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia
+from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia, cache_salt_of
 from vllm.errors import RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import TokenEmbeddings
@@ -21,7 +21,7 @@ _PROMPT_TYPES = (
 )
 _KEYS = {
     *("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"),
-    "literal_placeholders",
+    *("literal_placeholders", "media"),
 }
 
 
@@ -35,7 +35,7 @@ class TokenizedPrompt:
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """The embeddings, or None. The tokens are placeholders then."""
     media: PlacedMedia | None = None
-    """Its images, whose tokens are among `token_ids`; None: the model takes none."""
+    """Its images, whose tokens are among `token_ids`; None: it has none."""
 
 
 class PromptTokenizer:
@@ -203,16 +203,6 @@ class PromptTokenizer:
                 param="prompt",
             )
         return ids
-
-
-def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
-    """Return the cache salt of a prompt; raise RequestError if it is not a text."""
-    salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(
-            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
-        )
-    return salt
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:

@@ -50,27 +50,10 @@ def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
     return CompatArgument(name, off, reason, available=False, **more)
 
 
-def _read_limits(given: Any) -> dict[str, Any]:
-    """Limits per kind of input: a dict, its JSON, or `image=1,video=0`."""
-    try:
-        if isinstance(given, str) and not given.lstrip().startswith("{"):
-            pairs = (pair.partition("=") for pair in given.split(","))
-            return {name.strip(): int(number) for name, _, number in pairs}
-        limits = json.loads(given) if isinstance(given, str) else given
-        if isinstance(limits, Mapping) and all(type(n) is int for n in limits.values()):
-            return dict(limits)
-    except ValueError:
-        pass
-    raise ConfigError(
-        'must be a whole number for each kind, such as image=1,video=0 or {"image": 1}; '
-        f"got {given!r}"
-    )
-
-
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
-_TEXT_ALONE = "this version reads text only"
+_ENCODER_WHOLE = "the engine decides how an encoder of images runs on several ranks"
 _LORA_OFF = "adapters are read as peft writes them"
 _LORA_SHARDS = (
     "the matrix of an adapter that a layer splits over ranks is split with it, and the other one "
@@ -117,11 +100,7 @@ _ARGUMENTS = (
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),
     _ignored("disable_async_output_proc", False, _V0_ONLY),
     _ignored("disable_hybrid_kv_cache_manager", False, "there is only one KV cache manager"),
-    _ignored("disable_chunked_mm_input", False, _TEXT_ALONE),
-    _ignored("disable_mm_preprocessor_cache", False, _TEXT_ALONE),
-    _ignored("allowed_local_media_path", "", _TEXT_ALONE),
-    _ignored("mm_processor_kwargs", None, _TEXT_ALONE),
-    _ignored("enable_multimodal_encoder_data_parallel", False, _TEXT_ALONE),
+    _ignored("enable_multimodal_encoder_data_parallel", False, _ENCODER_WHOLE),
     _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
@@ -152,12 +131,6 @@ _ARGUMENTS = (
         "",
         "the outputs of an engine include the reasoning; `vllm serve --reasoning-parser` separates "
         "it, and so do the parsers of vllm.reasoning",
-    ),
-    _ignored(
-        "limit_mm_per_prompt",
-        None,
-        "this version reads text only, so there is nothing to limit",
-        read=_read_limits,
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),

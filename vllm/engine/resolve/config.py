@@ -21,6 +21,7 @@ from vllm.config import (
     LoRAConfig,
     ModelArch,
     ModelConfig,
+    MultiModalConfig,
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -228,6 +229,10 @@ def _structured_output(settings: Mapping[str, Any]) -> StructuredOutputConfig:
     return _section(StructuredOutputConfig, settings)
 
 
+def _multimodal(settings: Mapping[str, Any]) -> MultiModalConfig:
+    return _section(MultiModalConfig, settings)
+
+
 def _with_weights(config: VllmConfig, load: LoadConfig) -> VllmConfig:
     """Return the config with folders that hold the weights.
 
@@ -256,6 +261,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         StructuredOutputConfig,
         SpeculativeConfig,
         LoRAConfig,
+        MultiModalConfig,
         ConnectorConfig,
         ObservabilityConfig,
     )
@@ -593,6 +599,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "device": _device,
     "parallel": _parallel,
     "structured_output": _structured_output,
+    "multimodal": _multimodal,
 }
 """Name -> a function whose parameters are the names that it reads, in the order of their calls.
 

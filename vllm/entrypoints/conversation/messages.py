@@ -2,7 +2,8 @@
 
 In this form
 
-- content is a string or a list of `{"type": "text", "text": ...}`, never None;
+- content is a string or a list of `{"type": "text", "text": ...}` and, for an image,
+  `{"type": "image", "index": ...}`, never None;
 - calls of tools are functions with id, type and name; their arguments are as the client sent them;
 - results of tools have the role `tool`, and id and name of the call that they answer;
 - the thoughts of the assistant have all three names that templates read;
@@ -15,10 +16,12 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, media_type
 from vllm.errors import RequestError
 
 Message = dict[str, Any]
-Content = str | list[dict[str, str]]
+Part = dict[str, Any]
+Content = str | list[Part]
 ContentFormat = Literal["auto", "string", "openai"]
 """The form of content for a template: a string, a list of parts, or the result of its probes."""
 
@@ -32,12 +35,18 @@ _MAY_BE_SILENT = ("assistant", "tool", "function")
 """Roles whose messages may have no content: a call needs none, and a tool may return nothing."""
 
 
-def read_messages(messages: object) -> list[Message]:
+def read_messages(messages: object, media: MediaParts | None = None) -> list[Message]:
     """Return copies of the messages in the form above.
 
+    Args:
+        messages: as the client sent them.
+        media: gets the images. None: the model reads text only.
+
     Raises:
-        RequestError: not a conversation; names message and field.
+        RequestError: not a conversation, or media that the model cannot read; names message and
+            field.
     """
+    media = MediaParts() if media is None else media
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
             f"messages must be a list of messages, got {type(messages).__name__}",
@@ -45,7 +54,8 @@ def read_messages(messages: object) -> list[Message]:
         )
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
-    conversation = [_read_message(f"messages[{i}]", m) for i, m in enumerate(messages)]
+    conversation = [_read_message(f"messages[{i}]", m, media) for i, m in enumerate(messages)]
+    media.check_count()
     link_results(conversation)
     return conversation
 
@@ -62,7 +72,7 @@ def check_continued(messages: Sequence[Message]) -> None:
         )
 
 
-def _read_message(where: str, given: Any) -> Message:
+def _read_message(where: str, given: Any, media: MediaParts) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(
             f"{where} must be a dict with role and content, got {type(given).__name__}",
@@ -73,7 +83,7 @@ def _read_message(where: str, given: Any) -> Message:
         raise RequestError(f"{where} needs a role, got {role!r}", param="messages")
     message = {key: value for key, value in given.items() if value is not None}
     if "content" in message:
-        message["content"] = _read_content(f"{where}.content", message["content"])
+        message["content"] = _read_content(f"{where}.content", message["content"], media)
     elif role in _MAY_BE_SILENT:
         message["content"] = silent_content(message)
     else:
@@ -147,7 +157,7 @@ def link_results(conversation: Sequence[Message]) -> None:
             message.setdefault("name", names[call_id])
 
 
-def _read_content(where: str, content: Any) -> Content:
+def _read_content(where: str, content: Any, media: MediaParts) -> Content:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -155,26 +165,26 @@ def _read_content(where: str, content: Any) -> Content:
             f"{where} must be a string or a list of parts, got {type(content).__name__}",
             param="messages",
         )
-    return [
-        {"type": "text", "text": _read_part(f"{where}[{i}]", part)}
-        for i, part in enumerate(content)
-    ]
+    return [_read_part(f"{where}[{i}]", part, media) for i, part in enumerate(content)]
 
 
-def _read_part(where: str, part: Any) -> str:
+def _read_part(where: str, part: Any, media: MediaParts) -> Part:
     if isinstance(part, str):
-        return part
-    is_mapping = isinstance(part, Mapping)
-    kind = part.get("type", "text" if "text" in part else None) if is_mapping else None
+        return {"type": "text", "text": part}
+    kind = None
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text" if "text" in part else media_type(part))
     if not isinstance(kind, str):
         raise RequestError(
             f"{where} must be a dict with a type, such as {{'type': 'text', 'text': ...}}",
             param="messages",
         )
+    if kind in MEDIA_TYPES:
+        return media.read(where, kind, part)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where} has the type {kind!r}: this version reads text only. Send parts of the "
-            f"type 'text'",
+            f"{where} has the type {kind!r:.80}, which is not known. Send parts of the type "
+            f"'text', or 'image_url' to a model that reads images",
             param="messages",
         )
     text = part.get(_TEXT_PARTS[kind])
@@ -183,7 +193,7 @@ def _read_part(where: str, part: Any) -> str:
             f"{where}.{_TEXT_PARTS[kind]} must be a string, got {type(text).__name__}",
             param="messages",
         )
-    return text
+    return {"type": "text", "text": text}
 
 
 def _read_calls(where: str, message: Message) -> list[dict[str, Any]]:

@@ -1,8 +1,11 @@
 """Renders a conversation with a chat template: the same for templates of models and of requests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.entrypoints.conversation.image_marks import ImageMarks, without_index
+from vllm.entrypoints.conversation.media import ImageText, is_image
 from vllm.entrypoints.conversation.messages import ContentFormat, Message
 from vllm.entrypoints.conversation.rules import fit, fit_tools
 from vllm.entrypoints.conversation.template import load_template
@@ -16,6 +19,17 @@ class CannotRenderError(Exception):
     """The template is wrong or refuses the conversation; the text is its reason, in one line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A conversation as text."""
+
+    text: str
+    order: list[int] = field(default_factory=list)
+    """Indices of the images in the order of their placeholders."""
+    literals: list[int] = field(default_factory=list)
+    """Indices of the placeholders, of all in the text, that a user has written."""
+
+
 def render_conversation(
     source: str,
     messages: Sequence[Message],
@@ -26,7 +40,8 @@ def render_conversation(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
-) -> str:
+    image: Mapping[str, str] | None = None,
+) -> Rendering:
     """Return the text of a conversation.
 
     Args:
@@ -38,20 +53,31 @@ def render_conversation(
         add_generation_prompt: begin the answer of the assistant.
         continue_final_message: cut the text after the content of the last message.
         variables: further ones of the template.
+        image: fields of an `ImageText`. None: the model reads text only, and there are no images.
 
     Raises:
-        CannotRenderError: the template raised something, or leaves out the message that is to be
-            continued.
+        CannotRenderError: the template raised something, or leaves out an image or the message that
+            is to be continued.
         MemoryError: as it is.
     """
     try:
         template = load_template(source, tuple(special_tokens.items()), has_tools=bool(tools))
-        fitted = fit(messages, template, content_format)
+        marks = None
+        if image is not None:
+            marks = ImageMarks(ImageText(**image), [messages, tools, variables])
+            messages = marks.with_texts(messages)
+        fitted = fit(messages, template, content_format, image["placeholder"] if image else "")
+        fitted_tools: Any = fit_tools(tools, template)
+        order: list[int] = []
+        if marks is not None:
+            order = marks.order_of(fitted)
+            fitted = marks.protect(without_index(fitted))
+            fitted_tools, variables = marks.protect(fitted_tools), marks.protect(variables)
         if continue_final_message:
             _mark_end(fitted[-1])
         text = template.render(
             fitted,
-            fit_tools(tools, template),
+            fitted_tools,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
         )
@@ -60,7 +86,17 @@ def render_conversation(
     except Exception as error:  # a template is foreign code, which may raise anything
         lines = str(error).strip().splitlines()
         raise CannotRenderError(lines[0] if lines else type(error).__name__) from error
-    return _cut_at_mark(text) if continue_final_message else text
+    if continue_final_message:
+        text = _cut_at_mark(text)
+    if marks is None:
+        return Rendering(text)
+    text, literals, num_images = marks.remove(text)
+    if num_images != len(order):
+        raise CannotRenderError(
+            f"it must write one placeholder for each of the {len(order)} images, and writes "
+            f"{num_images}"
+        )
+    return Rendering(text, order, literals)
 
 
 def _mark_end(message: Message) -> None:
@@ -68,6 +104,8 @@ def _mark_end(message: Message) -> None:
     mark = _END_MARK + " "
     if isinstance(content, str):
         message["content"] = content + mark
+    elif is_image(content[-1]):
+        message["content"] = [*content, {"type": "text", "text": mark}]
     else:
         last = {**content[-1], "text": content[-1]["text"] + mark}
         message["content"] = [*content[:-1], last]

@@ -12,11 +12,13 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm.entrypoints.conversation.media import is_image
 from vllm.entrypoints.conversation.messages import (
     REASONING_NAMES,
     Content,
     ContentFormat,
     Message,
+    Part,
 )
 from vllm.entrypoints.conversation.template import MessageKind, Template
 
@@ -31,20 +33,25 @@ _NINE_LETTERS = re.compile(r"[0-9A-Za-z]{9}")
 
 
 def fit(
-    messages: Sequence[Message], template: Template, content_format: ContentFormat
+    messages: Sequence[Message],
+    template: Template,
+    content_format: ContentFormat,
+    placeholder: str = "",
 ) -> list[Message]:
     """Return the messages as a template reads them.
 
     Args:
-        messages: of `read_messages`. They are not changed.
+        messages: of `read_messages`. They are not changed. Parts of images have a text for
+            templates that do not read such parts.
         template: of the model or the request.
         content_format: auto decides for each kind of message; string and openai, for lists of
             parts, hold for all.
+        placeholder: that the template must write for an image.
     """
     fitted = [dict(message) for message in messages]
     for rule in _RULES:
         fitted = rule(fitted, template)
-    return fit_content(fitted, template, content_format)
+    return fit_content(fitted, template, content_format, placeholder)
 
 
 # ---- roles ------------------------------------------------------------------------------------
@@ -287,14 +294,18 @@ def split_thoughts(messages: list[Message], template: Template) -> list[Message]
 
 
 def fit_content(
-    messages: list[Message], template: Template, content_format: ContentFormat
+    messages: list[Message],
+    template: Template,
+    content_format: ContentFormat,
+    placeholder: str = "",
 ) -> list[Message]:
     """Give each content the form that the template reads in messages of this kind.
 
     Content that was sent as a string stays one, unless the template would not show it: some, for
     models with images, have no branch for strings. Lists become strings where the template has no
     branch for lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
-    user, and print lists of other roles as Python.
+    user, and print lists of other roles as Python. Images remain parts where the template writes
+    their placeholder, such as in messages of the user, and are text elsewhere.
     """
     for index, message in enumerate(messages):
         content = message["content"]
@@ -303,8 +314,12 @@ def fit_content(
         elif content_format == "openai":
             message["content"] = as_parts(content)
         elif isinstance(content, list) and content:
-            is_read = template.reads_parts(kind_of(messages, index))
-            message["content"] = content if is_read else as_text(content)
+            kind = kind_of(messages, index)
+            if any(map(is_image, content)):
+                if template.shows_images(kind, placeholder):
+                    continue
+                content = [_as_text_part(part) for part in content]
+            message["content"] = content if template.reads_parts(kind) else as_text(content)
         else:
             form = template.content_form(kind_of(messages, index))
             message["content"] = (as_parts if form == "parts" else as_text)(content)
@@ -326,7 +341,11 @@ def as_text(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def as_parts(content: Content) -> list[dict[str, str]]:
+def _as_text_part(part: Part) -> Part:
+    return {"type": "text", "text": part["text"]} if is_image(part) else part
+
+
+def as_parts(content: Content) -> list[Part]:
     """Return content as a list with at least one part."""
     if isinstance(content, list) and content:
         return content

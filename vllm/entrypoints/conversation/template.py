@@ -115,6 +115,22 @@ class Template:
 
         return self._ask((kind, form), ask)
 
+    def shows_images(self, kind: MessageKind, placeholder: str) -> bool:
+        """Whether it writes the placeholder once for each image of a list, and shows the texts."""
+        if kind.role not in _ROLES and not self._admits(kind.role):
+            return False
+
+        def ask() -> bool:
+            texts = _in_parts(*_WORDS)
+            probe, index = _around(kind, [{"type": "image"}, texts[0], {"type": "image"}, texts[1]])
+            alike = [_with_parts(each) if i != index else each for i, each in enumerate(probe)]
+            return any(
+                self._shows(each) and (self._try(each) or "").count(placeholder) == 2
+                for each in (probe, alike)
+            )
+
+        return self._ask((kind, placeholder), ask)
+
     # ---- roles --------------------------------------------------------------------------------
 
     def shows_role(self, kind: MessageKind) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.card_telemetry import CardTelemetry
     from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.fetch import MediaFetcher
     from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
 
@@ -84,6 +85,13 @@ class ServerContext:
         platform = resolve_platform(self.config.device.device)
         read = platform.card_reader(parallel.num_local_replicas * parallel.world_size)
         return None if read is None else CardTelemetry(read)
+
+    @cached_property
+    def media_fetcher(self) -> "MediaFetcher":
+        """Fetches the images that requests name by URLs."""
+        from vllm.entrypoints.shared.images import make_fetcher
+
+        return make_fetcher(self.config.multimodal)
 
     async def card_readings(self) -> "Sequence[CardReading]":
         """Return the newest readings of the engine's cards on this machine; none before the engine

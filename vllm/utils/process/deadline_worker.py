@@ -4,7 +4,7 @@ For work on user input whose cost is not known beforehand: compiling a grammar, 
 template. The process answers one call at a time; input and output are bytes, nothing is pickled.
 
     parent                                         child
-    call    argument                    ->         handler(argument)
+    call    argument, maybe open files  ->         handler(argument), handler(argument, files)
             (0, result) or (1, message) <-         or what it raised, as text
 
 A child is forked by a `ForkServer` that has imported everything already, so after a process was
@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 from vllm.utils.frames import frame, read_frame
 from vllm.utils.process.fork_server import (
@@ -49,6 +50,8 @@ __all__ = [
 _LIMITS = struct.Struct("<dQ")
 """Of a call: seconds until the alarm, and bytes that the address space may grow by."""
 _MAX_ANSWER_BYTES = 2**28
+_MAX_FILES = 8
+"""Of one call."""
 
 
 def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:
@@ -96,11 +99,13 @@ class DeadlineWorker:
         with self._lock:
             self._ready_child()
 
-    def call(self, argument: bytes, timeout_s: float) -> bytes:
+    def call(self, argument: bytes, timeout_s: float, files: Sequence[int] = ()) -> bytes:
         """The handler's answer.
 
         Args:
             argument: for the handler.
+            files: descriptors of open files. If there are any, the handler gets copies of them as
+                its second argument; they are closed after the call.
             timeout_s: seconds from when the process has the argument; the start of a process and
                 the wait for other calls are not part of it.
 
@@ -110,7 +115,7 @@ class DeadlineWorker:
             CallFailed: the handler raised.
         """
         with self._lock:
-            return self._exchange(self._ready_child(), argument, timeout_s)
+            return self._exchange(self._ready_child(), argument, timeout_s, files)
 
     def close(self) -> None:
         """Kill the process, even during a call. A later call starts another one."""
@@ -128,11 +133,13 @@ class DeadlineWorker:
         self._release = weakref.finalize(self, self._server.bury, self._child)
         return self._child
 
-    def _exchange(self, child: Child, argument: bytes, timeout_s: float) -> bytes:
+    def _exchange(
+        self, child: Child, argument: bytes, timeout_s: float, files: Sequence[int]
+    ) -> bytes:
         deadline = time.monotonic() + timeout_s
         try:
             limits = _LIMITS.pack(timeout_s, self._max_memory_bytes)
-            send(child.connection, frame(OK, limits + argument), deadline)
+            send(child.connection, frame(OK, limits + argument), deadline, files)
             status, answer = receive_frame(child.connection, deadline, _MAX_ANSWER_BYTES)
         except BaseException as error:
             # A part of an answer may have been sent, which must not be read as the next answer.
@@ -167,9 +174,16 @@ def _is_open(connection: socket.socket) -> bool:
 def _serve_calls(handler: Handler, connection: socket.socket) -> None:
     """Answer calls until the connection is closed."""
     is_limited = False
+    files: list[int] = []
+
+    def read(size: int) -> bytes:
+        data, received, _, _ = socket.recv_fds(connection, size, _MAX_FILES)
+        files.extend(received)
+        return data
+
     while True:
         try:
-            _, call = read_frame(connection.recv)
+            _, call = read_frame(read)
         except EOFError:
             return
         timeout_s, max_memory_bytes = _LIMITS.unpack_from(call)
@@ -178,10 +192,13 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
             is_limited = True
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
         try:
-            answer, status = handler(call[_LIMITS.size :]), OK
+            argument = call[_LIMITS.size :]
+            answer, status = handler(argument, list(files)) if files else handler(argument), OK
         except Exception as error:  # every error is reported to the caller
             answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
         signal.setitimer(signal.ITIMER_REAL, 0)
+        while files:
+            os.close(files.pop())
         connection.sendall(frame(status, answer))
 
 

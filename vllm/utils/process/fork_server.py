@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ from vllm.utils.imports import without_collections
 from vllm.utils.process.blocking_sockets import blocking_pair
 from vllm.utils.process.child_process import describe_exit
 
-Handler = Callable[[bytes], bytes]
+Handler = Callable[..., bytes]
+"""Takes an argument as bytes, and the descriptors of open files if the caller sends any."""
 
 OK, FAILED = 0, 1
 """Kinds of frames."""
@@ -241,11 +242,15 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
     process.wait()
 
 
-def send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    """Send all data; DeadlineExceeded if that takes too long, OSError if the other end is
-    closed."""
+def send(
+    connection: socket.socket, data: bytes, deadline: float, files: Sequence[int] = ()
+) -> None:
+    """Send all data, and the descriptors of open files; DeadlineExceeded if that takes too long,
+    OSError if the other end is closed."""
     _set_timeout(connection, deadline)
     try:
+        if files:
+            data = data[socket.send_fds(connection, [data], files) :]
         connection.sendall(data)
     except TimeoutError:
         raise DeadlineExceeded(_TOO_LONG) from None

@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat, rendering_arguments
+from vllm.entrypoints.chat_utils import (
+    ChatOptions,
+    ImageRules,
+    Message,
+    RenderedChat,
+    render_with_images,
+    rendering_arguments,
+    with_images,
+)
 from vllm.entrypoints.conversation.thinking import merge_switches
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.images import fetch_images, image_prompt, image_rules
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.process.deadline_worker import (
@@ -62,22 +71,24 @@ async def chat_prompt(
     Raises:
         RequestError: the conversation cannot be rendered, or not in time.
     """
-    if body.mm_processor_kwargs:
-        raise RequestError(
-            "mm_processor_kwargs: not available in this server", param="mm_processor_kwargs"
-        )
-    text = await render(context, body, with_tools=with_tools)
+    rules = image_rules(context.engine.input_processor)
+    chat = await render(context, body, rules, with_tools=with_tools)
+    images = await fetch_images(context.media_fetcher, chat.images) if chat.images else []
+    prompt = image_prompt(chat, images, rules, body.mm_processor_kwargs)
+    prompt["add_special_tokens"] = body.add_special_tokens
     return await tokenize(
         context.engine,
-        {"prompt": text, "add_special_tokens": body.add_special_tokens},
+        prompt,
         truncate=truncate,
         cache_salt=cache_salt,
         max_tokens=max_tokens,
     )
 
 
-async def render(context: ServerContext, body: ChatFields, *, with_tools: bool = True) -> str:
-    """The text of a conversation; see `chat_prompt`."""
+async def render(
+    context: ServerContext, body: ChatFields, rules: ImageRules | None, *, with_tools: bool = True
+) -> RenderedChat:
+    """The text of a conversation, and its images; see `chat_prompt`."""
     tokenizer = await context.engine.get_tokenizer()
     is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
     options = await off_loop.run(partial(chat_options, context, body, with_tools=with_tools))
@@ -85,9 +96,9 @@ async def render(context: ServerContext, body: ChatFields, *, with_tools: bool =
     if is_foreign:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            _template_lane(), render_foreign, tokenizer, messages, options
+            _template_lane(), render_foreign, tokenizer, messages, options, rules
         )
-    return await off_loop.run(partial(render_chat, tokenizer, messages, options))
+    return await off_loop.run(partial(render_with_images, tokenizer, messages, options, rules))
 
 
 def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
@@ -125,14 +136,19 @@ def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:
 
 
 def render_foreign(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: ChatOptions
-) -> str:
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    options: ChatOptions,
+    rules: ImageRules | None,
+) -> RenderedChat:
     """Render a template of a request. Blocks.
 
     Raises:
         RequestError: a message is malformed; or it takes too long, needs too much memory, or fails.
     """
-    arguments = rendering_arguments(tokenizer, messages, options)
+    from vllm.entrypoints.conversation.render import Rendering
+
+    arguments, images = rendering_arguments(tokenizer, messages, options, rules)
     try:
         answer = _template_worker().call(msgspec.json.encode(arguments), TEMPLATE_DEADLINE_S)
     except DeadlineExceeded:
@@ -143,7 +159,7 @@ def render_foreign(
         raise RequestError("chat_template: needs too much memory", param="chat_template") from None
     except CallFailed as error:
         raise RequestError(f"chat_template: {error}", param="chat_template") from None
-    return answer.decode()
+    return with_images(msgspec.json.decode(answer, type=Rendering), images)
 
 
 @functools.cache

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 
-from vllm.entrypoints.conversation.render import render_conversation
+from vllm.entrypoints.conversation.render import Rendering, render_conversation
 from vllm.errors import RequestError
 
 _MAX_TEXT_CHARS = 64 * 2**20
 
 
 def start(_setup: bytes) -> Callable[[bytes], bytes]:
-    """Make the handler of the worker: input is JSON of the arguments, output is text."""
-    return lambda argument: render(msgspec.json.decode(argument)).encode()
+    """Make the handler of the worker: input is JSON of the arguments, output of a `Rendering`."""
+    return lambda argument: msgspec.json.encode(render(msgspec.json.decode(argument)))
 
 
-def render(arguments: dict[str, Any]) -> str:
+def render(arguments: dict[str, Any]) -> Rendering:
     """The text of a conversation.
 
     Args:
@@ -31,11 +31,11 @@ def render(arguments: dict[str, Any]) -> str:
         CannotRenderError: the template is wrong, or refuses the conversation.
     """
     try:
-        text = render_conversation(**arguments)
+        rendering = render_conversation(**arguments)
     except MemoryError:
         raise RequestError("needs too much memory") from None
-    if len(text) > _MAX_TEXT_CHARS:
+    if (length := len(rendering.text)) > _MAX_TEXT_CHARS:
         raise RequestError(
-            f"the rendered text has {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed"
+            f"the rendered text has {length} characters; at most {_MAX_TEXT_CHARS} are allowed"
         )
-    return text
+    return rendering

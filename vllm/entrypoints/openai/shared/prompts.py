@@ -66,9 +66,16 @@ async def tokenize(
             limit. Without effect if the prompt is truncated.
 
     Raises:
-        RequestError: it has no tokens, or some that the model does not have.
+        RequestError: it has no tokens, or some that the model does not have, or it has images and
+            would be truncated.
         TextTooLongError: it has more than `max_tokens`.
     """
+    if truncate is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+        raise RequestError(
+            "truncate_prompt_tokens: a prompt with images is not truncated, which could leave half "
+            "an image. Leave it out, or send less",
+            param="truncate_prompt_tokens",
+        )
     most = max_tokens if truncate is None else None
     tokenized = await engine.tokenize(prompt, is_long=is_long, max_tokens=most)
     token_ids, known_text = tokenized.token_ids, tokenized.text
@@ -79,6 +86,8 @@ async def tokenize(
         made["prompt"] = known_text
     if cache_salt is not None:
         made["cache_salt"] = cache_salt
+    if tokenized.media:
+        made["media"] = tokenized.media
     return made
 
 

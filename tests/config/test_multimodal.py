@@ -1,0 +1,80 @@
+"""Settings of images: the ways to write limits, and what is refused."""
+
+import pytest
+
+from vllm.config import MultiModalConfig
+from vllm.config.multimodal import ItemLimit
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.utils import FlexibleArgumentParser
+
+LARGE = '{"image": {"count": 4, "width": 1024, "height": 768}, "video": 0}'
+
+
+def parse(*flags):
+    return EngineArgs.from_cli_args(
+        EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ("image=2", ItemLimit(count=2)),
+        ("image=2, video=1", ItemLimit(count=2)),
+        ("3", ItemLimit(count=3)),
+        ('{"image": 0}', ItemLimit(count=0)),
+        (LARGE, ItemLimit(count=4, width=1024, height=768)),
+        ("video=1", ItemLimit(count=16)),
+        ('{"image": {"width": 64}}', ItemLimit(count=16, width=64)),
+        ({"image": 5}, ItemLimit(count=5)),
+        (5, ItemLimit(count=5)),
+        (None, ItemLimit(count=16)),
+    ],
+)
+def test_limits_are_written_as_numbers_by_name_or_as_json(given, limit):
+    args = EngineArgs(limit_mm_per_prompt=given)
+    assert MultiModalConfig(limit_mm_per_prompt=args.limit_mm_per_prompt).image_limit == limit
+    if isinstance(given, str):
+        assert parse("--limit-mm-per-prompt", given) == args
+
+
+@pytest.mark.parametrize("text", ["image", "image=", "image=one", "[1]", "{", "-1"])
+def test_other_ways_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"--limit-mm-per-prompt={text}")
+    assert "--limit-mm-per-prompt: must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"limit_mm_per_prompt": {"picture": 1}}, "no kind 'picture'; accepted: image, audio, vid"),
+        ({"limit_mm_per_prompt": {"image": -1}}, "image must be an integer of at least 0"),
+        ({"limit_mm_per_prompt": {"image": "1"}}, "image must be an integer of at least 0"),
+        ({"limit_mm_per_prompt": {"image": {"width": 0}}}, "image must be an integer of at least"),
+        ({"limit_mm_per_prompt": {"image": {"size": 1}}}, "image has no key 'size'"),
+        ({"media_io_kwargs": {"picture": {}}}, "no kind 'picture'"),
+        ({"media_io_kwargs": {"image": 1}}, "image must be an object, got 1"),
+        ({"media_io_kwargs": {"image": {"a": 1}}}, "image has no key 'a'"),
+        (
+            {"media_io_kwargs": {"image": {"rgba_background_color": [1, 2]}}},
+            "three integers from 0 to 255",
+        ),
+        ({"mm_processor_cache_gb": -1.0}, "mm_processor_cache_gb must be at least 0, got -1.0"),
+        ({"mm_processor_cache_gb": float("nan")}, "mm_processor_cache_gb must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError) as failure:
+        MultiModalConfig(**settings)
+    assert message in str(failure.value)
+
+
+def test_settings_have_the_values_that_the_engine_reads():
+    config = MultiModalConfig()
+    assert config.background == (255, 255, 255)
+    assert config.processor_cache_bytes == 4 * 2**30
+    assert MultiModalConfig(disable_mm_preprocessor_cache=True).processor_cache_bytes == 0
+    black = {"image": {"rgba_background_color": [0, 0, 0]}, "video": {"num_frames": 40}}
+    assert MultiModalConfig(media_io_kwargs=black).background == (0, 0, 0)

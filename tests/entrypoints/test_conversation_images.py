@@ -1,0 +1,310 @@
+"""Images of conversations: how templates show them, and that a user's text never becomes one.
+
+Every case is rendered by both paths: as the template of the model, and by the handler of the
+process for templates of requests.
+"""
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.tokenizers_for_tests import byte_level
+from vllm.entrypoints.chat_utils import (
+    ChatOptions,
+    ImageRules,
+    render_with_images,
+    rendering_arguments,
+)
+from vllm.entrypoints.conversation.media import ImageText, MediaParts
+from vllm.entrypoints.conversation.messages import read_messages
+from vllm.entrypoints.openai.chat import template_worker
+from vllm.errors import RequestError
+
+A, B, C = (f"http://pictures.example/{name}.png" for name in "abc")
+RULES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
+
+
+def image(url, **fields):
+    return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def message(role, *content, **fields):
+    whole = content[0] if len(content) == 1 and isinstance(content[0], str) else list(content)
+    return {"role": role, "content": whole, **fields}
+
+
+def each(body):
+    return "{% for m in messages %}" + body + "{% endfor %}"
+
+
+LISTS = each(
+    "{{ m.role }}={% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %};"
+)
+"""Shows images and texts in their order."""
+IMAGES_FIRST = each(
+    "{{ m.role | upper }}: {% for p in m.content | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ p.text + ' ' }}{% endfor %}"
+)
+"""Shows lists only, and the images of a message before its texts."""
+STRINGS = each("{{ m.role + '=' + m.content + ';' }}")
+TEXT_LISTS = each(
+    "{{ m.role }}={% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "({{ p.text }}){% endfor %}{% endif %};"
+)
+"""Shows the texts of a list, and no images."""
+USER_LISTS = each(
+    "{{ m.role }}={% if m.role == 'user' and m.content is not string %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %};"
+)
+SINGLE_CALLS = each(
+    "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('single') }}{% endif %}"
+    "{{ m.role }}={{ m.content }};"
+)
+ARGUMENTS = each(
+    "{{ m.role }}={{ m.content }}{% for c in m.tool_calls %}"
+    "[{{ c.function.arguments | tojson }}]{% endfor %}{{ m.reasoning_content }};"
+)
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ note }}" + LISTS
+
+TWO = message("user", text("x"), image(A), text("y"), image(B))
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for name in ("call_1", "call_2")
+    ],
+}
+LITERAL = message("user", "<image>")
+ESCAPED = {"name": "f", "arguments": '{"k": "\\u003cimage\\u003e"}'}
+TOOL = {"type": "function", "function": {"name": "f", "description": "<image>"}}
+
+CASES = {
+    "lists": (LISTS, [TWO], "user=x<image>y<image>;", [A, B], []),
+    "images first": (IMAGES_FIRST, [TWO], "USER: <image>\n<image>\nx y ", [A, B], []),
+    "strings": (STRINGS, [TWO], "user=x\n<image>\ny\n<image>;", [A, B], []),
+    "lists of text": (TEXT_LISTS, [TWO], "user=(x)(<image>)(y)(<image>);", [A, B], []),
+    "lists in one role": (
+        USER_LISTS,
+        [TWO, message("assistant", "ok", image(C)), message("user", "z")],
+        "user=x<image>y<image>;assistant=ok\n<image>;user=z;",
+        [A, B, C],
+        [],
+    ),
+    "an image alone": (STRINGS, [message("user", image(A))], "user=<image>;", [A], []),
+    "results that the template wants in another order": (
+        SINGLE_CALLS,
+        [
+            message("user", "u"),
+            CALLS,
+            message("tool", image(B), tool_call_id="call_2"),
+            message("tool", image(A), tool_call_id="call_1"),
+        ],
+        "user=u;assistant=;tool=<image>;assistant=;tool=<image>;",
+        [A, B],
+        [],
+    ),
+    "text of the user": (LISTS, [LITERAL], "user=<image>;", [], [0]),
+    "text of the user around an image": (
+        LISTS,
+        [message("user", text("<image>1"), image(A), text("2<image><image>"))],
+        "user=<image>1<image>2<image><image>;",
+        [A],
+        [0, 2, 3],
+    ),
+    "text of the user in strings": (
+        STRINGS,
+        [message("user", text("a<image>"), image(A)), message("assistant", "b<image>")],
+        "user=a<image>\n<image>;assistant=b<image>;",
+        [A],
+        [0, 2],
+    ),
+    "the text behind the images": (
+        IMAGES_FIRST,
+        [message("user", text("<image>"), image(A))],
+        "USER: <image>\n<image> ",
+        [A],
+        [1],
+    ),
+    "arguments with escapes, and thoughts": (
+        ARGUMENTS,
+        [
+            message("user", "u"),
+            {
+                "role": "assistant",
+                "reasoning": "t<image>",
+                "tool_calls": [{"id": "1", "type": "function", "function": ESCAPED}],
+            },
+        ],
+        'user=u;assistant=[{"k": "<image>"}]t<image>;',
+        [],
+        [0, 1],
+    ),
+    "private characters of the user": (
+        STRINGS,
+        [message("user", text("\ue001<\ue002image>\ue001<image>"), image(A))],
+        "user=\ue001<\ue002image>\ue001<image>\n<image>;",
+        [A],
+        [0],
+    ),
+}
+
+
+def on_both_paths(template, messages, rules=RULES, **options):
+    """The text with its images, which both paths must agree about."""
+    made = ChatOptions(chat_template=template, **options)
+    chat = render_with_images(byte_level(), messages, made, rules)
+    arguments, images = rendering_arguments(byte_level(), messages, made, rules)
+    answer = msgspec.json.decode(template_worker.start(b"")(msgspec.json.encode(arguments)))
+    assert answer["text"] == chat.text
+    assert answer["literals"] == chat.literals
+    assert [images[i].source for i in answer["order"]] == [each.source for each in chat.images]
+    return chat
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_and_the_text_of_users_stay_apart(name):
+    template, messages, expected, urls, literals = CASES[name]
+    chat = on_both_paths(template, messages)
+    assert chat.text == expected
+    assert [each.source for each in chat.images] == urls
+    assert chat.literals == literals
+    assert chat.text.count("<image>") == len(urls) + len(literals)
+
+
+def test_tools_and_variables_have_text_of_the_user_too():
+    chat = on_both_paths(
+        TOOLS, [TWO], tools=[TOOL], template_kwargs={"note": "<image>", "<image>": 1}
+    )
+    assert chat.literals == [0, 1]
+    assert chat.text.startswith('{"type": "function", "function": {"name": "f", "description": "<i')
+
+
+def test_an_image_may_have_more_text_than_its_placeholder():
+    rules = ImageRules(text=ImageText("<|pad|>", "<|start|><|pad|><|end|>"), max_images=2)
+    chat = on_both_paths(STRINGS, [message("user", text("<|pad|>"), image(A))], rules)
+    assert chat.text == "user=<|pad|>\n<|start|><|pad|><|end|>;"
+    assert chat.literals == [0]
+
+
+@pytest.mark.parametrize(
+    ("content_format", "expected"),
+    [("string", "user=x\n<image>\ny\n<image>;"), ("openai", "user=x<image>y<image>;")],
+)
+def test_the_format_can_be_forced(content_format, expected):
+    assert on_both_paths(LISTS, [TWO], content_format=content_format).text == expected
+
+
+@pytest.mark.parametrize("template", [LISTS, STRINGS])
+def test_a_message_that_ends_with_an_image_is_continued(template):
+    messages = [message("user", "u"), message("assistant", text("a"), image(A))]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert on_both_paths(template, messages, **options).text.endswith("<image>")
+
+
+def test_a_template_that_loses_an_image_is_an_error():
+    for template, number in (("{{ messages[0].role }}", 0), (LISTS + "<image>", 2)):
+        with pytest.raises(RequestError, match=f"each of the 1 images, and writes {number}"):
+            on_both_paths(template, [message("user", image(A))])
+
+
+def test_a_model_that_reads_text_only_is_told_nothing_about_placeholders():
+    chat = on_both_paths(STRINGS, [LITERAL], None)
+    assert (chat.text, chat.images, chat.literals) == ("user=<image>;", [], [])
+
+
+PIXELS = np.zeros((2, 2, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        (image(A), A),
+        ({"type": "image_url", "image_url": A}, A),
+        ({"image_url": A}, A),
+        ({"type": "input_image", "image_url": A}, A),
+        ({"type": "image", "url": A}, A),
+        ({"type": "image", "image": A}, A),
+        ({"type": "image", "path": "/tmp/a b.png"}, "file:///tmp/a%20b.png"),
+        ({"type": "image", "image": PIXELS}, PIXELS),
+        ({"type": "image_pil", "image_pil": PIXELS}, PIXELS),
+    ],
+)
+def test_parts_of_all_apis_become_the_same_form(part, source):
+    media = MediaParts(1)
+    (read,) = read_messages([message("user", part)], media)
+    assert read["content"] == [{"type": "image", "index": 0}]
+    assert media.parts[0].source is source or media.parts[0].source == source
+    assert media.parts[0].where == "messages[0].content[0]"
+
+
+def test_a_part_keeps_its_detail_and_its_identity():
+    media = MediaParts(3)
+    given = {"type": "image_url", "image_url": {"url": A, "detail": "low"}, "uuid": "u1"}
+    named = {
+        "type": "input_image",
+        "image_url": B,
+        "detail": "high",
+        "where": "input[0].content[0]",
+    }
+    read_messages([message("user", given, named)], media)
+    assert [(each.detail, each.uuid) for each in media.parts] == [("low", "u1"), ("high", None)]
+    assert media.parts[1].where == "input[0].content[0]"
+
+
+def test_a_program_may_name_a_relative_path():
+    part = {"type": "image", "path": "a.png"}
+    media = MediaParts(1, is_local=True)
+    read_messages([message("user", part)], media)
+    assert media.parts[0].source.startswith("file:///") and media.parts[0].source.endswith("a.png")
+    with pytest.raises(RequestError, match="must begin with http"):
+        read_messages([message("user", part)], MediaParts(1))
+
+
+@pytest.mark.parametrize(
+    ("part", "message_"),
+    [
+        ({"type": "image_url"}, ".image_url must be the URL of an image"),
+        ({"type": "image_url", "image_url": {"url": 5}}, ".image_url.url must be the URL"),
+        ({"type": "image_url", "image_url": {"url": "ftp://a"}}, "must begin with http"),
+        ({"type": "image_url", "image_url": "a.png"}, "got 'a.png'"),
+        (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),
+        (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
+        ({"type": "input_image", "file_id": "file-1"}, ".file_id: this server keeps no files"),
+        ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
+        ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
+        ({"type": "image_embeds", "image_embeds": "AA"}, "embeddings of images are not accepted"),
+        (
+            {"type": "input_audio", "input_audio": {}},
+            "must have the type 'text' or 'image_url': audio and vid",
+        ),
+        (
+            {"type": "video_url", "video_url": {}},
+            "must have the type 'text' or 'image_url': audio and vid",
+        ),
+        ({"type": "document"}, "has the type 'document', which is not known"),
+    ],
+)
+def test_a_wrong_part_is_refused_with_its_place(part, message_):
+    with pytest.raises(RequestError) as failure:
+        read_messages([message("user", text("a"), part)], MediaParts(1))
+    assert str(failure.value).startswith("messages[0].content[1]")
+    assert message_ in str(failure.value)
+    assert failure.value.param == "messages"
+
+
+def test_more_images_than_allowed_are_refused_with_both_numbers():
+    with pytest.raises(RequestError, match="has 4 images, and this server takes at most 3"):
+        read_messages([TWO, TWO], MediaParts(3))
+
+
+def test_marks_are_made_of_characters_that_the_conversation_does_not_have():
+    every = "".join(map(chr, range(0xE001, 0xF900)))
+    with pytest.raises(RequestError, match="reserved for private use"):
+        on_both_paths(STRINGS, [message("user", every + "<image>")])

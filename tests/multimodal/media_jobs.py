@@ -1,0 +1,55 @@
+"""Jobs for the child processes of test_pool.py."""
+
+import os
+import time
+
+import numpy as np
+
+from vllm.errors import RequestError
+from vllm.multimodal.image import decode_image
+from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.source import MediaSource
+
+
+def decode(brightness: int):
+    """Adds a brightness to each pixel; some contents are commands."""
+
+    def work(source: MediaSource) -> EncoderInput:
+        pixels = source.pixels
+        match source.data:
+            case b"sleep":
+                time.sleep(60)
+            case b"exit":
+                os._exit(3)
+            case b"raise":
+                raise KeyError("a bug")
+            case b"value":
+                raise ValueError("a processor does not take it")
+            case b"memory":
+                return answer(np.zeros(2**31, np.uint8))
+            case b"large":
+                return answer(np.arange(2**20, dtype=np.int32).reshape(2, -1))
+            case b"told":
+                raise RequestError(f"{source.where}: it is wrong", param=source.where)
+            case bytes() as data:
+                pixels = decode_image(data, max_pixels=10**6, where=source.where)
+        return answer(pixels + np.uint8(brightness), source)
+
+    return work
+
+
+def answer(pixels, source=None) -> EncoderInput:
+    tensors = {
+        "pixels": pixels,
+        "grid": np.array([[1, *pixels.shape[:2]]], np.int64),
+        "scale": np.float32(0.5),
+        "none": np.empty((0, 3), np.float16),
+        "pid": np.array([os.getpid()]),
+    }
+    if source is not None:
+        tensors["told"] = np.frombuffer(f"{source.uuid} {source.detail}".encode(), np.uint8)
+    return EncoderInput(tensors, pixels.shape[:2])
+
+
+def broken(**settings):
+    raise RuntimeError(f"cannot start with {settings}")

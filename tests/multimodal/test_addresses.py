@@ -1,0 +1,88 @@
+"""Public hosts and others, in every spelling."""
+
+import pytest
+
+from vllm.multimodal.addresses import is_public, normalize_host
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("1.1.1.1", True),
+        ("93.184.215.14", True),
+        ("2606:4700::1111", True),
+        ("0.0.0.0", False),
+        ("10.1.2.3", False),
+        ("100.64.0.1", False),  # shared by carriers
+        ("127.0.0.1", False),
+        ("127.255.255.254", False),
+        ("169.254.169.254", False),  # metadata of a cloud
+        ("172.16.0.1", False),
+        ("172.31.255.255", False),
+        ("192.0.2.1", False),  # documentation
+        ("192.168.1.1", False),
+        ("198.18.0.1", False),  # benchmarks
+        ("224.0.0.1", False),  # multicast
+        ("239.255.255.255", False),
+        ("240.0.0.1", False),  # reserved
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("::127.0.0.1", False),  # compatible with IPv4
+        ("::1.1.1.1", False),
+        ("::ffff:127.0.0.1", False),  # mapped
+        ("::ffff:1.1.1.1", True),
+        ("64:ff9b::7f00:1", False),  # NAT64
+        ("64:ff9b::101:101", True),
+        ("64:ff9b:1::101:101", False),  # NAT64 of a local network
+        ("2002:7f00:1::", False),  # 6to4
+        ("2002:c0a8:101::1", False),
+        ("2002:101:101::", True),
+        ("2001:0:101:101::", False),  # Teredo
+        ("2001:db8::1", False),  # documentation
+        ("100::1", False),  # discarded
+        ("fc00::1", False),
+        ("fd12:3456::1", False),
+        ("fe80::1", False),
+        ("fe80::1%eth0", False),
+        ("2606:4700::1111%eth0", False),
+        ("fec0::1", False),
+        ("ff02::1", False),
+    ],
+)
+def test_only_addresses_of_the_internet_are_public(address, expected):
+    assert is_public(address) is expected
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("Example.COM", "example.com"),
+        ("example.com.", "example.com"),
+        ("BÜCHER.example", "xn--bcher-kva.example"),
+        ("my_host", "my_host"),
+        ("１２７.0.0.1", "127.0.0.1"),  # other digits
+        ("127。0。0。1", "127.0.0.1"),  # other dots
+        ("ⓛocalhost", "localhost"),
+        ("127.0.0.1.", "127.0.0.1"),
+        ("[::1]", "::1"),
+        ("2606:4700:0:0:0:0:0:ABCD", "2606:4700::abcd"),
+    ],
+)
+def test_a_host_has_one_spelling(host, expected):
+    assert normalize_host(host) == expected
+    assert normalize_host(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.0.0.1", "0177.0.0.1", "0x"),
+        *("127.0.0.01", "127.0.0.256", "1.2.3.4.5", "example.1", "127.0.0.1.1."),
+        *("", ".", "..", "a..b", "a b", "a/b", "a@b", "a\\b", "a\nb", "a" * 64, "a." * 127 + "b"),
+        *("fe80::1%eth0", "fe80::1%25eth0", "a%00b", "::1::", "::g"),
+    ],
+)
+def test_other_spellings_are_refused(host):
+    with pytest.raises(ValueError, match=r"IP address must be|not the name|with a zone"):
+        normalize_host(host)

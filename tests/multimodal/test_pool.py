@@ -1,0 +1,154 @@
+"""Processes that decode media: results, errors, and the files that a killed process leaves."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from tests.multimodal.test_image import PICTURE, PIXELS, save
+from tests.shared_memory import assert_no_new_files, named_files
+from tests.utils.test_deadline_worker import ends_within
+from vllm.errors import ConfigError, RequestError
+from vllm.multimodal.pool import MediaWorkers
+from vllm.multimodal.source import MediaSource
+
+JOB = "tests.multimodal.media_jobs:decode"
+
+
+def make_workers(num_workers=1, timeout_s=120.0, job=JOB):
+    return MediaWorkers(
+        job,
+        {"brightness": 1},
+        num_workers=num_workers,
+        memory_limit_bytes=2**30,
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def workers():
+    before = named_files()
+    workers = make_workers()
+    yield workers
+    workers.close()
+    assert_no_new_files(before)
+
+
+def source(data=b"", pixels=None, **fields):
+    if pixels is None:
+        fields["data"] = data
+    return MediaSource(modality="image", where="m[1]", pixels=pixels, **fields)
+
+
+def pid_of(result):
+    return int(result.tensors["pid"][0])
+
+
+def num_open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_becomes_tensors(workers):
+    result = asyncio.run(workers.run(source(save(PICTURE, "PNG"), uuid="u", detail="low")))
+    np.testing.assert_array_equal(result.tensors["pixels"], PIXELS + 1)
+    assert result.tensors["grid"].tolist() == [[1, *PIXELS.shape[:2]]]
+    assert result.tensors["grid"].dtype == np.int64
+    assert result.tensors["scale"] == np.float32(0.5)
+    assert (result.tensors["none"].shape, result.tensors["none"].dtype) == ((0, 3), np.float16)
+    assert result.tensors["told"].tobytes() == b"u low"
+    assert result.grid == PIXELS.shape[:2]
+    assert pid_of(result) != os.getpid()
+    assert result.tensors["pixels"].flags.writeable
+
+
+def test_pixels_are_given_as_they_are(workers):
+    for pixels in (PIXELS, PIXELS[:, ::-1]):
+        result = workers.run_sync(source(pixels=pixels))
+        np.testing.assert_array_equal(result.tensors["pixels"], pixels + 1)
+
+
+def test_megabytes_come_back_and_no_file_stays_open(workers):
+    workers.run_sync(source(b"large"))
+    before = num_open_files()
+    for _ in range(3):
+        result = workers.run_sync(source(b"large"))
+    np.testing.assert_array_equal(
+        result.tensors["pixels"], np.arange(2**20, dtype=np.int32).reshape(2, -1)
+    )
+    assert num_open_files() == before
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"told", "m[1]: it is wrong"),
+        (b"value", "m[1]: a processor does not take it"),
+        (b"raise", "m[1]: it cannot be processed: 'a bug'"),
+        (b"memory", "m[1]: there is not enough memory to process it. Send a smaller one"),
+        (b"%PDF-", "m[1]: it is a file of the format PDF; accepted are"),
+    ],
+)
+def test_an_item_that_is_refused_leaves_the_process_alive(workers, data, message):
+    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+    with pytest.raises(RequestError) as error:
+        workers.run_sync(source(data))
+    assert str(error.value).startswith(message)
+    assert error.value.param == "m[1]"
+    assert pid_of(workers.run_sync(source(pixels=PIXELS))) == pid
+
+
+def test_a_process_that_ends_costs_one_item(workers):
+    with pytest.raises(RequestError, match=r"m\[1\]: the process that decodes it has ended"):
+        workers.run_sync(source(b"exit"))
+    assert workers.run_sync(source(pixels=PIXELS)).grid == PIXELS.shape[:2]
+
+
+def test_a_killed_process_costs_one_item(workers):
+    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+    timer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(RequestError, match="the process that decodes it has ended"):
+        workers.run_sync(source(b"sleep"))
+    timer.join()
+    assert pid_of(workers.run_sync(source(pixels=PIXELS))) != pid
+
+
+def test_an_item_that_takes_too_long_costs_its_process_and_not_the_next_item():
+    before = named_files()
+    workers = make_workers(timeout_s=0.3)
+    workers.start()
+    with pytest.raises(RequestError, match=r"m\[1\]: it was not processed within 0\.3 s"):
+        workers.run_sync(source(b"sleep"))
+    workers._timeout_s = 120.0
+    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+    workers.close()
+    assert ends_within(pid, 50)
+    assert_no_new_files(before)
+
+
+def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
+    workers = make_workers(num_workers=2)
+    workers.start()
+
+    async def run():
+        sleeping = asyncio.ensure_future(workers.run(source(b"sleep")))
+        results = [await workers.run(source(pixels=PIXELS)) for _ in range(3)]
+        waiting = asyncio.ensure_future(workers.run(source(b"sleep")))
+        await asyncio.sleep(0)
+        workers.close()
+        return results, await asyncio.gather(sleeping, waiting, return_exceptions=True)
+
+    results, ended = asyncio.run(run())
+    assert len({pid_of(result) for result in results}) == 1
+    assert all(isinstance(error, (RequestError, asyncio.CancelledError)) for error in ended)
+    assert ends_within(pid_of(results[0]), 50)
+
+
+def test_a_job_that_cannot_start_is_told():
+    workers = make_workers(job="tests.multimodal.media_jobs:broken")
+    with pytest.raises(ConfigError, match=r"cannot start: cannot start with \{'brightness': 1\}"):
+        workers.start()
+    workers.close()

@@ -1,0 +1,133 @@
+"""The images of conversations: what the model of an engine accepts, and prompts with them."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.chat_utils import ImageRules, RenderedChat
+from vllm.entrypoints.conversation.media import ImageText, MediaPart
+from vllm.errors import RequestError
+from vllm.inputs import TextPrompt
+
+if TYPE_CHECKING:
+    from vllm.config import MultiModalConfig
+    from vllm.engine.input.input_processor import InputProcessor
+    from vllm.multimodal.fetch import MediaFetcher
+
+_IMAGE = "image"
+
+
+def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> ImageRules | None:
+    """Return how the model of an engine reads images; None: it reads text only.
+
+    Args:
+        processor: of the engine.
+        is_local: the conversations are of the program itself, whose relative paths can be found.
+    """
+    family = processor.media.family
+    if family is None:
+        return None
+    return ImageRules(
+        text=ImageText(family.placeholder, family.text_of_image),
+        max_images=processor.media.limits[_IMAGE],
+        is_local=is_local,
+    )
+
+
+def make_fetcher(config: "MultiModalConfig") -> "MediaFetcher":
+    """Return what fetches the images of an engine with this config.
+
+    Raises:
+        ConfigError: the folder does not exist, or a domain is malformed.
+    """
+    from vllm.multimodal import utils
+
+    return utils.make_fetcher(config.allowed_local_media_path, config.allowed_media_domains)
+
+
+async def fetch_images(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
+    """Replace the URLs of images by their content. All are fetched at the same time.
+
+    An image that occurs several times is fetched once. When one fails, or the request is cancelled,
+    the others are cancelled.
+
+    Raises:
+        RequestError: a URL is not allowed, or cannot be fetched; names the image.
+    """
+    first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
+    tasks = {
+        url: asyncio.create_task(fetcher.fetch(url, _IMAGE, part.where))
+        for url, part in first.items()
+    }
+    try:
+        await asyncio.gather(*tasks.values())
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    return _with_content(parts, {url: task.result() for url, task in tasks.items()})
+
+
+def fetch_images_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
+    """Replace the URLs of images by their content, one after the other. Blocks."""
+    first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
+    return _with_content(
+        parts, {url: fetcher.fetch_sync(url, _IMAGE, part.where) for url, part in first.items()}
+    )
+
+
+def _with_content(parts: Sequence[MediaPart], contents: Mapping[str, bytes]) -> list[MediaPart]:
+    return [
+        replace(part, source=contents[part.source]) if isinstance(part.source, str) else part
+        for part in parts
+    ]
+
+
+def image_prompt(
+    chat: RenderedChat,
+    images: Sequence[MediaPart],
+    rules: ImageRules | None,
+    processor_kwargs: Mapping[str, Any] | None,
+) -> TextPrompt:
+    """Return the prompt of a conversation.
+
+    Args:
+        chat: the text.
+        images: its images, which have been fetched.
+        rules: of the model.
+        processor_kwargs: overrides settings of the image processor, or None.
+
+    Raises:
+        RequestError: such overrides are given to a model that reads text only.
+    """
+    prompt: TextPrompt = {"prompt": chat.text, "add_special_tokens": False}
+    if processor_kwargs and rules is None:
+        raise RequestError(
+            "mm_processor_kwargs: this model reads text only. Leave it out",
+            param="mm_processor_kwargs",
+        )
+    if chat.literals:
+        prompt["literal_placeholders"] = chat.literals
+    if not images:
+        return prompt
+    prompt["multi_modal_data"] = {_IMAGE: [_as_item(part) for part in images]}
+    if any(part.uuid is not None for part in images):
+        prompt["multi_modal_uuids"] = {_IMAGE: [part.uuid for part in images]}
+    if processor_kwargs:
+        prompt["mm_processor_kwargs"] = dict(processor_kwargs)
+    return prompt
+
+
+def _as_item(part: MediaPart) -> Any:
+    """Return an image as the engine reads it: a fetched file with its description, or an object."""
+    from vllm.multimodal.source import MediaSource
+
+    if not isinstance(part.source, bytes):
+        return part.source
+    return MediaSource(
+        modality=_IMAGE,
+        where=part.where,
+        data=part.source,
+        uuid=part.uuid,
+        detail=part.detail,
+    )

@@ -1,0 +1,184 @@
+"""One GET request to an address that has been checked. Knows no redirects and no names to resolve.
+
+Proxies of the environment (HTTP_PROXY and the like) are not used: a proxy would resolve the name
+again, and what it finds could not be checked.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from urllib.parse import quote
+
+import httptools
+
+_READ_BYTES = 2**16
+_MAX_HEAD_BYTES = 2**16
+_PORTS = {"http": 80, "https": 443}
+_PATH_CHARACTERS = "/%:@!$&'()*+,;=-._~?[]|^"
+"""Characters of path and query that are sent as they are."""
+
+
+class HTTPError(Exception):
+    """The other end does not give what it should; str() says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The parts of a URL.
+
+    Attributes:
+        scheme: "http" or "https".
+        host: as `normalize_host` returns it.
+        port: None: the usual one.
+        path: with the query; quoted as far as it was in the URL.
+    """
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+
+    def connect_port(self) -> int:
+        """Return the port to connect to."""
+        return self.port or _PORTS[self.scheme]
+
+    def request(self) -> bytes:
+        """Return the bytes of the request."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        if self.connect_port() != _PORTS[self.scheme]:
+            host = f"{host}:{self.port}"
+        lines = (
+            f"GET {quote(self.path or '/', safe=_PATH_CHARACTERS)} HTTP/1.1",
+            f"Host: {host}",
+            "User-Agent: vllm",
+            "Accept: */*",
+            "Accept-Encoding: identity",  # a few bytes must not become gigabytes
+            "Connection: close",
+        )
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode("ascii")
+
+
+@dataclass
+class Answer:
+    """An answer while it arrives. httptools calls the methods.
+
+    Attributes:
+        status: of HTTP; 0 until the head is complete.
+        headers: names in lower case; of several with one name, the first.
+        body: for the status 200; of another answer nothing is read.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    is_complete: bool = False
+
+    def __post_init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Take what has arrived.
+
+        Raises:
+            HTTPError: it is not HTTP.
+        """
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            raise HTTPError("the answer is not valid HTTP") from None
+
+    def on_message_begin(self) -> None:
+        """Begin again, after an interim answer."""
+        self.headers.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        """Take the status, if the answer is not an interim one."""
+        status = self._parser.get_status_code()
+        self.status = status if status >= 200 else 0
+
+    def on_body(self, data: bytes) -> None:
+        """Take a part of the content."""
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        """Note the end of the content."""
+        self.is_complete = self.status != 0
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether only the end of the connection says where the content ends."""
+        return not {"content-length", "transfer-encoding"} & self.headers.keys()
+
+
+async def get(target: Target, addresses: Sequence[str], max_bytes: int) -> Answer:
+    """Send a GET request and read the answer, its content only for the status 200.
+
+    Args:
+        target: whose name is sent as `Host`, and for TLS checked against the certificate.
+        addresses: of the host; the next one is tried where no connection can be made.
+        max_bytes: limit of the content.
+
+    Raises:
+        HTTPError: the answer is malformed, compressed, incomplete or too large.
+        OSError: no connection can be made, or it breaks.
+    """
+    reader, writer = await _connect(target, addresses)
+    try:
+        writer.write(target.request())
+        await writer.drain()
+        return await _read_answer(reader, max_bytes)
+    finally:
+        writer.transport.abort()  # closing in good order would wait for the other end
+
+
+async def _connect(
+    target: Target, addresses: Sequence[str]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = _tls() if target.scheme == "https" else None
+    name = target.host if context else None
+    failure: OSError = OSError("the name has no address")
+    for address in addresses:
+        try:
+            return await asyncio.open_connection(
+                address, target.connect_port(), ssl=context, server_hostname=name
+            )
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+async def _read_answer(reader: asyncio.StreamReader, max_bytes: int) -> Answer:
+    answer = Answer()
+    num_head_bytes = 0
+    while not answer.is_complete:
+        if not (data := await reader.read(_READ_BYTES)):
+            if answer.status and answer.ends_with_connection:
+                return answer
+            raise HTTPError("the connection ended before the answer was complete")
+        answer.feed(data)
+        if not answer.status:
+            num_head_bytes += len(data)
+            if num_head_bytes > _MAX_HEAD_BYTES:
+                raise HTTPError(f"the head of the answer has more than {_MAX_HEAD_BYTES} bytes")
+            continue
+        if answer.status != 200:
+            return answer
+        if answer.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise HTTPError("the answer is compressed, which was not asked for")
+        announced = answer.headers.get("content-length", "0").strip()
+        # A number of any length may be announced, and int() refuses very long ones.
+        if len(answer.body) > max_bytes or len(announced) > 18 or int(announced) > max_bytes:
+            raise HTTPError(f"the answer must have at most {max_bytes} bytes, and has more")
+    return answer
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the settings of TLS: the system says which authorities are trusted."""
+    return ssl.create_default_context()

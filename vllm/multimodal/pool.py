@@ -1,0 +1,306 @@
+"""Processes that decode media of clients and prepare them for the model, and that can be killed.
+
+A decoder of a damaged file may run for ever, take all memory or crash. Here that costs the request
+its item, and nothing else: the process is killed and the next one is forked.
+
+    parent                                                child
+    MediaSource -> file in memory            ->           job(source)
+    EncoderInput <- file in memory           <-           tensors, one after the other
+
+Both files belong to the parent and have no name, so nothing is left when a process is killed. Only
+their description goes through the connection.
+"""
+
+import asyncio
+import importlib
+import math
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm.errors import ConfigError, RequestError
+from vllm.logger import init_logger
+from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.source import MediaSource
+from vllm.utils.process.deadline_worker import (
+    CallFailed,
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    WorkerError,
+    make_server,
+)
+
+logger = init_logger(__name__)
+
+Job = Callable[[MediaSource], EncoderInput]
+
+_TARGET = "vllm.multimodal.pool:_make_handler"
+_ALIGNMENT = 64
+"""Bytes; each tensor begins at a multiple of it."""
+_KINDS = "biuf"
+"""Of dtypes: booleans, integers and floats. An object would be an address."""
+
+
+class _Setup(msgspec.Struct):
+    job: str
+    settings: dict[str, Any]
+
+
+class _Source(msgspec.Struct):
+    """A `MediaSource` without its content. `shape` is None for a file."""
+
+    modality: str
+    where: str
+    uuid: str | None
+    detail: str | None
+    shape: tuple[int, int, int] | None
+    overrides: dict[str, Any]
+
+
+class _Tensor(msgspec.Struct):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Answer(msgspec.Struct):
+    """An `EncoderInput` without the content of its tensors, or the reason why there is none."""
+
+    refusal: str | None = None
+    tensors: list[_Tensor] = []
+    grid: tuple[int, ...] = ()
+
+
+class MediaWorkers:
+    """Several processes, each of which works on one item at a time.
+
+    Thread-safe. `run` and `run_sync` may be called from any event loop and any thread.
+
+    Args:
+        job: "module:function". It is imported in the processes only, and called once with the
+            settings; what it returns is called for each item. It raises RequestError or ValueError
+            for an item that it does not accept.
+        settings: keyword arguments of this function: numbers, texts, lists and dictionaries.
+        num_workers: processes.
+        memory_limit_bytes: by how much items may enlarge the address space of a process.
+        timeout_s: seconds for one item, without the wait for a free process.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        settings: Mapping[str, Any],
+        *,
+        num_workers: int,
+        memory_limit_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._memory_limit_bytes = memory_limit_bytes
+        self._server = make_server(_TARGET, msgspec.msgpack.encode(_Setup(job, dict(settings))))
+        self._workers = [
+            DeadlineWorker(self._server, max_memory_bytes=memory_limit_bytes)
+            for _ in range(num_workers)
+        ]
+        self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()  # the last is warm
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="media")
+
+    def start(self) -> None:
+        """Import the job, so that the first item does not wait for it. Blocks.
+
+        Raises:
+            ConfigError: the job cannot be imported, or refuses its settings.
+        """
+        try:
+            self._server.start()
+        except WorkerError as error:
+            raise ConfigError(f"the processes that decode media cannot start: {error}") from error
+
+    async def run(self, source: MediaSource) -> EncoderInput:
+        """Return the result of the job for an item. Cancelling it takes effect while it waits.
+
+        Raises:
+            RequestError: the item is not accepted, or needs too much time or memory.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._run, source)
+
+    def run_sync(self, source: MediaSource) -> EncoderInput:
+        """Return the same; blocks."""
+        return self._threads.submit(self._run, source).result()
+
+    def close(self) -> None:
+        """Kill all processes. Items that they work on, or that wait for them, are refused."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            if worker.pid is not None:
+                worker.close()
+        self._server.close()  # ends a start, for which a worker may wait
+        for worker in self._workers:
+            worker.close()
+
+    def _run(self, source: MediaSource) -> EncoderInput:
+        worker = self._idle.get()  # there is one, as there are as many threads
+        try:
+            return self._run_in(worker, source)
+        finally:
+            self._idle.put(worker)
+
+    def _run_in(self, worker: DeadlineWorker, source: MediaSource) -> EncoderInput:
+        if self._is_closed:
+            raise RequestError(f"{source.where}: the server is stopping", param=source.where)
+        files = [os.memfd_create("media-source"), os.memfd_create("media-tensors")]
+        try:
+            call = _write_source(source, files[0])
+            answer = _decode_answer(worker.call(call, self._timeout_s, files))
+            if answer.refusal is None:
+                return _read_result(answer, files[1])
+            reason = answer.refusal
+        except DeadlineExceeded:
+            reason = f"it was not processed within {self._timeout_s:g} s. Send a smaller one"
+        except WorkerDied:
+            reason = (
+                f"the process that decodes it has ended: the file is damaged, or needs more memory "
+                f"than {self._memory_limit_bytes // 2**20} MiB. Send a smaller one"
+            )
+        except CallFailed as error:
+            logger.error("%s cannot be processed: %s", source.where, error)
+            reason = f"it cannot be processed: {error}"
+        finally:
+            for file in files:
+                os.close(file)
+        raise RequestError(f"{source.where}: {reason}", param=source.where)
+
+
+# ---- content of sources and tensors, in files without a name -----------------------------------
+
+
+def _write_source(source: MediaSource, file: int) -> bytes:
+    """Write the content of a source to a file; returns its description."""
+    shape = None
+    content = memoryview(source.data or b"")
+    if source.pixels is not None:
+        height, width, channels = source.pixels.shape
+        shape, content = (height, width, channels), _bytes_of(source.pixels)
+    _write(file, content, 0)
+    described = _Source(
+        source.modality,
+        source.where,
+        source.uuid,
+        source.detail,
+        shape,
+        dict(source.overrides),
+    )
+    return msgspec.msgpack.encode(described)
+
+
+def _read_source(described: _Source, file: int) -> MediaSource:
+    content = _read(file, os.fstat(file).st_size, 0)
+    return MediaSource(
+        modality=described.modality,
+        where=described.where,
+        uuid=described.uuid,
+        detail=described.detail,
+        data=content.tobytes() if described.shape is None else None,
+        pixels=None if described.shape is None else content.reshape(described.shape),
+        overrides=described.overrides,
+    )
+
+
+def _write_result(result: EncoderInput, file: int) -> _Answer:
+    """Write tensors to a file; returns their description."""
+    tensors = []
+    end = 0
+    for name, tensor in result.tensors.items():
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        tensors.append(_Tensor(name, tensor.dtype.str, tensor.shape, offset))
+        _write(file, _bytes_of(tensor), offset)
+        end = offset + tensor.nbytes
+    return _Answer(tensors=tensors, grid=result.grid)
+
+
+def _decode_answer(data: bytes) -> _Answer:
+    try:
+        return msgspec.msgpack.decode(data, type=_Answer)
+    except msgspec.MsgspecError:
+        raise WorkerDied from None
+
+
+def _read_result(answer: _Answer, file: int) -> EncoderInput:
+    """Return the tensors in memory of this process.
+
+    Raises:
+        WorkerDied: the description does not fit the file, as a damaged process may have written it.
+    """
+    tensors: dict[str, NDArray[Any]] = {}
+    num_bytes = os.fstat(file).st_size
+    for each in answer.tensors:
+        try:
+            dtype = np.dtype(each.dtype)
+        except TypeError:
+            raise WorkerDied from None
+        size = math.prod(each.shape) * dtype.itemsize
+        is_inside = min(each.offset, *each.shape, 0) == 0 and each.offset + size <= num_bytes
+        if dtype.kind not in _KINDS or not is_inside:
+            raise WorkerDied
+        tensors[each.name] = _read(file, size, each.offset).view(dtype).reshape(each.shape)
+    return EncoderInput(tensors, answer.grid)
+
+
+def _bytes_of(tensor: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def _write(file: int, left: memoryview, offset: int) -> None:
+    """Write all; one call of the system writes at most 2 GiB."""
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
+    """Read so many bytes, which the file has."""
+    content = np.empty(num_bytes, np.uint8)
+    left = content.data
+    while left:
+        num_read = os.preadv(file, [left], offset)
+        if not num_read:  # the file has been made shorter meanwhile
+            raise WorkerDied
+        left, offset = left[num_read:], offset + num_read
+    return content
+
+
+# ---- the process ------------------------------------------------------------------------------
+
+
+def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
+    """Make the handler of the worker: input and output are descriptions, with two files."""
+    start = msgspec.msgpack.decode(setup, type=_Setup)
+    module, _, name = start.job.partition(":")
+    job: Job = getattr(importlib.import_module(module), name)(**start.settings)
+
+    def handle(argument: bytes, files: Sequence[int]) -> bytes:
+        described = msgspec.msgpack.decode(argument, type=_Source)
+        try:
+            answer = _write_result(job(_read_source(described, files[0])), files[1])
+        except RequestError as error:
+            answer = _Answer(refusal=str(error).removeprefix(f"{described.where}: "))
+        except ValueError as error:
+            answer = _Answer(refusal=str(error))
+        except MemoryError:
+            answer = _Answer(refusal="there is not enough memory to process it. Send a smaller one")
+        return msgspec.msgpack.encode(answer)
+
+    return handle

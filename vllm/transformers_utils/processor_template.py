@@ -1,0 +1,25 @@
+"""The chat template of the processor of a model with images, which no tokenizer reads."""
+
+from pathlib import Path
+
+from vllm.transformers_utils.json_file import read_json_object
+
+_JINJA = "chat_template.jinja"
+_FILES = ("chat_template.json", "processor_config.json")
+
+
+def processor_template(folder: Path) -> str | None:
+    """Return the chat template of a model folder that is in a file of the processor; None if there
+    is none. `chat_template.jinja` has priority over these files, and tokenizers read it.
+
+    Raises:
+        ConfigError: a file is not JSON.
+    """
+    if (folder / _JINJA).is_file():
+        return None
+    for name in _FILES:
+        path = folder / name
+        template = read_json_object(path).get("chat_template") if path.is_file() else None
+        if isinstance(template, str):
+            return template
+    return None
