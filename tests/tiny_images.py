@@ -124,7 +124,9 @@ def llava_reference(
     image_token = model.config.image_token_index
     outputs = []
     for token_ids, images in prompts:
-        ids = [t for token in token_ids for t in [token] * (per_image if token == image_token else 1)]
+        ids = [
+            t for token in token_ids for t in [token] * (per_image if token == image_token else 1)
+        ]
         pixels = {}
         if images:
             found = processor(images=images, return_tensors="pt", input_data_format="channels_last")

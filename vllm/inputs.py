@@ -35,7 +35,7 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
     multi_modal_uuids: NotRequired[dict[str, list[str | None]]]
     mm_processor_kwargs: NotRequired[dict[str, Any]]
-    media: NotRequired[tuple[Any, ...]]
+    media: NotRequired[Any]
     """The images of a prompt that has been tokenised already: their tokens are expanded."""
 
 

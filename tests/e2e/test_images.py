@@ -1,12 +1,10 @@
 """Images in prompts: tokens are those of transformers, whatever else happens in the batch."""
 
-import numpy as np
 import pytest
 
-from tests.reach import runner_of, scheduler_of
+from tests.reach import scheduler_of
 from tests.tiny_images import draw_image, llava_reference, make_llava, make_tokenizer
 from vllm import LLM, SamplingParams
-from vllm.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENGINE = {
@@ -54,7 +52,11 @@ def expected(llava):
         {},
         {"max_num_batched_tokens": 8},  # ends inside of images
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
-        {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},  # preempts
+        {
+            "enable_prefix_caching": False,
+            "max_model_len": 128,
+            "num_gpu_blocks_override": 9,
+        },  # preempts
         {"enforce_eager": True},
     ],
     ids=str,

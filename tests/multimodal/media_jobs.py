@@ -6,8 +6,8 @@ import time
 import numpy as np
 
 from vllm.errors import RequestError
-from vllm.multimodal.image import decode_image
 from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.image import decode_image
 from vllm.multimodal.source import MediaSource
 
 

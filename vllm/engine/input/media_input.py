@@ -70,6 +70,11 @@ class MediaInput:
         if self._model.resolved_arch.media_config is not None:
             self.limits = {"image": self._config.image_limit.count}
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory for images that have been read."""
+        return self._config.processor_cache_bytes
+
     @cached_property
     def family(self) -> MediaFamily | None:
         """The rules of the model's images, with the settings of the engine; None: it takes none."""
@@ -137,9 +142,7 @@ class MediaInput:
         uuids = self._uuids(prompt, len(images))
         overrides = prompt.get("mm_processor_kwargs") or {}
         if not isinstance(overrides, Mapping):
-            raise _refused(
-                f"mm_processor_kwargs must be a dict, got {type(overrides).__name__}"
-            )
+            raise _refused(f"mm_processor_kwargs must be a dict, got {type(overrides).__name__}")
         return [
             _as_source(image, f"multi_modal_data['image'][{index}]", uuid, overrides)
             for index, (image, uuid) in enumerate(zip(images, uuids, strict=True))
@@ -294,7 +297,7 @@ def media_key(source: MediaSource, cache_salt: str | None) -> str:
     else:
         assert source.pixels is not None
         digest.update(f"\0pixels\0{source.pixels.shape}\0".encode())
-        digest.update(np.ascontiguousarray(source.pixels))
+        digest.update(np.ascontiguousarray(source.pixels).data)
     return f"{source.modality}:{digest.hexdigest()}"
 
 
@@ -317,9 +320,7 @@ def _as_source(
             f"[height, width, 3] or [3, height, width] of bytes, or of floats from 0 to 1; got "
             f"{_kind_of(image)}"
         )
-    return MediaSource(
-        modality="image", where=where, pixels=pixels, uuid=uuid, overrides=overrides
-    )
+    return MediaSource(modality="image", where=where, pixels=pixels, uuid=uuid, overrides=overrides)
 
 
 def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:

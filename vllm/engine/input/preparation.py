@@ -6,10 +6,11 @@ certainly too long are refused before they are tokenised, and huge ones go to a 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from vllm.engine.input.huge_texts import HugeTexts
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.media_lane import MediaLane
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.input.slow_lane import (
     HUGE_TEXT_CHARS,
@@ -45,6 +46,7 @@ class Preparation:
         self._slow_lane = SlowLane("tokenise", source)
         self._huge_lane = SlowLane("tokenise-huge", source)
         self._huge_texts = HugeTexts()
+        self.media = MediaLane(source)
 
     @property
     def _processor(self) -> InputProcessor:
@@ -54,12 +56,14 @@ class Preparation:
         """Make what the first long text needs. Called in any thread, before the first request; huge
         texts are rare, and what they need takes memory."""
         self._slow_lane.prepare()
+        self.media.prepare()
 
     def shutdown(self) -> None:
         """Accept no more requests."""
         self._slow_lane.shutdown()
         self._huge_lane.shutdown()
         self._huge_texts.shutdown()
+        self.media.shutdown()
 
     async def process(
         self,
@@ -77,6 +81,7 @@ class Preparation:
         Raises:
             RequestError: what `process` raises, or the text is too long.
         """
+        prompt = await self.media.read(prompt)
         cost = preparation_cost(prompt, params)
         if cost < LONG_TEXT_CHARS:
             return process(prompt, self._processor)
@@ -103,10 +108,9 @@ class Preparation:
         token_ids = await self._huge_texts.encode(
             tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
         )
-        made: TokensPrompt = {"prompt_token_ids": token_ids, "prompt": text}
-        if given.get("cache_salt") is not None:
-            made["cache_salt"] = given["cache_salt"]
-        return made
+        others = {key: given[key] for key in given if key not in ("prompt", "add_special_tokens")}
+        made = {"prompt_token_ids": token_ids, "prompt": text, **others}
+        return cast(TokensPrompt, made)
 
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
@@ -118,14 +122,15 @@ class Preparation:
             is_long: it is one of many prompts, which take long together.
             max_tokens: see there.
         """
+        prompt = await self.media.read(prompt)
         cost = preparation_cost(prompt, _NO_PARAMS)
         if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
-            return self._processor.prompts.tokenize(prompt, max_tokens=max_tokens)
+            return self._processor.tokenize(prompt, max_tokens=max_tokens)
         if max_tokens is not None:
             await self._refuse_long_text(prompt, max_tokens)
         prompt = await self._encode_huge_text(prompt)
         return await self.in_slow_lane(
-            lambda processor: processor.prompts.tokenize(prompt, max_tokens=max_tokens), cost
+            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
         )
 
     async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:

@@ -76,7 +76,7 @@ class _AnyLanguageModel(_LanguageModel):
 
     @classmethod
     def variant_of(cls, arch: ModelArch) -> type[LoadableModel]:
-        text = ModelRegistry.resolve(family_of(arch.model_type).architectures[0])
+        text: type[CausalLM] = ModelRegistry.resolve(family_of(arch.model_type).architectures[0])
         return _joined(cls, text)
 
 

@@ -1,0 +1,151 @@
+"""Reads the images of requests in processes that can be killed, and keeps the newest results.
+
+An image that comes again is not decoded again, also while it is being decoded.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.input.media_input import ReadMedia, cache_salt_of, media_key, read_media
+from vllm.inputs import PromptType
+from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.pool import MediaWorkers
+from vllm.multimodal.source import MediaSource
+
+_JOB = "vllm.multimodal.job:make_job"
+_TIMEOUT_S = 30.0
+_MEMORY_LIMIT = 2 * 2**30
+"""Bytes that one image may take while it is decoded and resized."""
+
+
+class PixelCache:
+    """The newest inputs of the encoder, by the keys of their images.
+
+    Args:
+        capacity: bytes.
+
+    Attributes:
+        num_queries: images that were looked up.
+        num_hits: how many of them were there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.num_queries = 0
+        self.num_hits = 0
+        self._capacity = capacity
+        self._entries: OrderedDict[str, EncoderInput] = OrderedDict()
+        self._num_bytes = 0
+
+    def find(self, key: str) -> EncoderInput | None:
+        """Return the input of an image, if it is there."""
+        self.num_queries += 1
+        found = self._entries.get(key)
+        if found is not None:
+            self.num_hits += 1
+            self._entries.move_to_end(key)
+        return found
+
+    def keep(self, key: str, given: EncoderInput) -> None:
+        """Keep the input of an image, unless it is larger than all memory of the cache."""
+        size = _size_of(given)
+        if key in self._entries or size > self._capacity:
+            return
+        self._entries[key] = given
+        self._num_bytes += size
+        while self._num_bytes > self._capacity:
+            _, oldest = self._entries.popitem(last=False)
+            self._num_bytes -= _size_of(oldest)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._entries.clear()
+        self._num_bytes = 0
+
+
+def _size_of(given: EncoderInput) -> int:
+    return sum(tensor.nbytes for tensor in given.tensors.values())
+
+
+class MediaLane:
+    """The images of all requests of a server.
+
+    Args:
+        source: gives the processor of the event loop, once there is one.
+    """
+
+    def __init__(self, source: Callable[[], InputProcessor]) -> None:
+        self._source = source
+        self._workers: MediaWorkers | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
+        self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
+        self.cache = PixelCache(0)
+
+    def prepare(self) -> None:
+        """Start the processes, if the model reads images. Blocks until they can read one.
+
+        Raises:
+            ConfigError: the settings of the image processor are missing, or cannot be used.
+        """
+        media = self._source().media
+        if media.family is None:
+            return
+        self.cache = PixelCache(media.cache_bytes)
+        self._workers = MediaWorkers(
+            _JOB,
+            media.job_arguments,
+            num_workers=max(1, min(4, (os.cpu_count() or 1) // 2)),
+            memory_limit_bytes=_MEMORY_LIMIT,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._workers.start()
+
+    async def read(self, prompt: PromptType) -> PromptType:
+        """Return the prompt with its images read.
+
+        Raises:
+            RequestError: one cannot be read; names it.
+        """
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        if not given.get("multi_modal_data") or read_media(given) is not None:
+            return prompt
+        loop = asyncio.get_running_loop()
+        # Hashes of large files take milliseconds.
+        sources = await loop.run_in_executor(self._thread, self._find_sources, given)
+        found = await asyncio.gather(*(self._read_one(key, source) for key, source in sources))
+        items = [
+            ReadMedia(source.modality, key, each)
+            for (key, source), each in zip(sources, found, strict=True)
+        ]
+        if not items:
+            return prompt
+        return cast(PromptType, {**given, "multi_modal_data": {"image": items}})
+
+    def shutdown(self) -> None:
+        """Kill the processes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
+
+    def _find_sources(self, prompt: Mapping[str, Any]) -> list[tuple[str, MediaSource]]:
+        salt = cache_salt_of(prompt)
+        return [(media_key(each, salt), each) for each in self._source().media.sources(prompt)]
+
+    async def _read_one(self, key: str, source: MediaSource) -> EncoderInput:
+        found = self.cache.find(key)
+        if found is not None:
+            return found
+        assert self._workers is not None
+        task = self._reading.get(key)
+        if task is None:
+            task = asyncio.create_task(self._workers.run(source))
+            self._reading[key] = task
+            task.add_done_callback(lambda _: self._reading.pop(key, None))
+        # Another request may wait for the same image: cancelling one leaves it to the other.
+        given = await asyncio.shield(task)
+        self.cache.keep(key, given)
+        return given
