@@ -4,11 +4,16 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import EncoderInput, MediaFamily
 from vllm.multimodal.image import Color, decode_image
 from vllm.multimodal.settings import override_settings
 from vllm.multimodal.source import MediaSource
+
+_SIDE = 64
+"""Pixels of an image that every family accepts."""
 
 Job = Callable[[MediaSource], EncoderInput]
 
@@ -40,6 +45,7 @@ def make_job(
     """
     rules = family_class(family)
     usual = rules(config, settings)
+    usual.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))  # imports the image processor
 
     def read(source: MediaSource) -> EncoderInput:
         own = usual

@@ -195,7 +195,7 @@ class InputProcessor:
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
         if self.media.family is None or given.get("media") is not None:
             return replace(tokenized, media=given.get("media"))
-        is_text = isinstance(prompt, str) or given.get("prompt_token_ids") is None
+        is_text = isinstance(prompt, str) or given.get("prompt") is not None
         literal = given.get("literal_placeholders", () if items else None)
         media = self.media.place(
             tokenized.token_ids, items, self.tokenizer, is_text=is_text, literal=literal

@@ -12,10 +12,14 @@ from typing import Any, cast
 
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.media_input import ReadMedia, cache_salt_of, media_key, read_media
+from vllm.errors import ConfigError
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.multimodal.family import EncoderInput
 from vllm.multimodal.pool import MediaWorkers
 from vllm.multimodal.source import MediaSource
+
+logger = init_logger(__name__)
 
 _JOB = "vllm.multimodal.job:make_job"
 _TIMEOUT_S = 30.0
@@ -86,7 +90,7 @@ class MediaLane:
         self.cache = PixelCache(0)
 
     def prepare(self) -> None:
-        """Start the processes, if the model reads images. Blocks until they can read one.
+        """Start the processes in the background, if the model reads images.
 
         Raises:
             ConfigError: the settings of the image processor are missing, or cannot be used.
@@ -102,7 +106,7 @@ class MediaLane:
             memory_limit_bytes=_MEMORY_LIMIT,
             timeout_s=_TIMEOUT_S,
         )
-        self._workers.start()
+        self._thread.submit(self._start, self._workers)
 
     async def read(self, prompt: PromptType) -> PromptType:
         """Return the prompt with its images read.
@@ -130,6 +134,13 @@ class MediaLane:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._workers is not None:
             self._workers.close()
+
+    @staticmethod
+    def _start(workers: MediaWorkers) -> None:
+        try:
+            workers.start()
+        except ConfigError as error:  # each image is refused then
+            logger.error("%s", error)
 
     def _find_sources(self, prompt: Mapping[str, Any]) -> list[tuple[str, MediaSource]]:
         salt = cache_salt_of(prompt)
