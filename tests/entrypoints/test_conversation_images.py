@@ -276,7 +276,10 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image_url", "image_url": "a.png"}, "got 'a.png'"),
         (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),
         (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
-        ({"type": "input_image", "file_id": "file-1"}, ".file_id: this server keeps no files"),
+        (
+            {"type": "input_image", "file_id": "file-1"},
+            ".file_id must be absent, as this server keeps no files",
+        ),
         ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
         ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
         ({"type": "image_embeds", "image_embeds": "AA"}, "embeddings of images are not accepted"),

@@ -17,6 +17,7 @@ TOOL_CALL = {
     "function": {"name": "add", "arguments": '{"a": 1}'},
 }
 TOOL_MESSAGE = {"role": "tool", "tool_call_id": "t1", "name": "add", "content": "2"}
+SOURCE_TYPE = "messages.0.content.0.source.type"
 SCHEMA = {"type": "object", "properties": {}}
 
 
@@ -174,10 +175,45 @@ def test_what_is_left_out_is_in_the_log_once(log):
     ]
 
 
+def test_images_become_parts_that_name_their_place():
+    url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+    data = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    messages = convert(
+        [text("a"), url],
+        [USE],
+        [{**RESULT, "content": [{"type": "image", "source": data}], "is_error": True}],
+    )
+    part = {"type": "image", "detail": None}
+    assert messages[0]["content"] == [
+        text("a"),
+        part | {"url": "http://a/b.png", "where": "messages.0.content.1.source"},
+    ]
+    assert messages[2]["content"] == [
+        text("Error:"),
+        part
+        | {
+            "url": "data:image/png;base64,AAAA",
+            "where": "messages.2.content.0.content.0.source",
+        },
+    ]
+
+
 @pytest.mark.parametrize(
     ("turns", "param"),
     [
-        ([[{"type": "image", "source": {}}]], "messages.0.content.0.type"),
+        ([[{"type": "image", "source": {}}]], "messages.0.content.0.source.type"),
+        ([[{"type": "image", "source": {"type": "file", "file_id": "f"}}]], SOURCE_TYPE),
+        ([[{"type": "image", "source": {"type": "url"}}]], "messages.0.content.0.source.url"),
+        (
+            [[{"type": "image", "source": {"type": "base64", "media_type": "text/html"}}]],
+            "messages.0.content.0.source.media_type",
+        ),
+        (
+            [[{"type": "image", "source": {"type": "base64", "media_type": "image/png"}}]],
+            "messages.0.content.0.source.data",
+        ),
+        ([[{"type": "audio"}]], "messages.0.content.0.type"),
+        (["a", [{"type": "image", "source": {}}]], "messages.1.content.0.type"),
         ([[USE]], "messages.0.content.0.type"),
         (
             [[{**DOCUMENT, "source": {"type": "base64", "data": "JVBE"}}]],
@@ -193,7 +229,7 @@ def test_what_is_left_out_is_in_the_log_once(log):
         ([[RESULT]], "messages.0.content.0.tool_use_id"),
         (
             ["a", [USE], [{**RESULT, "content": [{"type": "image"}]}]],
-            "messages.2.content.0.content.0.type",
+            "messages.2.content.0.content.0.source.type",
         ),
         (["a", [USE], [{**RESULT, "content": 4}]], "messages.2.content.0.content"),
     ],

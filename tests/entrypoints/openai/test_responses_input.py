@@ -89,6 +89,21 @@ def test_every_item_gets_an_id_and_keeps_one_it_has():
     assert [item["id"].split("_")[0] for item in items] == ["msg", "mine", "fco"]
 
 
+def test_images_become_parts_that_name_their_place():
+    image = {"type": "input_image", "image_url": "http://a/b.png"}
+    output = [{"type": "input_text", "text": "2"}, {**image, "detail": "low"}]
+    messages = as_messages(
+        None,
+        read_input([{"role": "user", "content": [image]}, CALL, {**RESULT, "output": output}]),
+    )
+    part = {"type": "image", "url": "http://a/b.png"}
+    assert messages[0]["content"] == [part | {"detail": "auto", "where": "input[0].content[0]"}]
+    assert messages[2]["content"] == [
+        {"type": "text", "text": "2"},
+        part | {"detail": "low", "where": "input[2].output[1]"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -104,7 +119,19 @@ def test_every_item_gets_an_id_and_keeps_one_it_has():
         ([{"role": "user", "content": 7}], "input[0].content"),
         ([{"role": "user", "content": [7]}], "input[0].content[0]"),
         (
-            [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+            [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
+            "input[0].content[0].file_id",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+            "input[0].content[0].image_url",
+        ),
+        (
+            [{"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}],
+            "input[0].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}],
             "input[0].content[0].type",
         ),
         (

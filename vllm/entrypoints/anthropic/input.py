@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vllm.entrypoints.anthropic.protocol import Conversation, InputMessage
+from vllm.entrypoints.conversation.media import image_part
+from vllm.entrypoints.conversation.messages import Part, join_texts
 from vllm.entrypoints.openai.responses.input import read_string
 from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
@@ -18,20 +20,23 @@ Tool = dict[str, Any]
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 
 _BLOCKS = {
-    "user": ("text", "document", "search_result", "tool_reference", "tool_result"),
+    "user": ("text", "image", "document", "search_result", "tool_reference", "tool_result"),
     "assistant": ("text", "compaction", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text", "document", "search_result", "tool_reference"),
 }
 """Role -> types of content blocks that its messages may have."""
+_RESULT_BLOCKS = (*_BLOCKS["system"], "image")
+"""Types of content blocks that the result of a tool may have."""
 _TEXT_BLOCKS = ("text", "document", "search_result", "tool_reference", "compaction")
 _UNREADABLE = ("image", "audio", "video")
-"""Types of content that matters, and that no model of this server can read."""
+"""Types of content that matters, which is never left out."""
 _KNOWN = frozenset(kind for kinds in _BLOCKS.values() for kind in kinds).union(_UNREADABLE)
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",
     "auto": "auto",
     "any": "required",
 }
+_IMAGE_TYPE = re.compile(r"image/[A-Za-z0-9.+-]{1,32}")
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
@@ -127,14 +132,16 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results: list[Message] = []
-    texts: list[str] = []
+    parts: list[Part] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
         place = f"{where}.{i}"
         kind = _block_type(place, block, _BLOCKS[turn.role])
         if kind in _TEXT_BLOCKS:
-            texts.append(_READERS[kind](place, block))
+            parts.append({"type": "text", "text": _READERS[kind](place, block)})
+        elif kind == "image":
+            parts.append(_read_image(place, block))
         elif kind == "thinking":
             thoughts.append(read_string(place, block, "thinking", may_be_empty=True))
         elif kind == "tool_use":
@@ -142,12 +149,12 @@ def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Me
             names[calls[-1]["id"]] = calls[-1]["function"]["name"]
         elif kind == "tool_result":
             results.append(_read_result(place, block, names))
-    message: Message = {"role": turn.role, "content": "\n".join(texts)}
+    message: Message = {"role": turn.role, "content": join_texts(parts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    has_only_results = bool(results) and not texts
+    has_only_results = bool(results) and not parts
     return results if has_only_results else [*results, message]
 
 
@@ -169,10 +176,12 @@ def _read_result(where: str, block: Mapping[str, Any], names: Mapping[str, str])
             param=f"{where}.tool_use_id",
         )
     content = block.get("content")
-    text = "" if content is None else _read_text(f"{where}.content", content)
+    parts = [] if content is None else _read_parts(f"{where}.content", content)
+    result = join_texts(parts)
     if block.get("is_error") is True:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text}
+        mark: Part = {"type": "text", "text": "Error:"}
+        result = f"Error: {result}" if isinstance(result, str) else [mark, *result]
+    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": result}
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
@@ -209,17 +218,60 @@ def _read_text(where: str, content: Any) -> str:
     return "\n".join(_read_texts(where, content, _BLOCKS["system"]))
 
 
-def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
+def _as_blocks(where: str, content: Any) -> Sequence[Any]:
     if not isinstance(content, Sequence):
         raise RequestError(
             f"{where} must be a string or a list of blocks, got {content!r:.80}", param=where
         )
+    return content
+
+
+def _read_texts(where: str, content: Any, known: Sequence[str]) -> list[str]:
+    content = _as_blocks(where, content)
     kinds = [_block_type(f"{where}.{i}", block, known) for i, block in enumerate(content)]
     return [
         _READERS[kind](f"{where}.{i}", block)
         for i, (kind, block) in enumerate(zip(kinds, content, strict=True))
         if kind is not None
     ]
+
+
+def _read_parts(where: str, content: Any) -> list[Part]:
+    """Return the texts and images of the result of a tool."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts: list[Part] = []
+    for i, block in enumerate(_as_blocks(where, content)):
+        place = f"{where}.{i}"
+        kind = _block_type(place, block, _RESULT_BLOCKS)
+        if kind == "image":
+            parts.append(_read_image(place, block))
+        elif kind is not None:
+            parts.append({"type": "text", "text": _READERS[kind](place, block)})
+    return parts
+
+
+def _read_image(where: str, block: Mapping[str, Any]) -> Part:
+    """Return an image as a part of the chat API. Whether the model reads images is found out
+    later."""
+    given = block.get("source")
+    source: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    where, kind = f"{where}.source", source.get("type")
+    if kind == "url":
+        return image_part(read_string(where, source, "url"), where)
+    if kind != "base64":
+        raise RequestError(
+            f"{where}.type must be base64 or url, got {kind!r:.80}: this server keeps no files",
+            param=f"{where}.type",
+        )
+    media_type = read_string(where, source, "media_type")
+    if not _IMAGE_TYPE.fullmatch(media_type):
+        raise RequestError(
+            f"{where}.media_type must be the type of an image, such as image/png, got "
+            f"{media_type!r:.80}",
+            param=f"{where}.media_type",
+        )
+    return image_part(f"data:{media_type};base64,{read_string(where, source, 'data')}", where)
 
 
 def _read_document(where: str, block: Mapping[str, Any]) -> str:

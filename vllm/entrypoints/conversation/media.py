@@ -80,6 +80,8 @@ class MediaParts:
         Raises:
             RequestError: the model cannot read it, or it has no image.
         """
+        if isinstance(named := part.get(WHERE), str):
+            where = named[:_MAX_WHERE_CHARS]
         if self._max_images is None:
             raise _refusal(where, kind, "'text', as this model reads text only")
         if kind in _EMBEDDINGS:
@@ -103,6 +105,17 @@ class MediaParts:
             )
 
 
+def image_part(url: str, where: str, detail: str | None = None) -> dict[str, Any]:
+    """Return an image of another API as a part of the chat API.
+
+    Args:
+        url: of the image.
+        where: its position in the request, for errors.
+        detail: resolution that the client asks for, or None.
+    """
+    return {"type": IMAGE, "url": url, "detail": detail, WHERE: where}
+
+
 def is_image(part: Mapping[str, Any]) -> bool:
     """Whether a part of the normal form is an image."""
     return part["type"] == IMAGE
@@ -124,8 +137,8 @@ def _refusal(where: str, kind: str, accepted: str) -> RequestError:
 def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -> MediaPart:
     if kind == "input_image" and part.get("file_id") is not None:
         raise RequestError(
-            f"{where}.file_id: this server keeps no files of clients. Send image_url, a URL or a "
-            f"data: URL",
+            f"{where}.file_id must be absent, as this server keeps no files: send image_url, a URL "
+            f"or a data: URL",
             param="messages",
         )
     fields = _FIELDS[kind]
@@ -134,8 +147,6 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
     detail = part.get("detail")
     if isinstance(given, MediaPart):  # it has been read, and maybe fetched
         return given
-    if isinstance(named := part.get(WHERE), str):
-        where = named[:_MAX_WHERE_CHARS]
     name = f"{where}.{field}"
     if field == "image_url" and isinstance(given, Mapping):
         given, detail, name = given.get("url"), given.get("detail", detail), f"{name}.url"

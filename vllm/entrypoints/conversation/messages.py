@@ -157,6 +157,13 @@ def link_results(conversation: Sequence[Message]) -> None:
             message.setdefault("name", names[call_id])
 
 
+def join_texts(parts: Sequence[Part]) -> Content:
+    """Return content of parts: a string of lines if all of them are texts."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return list(parts)
+
+
 def _read_content(where: str, content: Any, media: MediaParts) -> Content:
     if isinstance(content, str):
         return content

@@ -46,26 +46,37 @@ def make_fetcher(config: "MultiModalConfig") -> "MediaFetcher":
     return utils.make_fetcher(config.allowed_local_media_path, config.allowed_media_domains)
 
 
-async def fetch_images(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
+async def fetch_images(
+    fetcher: "MediaFetcher", parts: Sequence[MediaPart], fetched: dict[str, bytes] | None = None
+) -> list[MediaPart]:
     """Replace the URLs of images by their content. All are fetched at the same time.
 
     An image that occurs several times is fetched once. When one fails, or the request is cancelled,
     the others are cancelled.
 
+    Args:
+        fetcher: of the server.
+        parts: the images.
+        fetched: content by URL of what need not be fetched again; gets the rest. None: nothing is
+            known, and nothing is kept.
+
     Raises:
         RequestError: a URL is not allowed, or cannot be fetched; names the image.
     """
+    contents = {} if fetched is None else fetched
     first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
     tasks = {
         url: asyncio.create_task(fetcher.fetch(url, _IMAGE, part.where))
         for url, part in first.items()
+        if url not in contents
     }
     try:
         await asyncio.gather(*tasks.values())
     finally:
         for task in tasks.values():
             task.cancel()
-    return _with_content(parts, {url: task.result() for url, task in tasks.items()})
+    contents.update((url, task.result()) for url, task in tasks.items())
+    return _with_content(parts, contents)
 
 
 def fetch_images_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:

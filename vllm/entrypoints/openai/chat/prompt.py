@@ -56,6 +56,7 @@ async def chat_prompt(
     truncate: int | None = None,
     cache_salt: str | None = None,
     max_tokens: int | None = None,
+    fetched: dict[str, bytes] | None = None,
 ) -> TokensPrompt:
     """The prompt that continues a conversation.
 
@@ -64,6 +65,7 @@ async def chat_prompt(
         body: conversation, tools and options.
         with_tools: False hides the tools from the model.
         truncate, cache_salt, max_tokens: see `prompts.tokenize`.
+        fetched: content of images by URL, which grows. None: all are fetched.
 
     Returns:
         Token ids; "prompt" is the rendered text, unless it was truncated.
@@ -73,7 +75,9 @@ async def chat_prompt(
     """
     rules = image_rules(context.engine.input_processor)
     chat = await render(context, body, rules, with_tools=with_tools)
-    images = await fetch_images(context.media_fetcher, chat.images) if chat.images else []
+    images = chat.images
+    if images:
+        images = await fetch_images(context.media_fetcher, images, fetched)
     prompt = image_prompt(chat, images, rules, body.mm_processor_kwargs)
     prompt["add_special_tokens"] = body.add_special_tokens
     return await tokenize(

@@ -259,6 +259,7 @@ async def prepare_turn(
     request_id: str,
     *,
     trace_headers: Mapping[str, str] | None = None,
+    fetched: dict[str, bytes] | None = None,
 ) -> ChatTurn:
     """Check a request, and make its prompt.
 
@@ -267,6 +268,7 @@ async def prepare_turn(
         body: the tool parser may change fields of it.
         request_id: unique among running requests.
         trace_headers: W3C trace context of the request.
+        fetched: content of images by URL that have been fetched, or None.
 
     Raises:
         NotFoundError: there is no such model.
@@ -284,6 +286,7 @@ async def prepare_turn(
         truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt,
         max_tokens=context.config.scheduler.max_model_len - 1,
+        fetched=fetched,
     )
     # Before the parameters: a parser of the user may change the request.
     readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]

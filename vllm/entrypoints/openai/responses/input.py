@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from vllm.entrypoints.conversation.media import image_part
+from vllm.entrypoints.conversation.messages import Content, Part, join_texts
 from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
 
@@ -44,6 +46,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
 }
 """Type of a content part -> the key of its text."""
+_IMAGE_PART = "input_image"
 _MAX_ID_LENGTH = 256
 
 
@@ -62,7 +65,7 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
         RequestError: an item is malformed or of a kind that is not served; names the place.
     """
     if isinstance(given, str):
-        return [_message_item(new_id("msg"), "user", [given])]
+        return [_message_item(new_id("msg"), "user", [{"type": "input_text", "text": given}])]
     if not given:
         raise RequestError("input must not be empty", param="input")
     return [_read_item(f"input[{i}]", item) for i, item in enumerate(given)]
@@ -154,8 +157,10 @@ class _Conversation:
         }
         self._has_gap = False
         """Whether something was left out, so that the call of an output may be missing."""
+        self._num_items = 0
 
     def add(self, item: Item) -> None:
+        self._num_items += 1
         kind = item["type"]
         if kind in self._add:
             self._add[kind](item)
@@ -186,14 +191,29 @@ class _Conversation:
         return self.messages
 
     def _add_message(self, item: Item) -> None:
+        if item["role"] == "user":
+            self.messages.append({"role": "user", "content": self._content(item, "content")})
+            return
         text = "\n".join(_text_of(part) for part in item["content"])
         if item["role"] in ("system", "developer"):
             self.add_system(text)
-        elif item["role"] == "user":
-            self.messages.append({"role": "user", "content": text})
         else:
             last = self._assistant(is_open=lambda m: not m["content"] and "tool_calls" not in m)
             last["content"] = text
+
+    def _content(self, item: Item, key: str) -> Content:
+        """Return texts and images of an item."""
+        if isinstance(item[key], str):
+            return str(item[key])
+        where = f"input[{self._num_items - 1}].{key}"
+        return join_texts(
+            [
+                image_part(part["image_url"], f"{where}[{i}]", part.get("detail"))
+                if part["type"] == _IMAGE_PART
+                else {"type": "text", "text": _text_of(part)}
+                for i, part in enumerate(item[key])
+            ]
+        )
 
     def _add_reasoning(self, item: Item) -> None:
         parts = item.get("content") or item.get("summary") or []
@@ -222,10 +242,9 @@ class _Conversation:
                 f"must come before it",
                 param="input",
             )
-        output = item["output"]
-        text = output if isinstance(output, str) else "\n".join(_text_of(part) for part in output)
+        content = self._content(item, "output")
         self.messages.append(
-            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text}
+            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": content}
         )
 
     def _add_client_call(self, item: Item) -> None:
@@ -303,8 +322,8 @@ def _read_item(where: str, given: Any) -> Item:
         return _read_message(where, given, item_id)
     item: Item = {"id": item_id, "type": kind, "status": "completed"}
     if kind == "reasoning":
-        summary = _read_parts(f"{where}.summary", given.get("summary") or [])
-        content = _read_parts(f"{where}.content", given.get("content") or [])
+        summary = _read_texts(f"{where}.summary", given.get("summary") or [])
+        content = _read_texts(f"{where}.content", given.get("content") or [])
         item["summary"] = [{"type": "summary_text", "text": text} for text in summary]
         item["content"] = [{"type": "reasoning_text", "text": text} for text in content]
         return item
@@ -318,8 +337,7 @@ def _read_item(where: str, given: Any) -> Item:
     elif isinstance(output := given.get("output"), str):
         item["output"] = output
     else:
-        texts = _read_parts(f"{where}.output", output)
-        item["output"] = [{"type": "input_text", "text": text} for text in texts]
+        item["output"] = _read_input_parts(f"{where}.output", output)
     return item
 
 
@@ -330,13 +348,18 @@ def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
             f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}",
             param=f"{where}.role",
         )
-    return _message_item(item_id, role, _read_parts(f"{where}.content", given.get("content")))
-
-
-def _message_item(item_id: str, role: str, texts: list[str]) -> Item:
-    parts: list[dict[str, Any]] = [{"type": "input_text", "text": text} for text in texts]
+    where, content = f"{where}.content", given.get("content")
+    if role == "user":
+        return _message_item(item_id, role, _read_input_parts(where, content))
+    parts: list[Part] = [
+        {"type": "input_text", "text": text} for text in _read_texts(where, content)
+    ]
     if role == "assistant":
-        parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+        parts = [{"type": "output_text", "text": p["text"], "annotations": []} for p in parts]
+    return _message_item(item_id, role, parts)
+
+
+def _message_item(item_id: str, role: str, parts: list[Part]) -> Item:
     return {
         "id": item_id,
         "type": "message",
@@ -346,27 +369,54 @@ def _message_item(item_id: str, role: str, texts: list[str]) -> Item:
     }
 
 
-def _read_parts(where: str, given: Any) -> list[str]:
-    """The texts of content."""
+def _read_input_parts(where: str, given: Any) -> list[Part]:
+    """Return texts and images of content as `input_text` and `input_image`."""
+    parts: list[Part] = []
+    for i, part in enumerate(_as_parts(where, given)):
+        if isinstance(part, Mapping) and part.get("type") == _IMAGE_PART:
+            parts.append(_read_image(f"{where}[{i}]", part))
+        else:
+            parts.append({"type": "input_text", "text": _read_text(f"{where}[{i}]", part)})
+    return parts
+
+
+def _read_texts(where: str, given: Any) -> list[str]:
+    return [_read_text(f"{where}[{i}]", part) for i, part in enumerate(_as_parts(where, given))]
+
+
+def _as_parts(where: str, given: Any) -> Sequence[Any]:
     if isinstance(given, str):
-        return [given]
+        return [{"type": "input_text", "text": given}]
     if not isinstance(given, Sequence):
         raise RequestError(
             f"{where} must be a string or a list of parts, got {given!r:.80}", param=where
         )
-    return [_read_part(f"{where}[{i}]", part) for i, part in enumerate(given)]
+    return given
 
 
-def _read_part(where: str, part: Any) -> str:
+def _read_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise RequestError(f"{where} must be an object with a type", param=where)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where}: content of type {kind!r:.80} is not supported: this model reads text only",
+            f"{where}.type must be input_text, or input_image in a message of the user or an "
+            f"output; got {kind!r:.80}",
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)
+
+
+def _read_image(where: str, part: Mapping[str, Any]) -> Part:
+    """Return an image. Whether the model reads images is found out later."""
+    if part.get("file_id") is not None:
+        raise RequestError(
+            f"{where}.file_id must be absent, as this server keeps no files: send image_url, a URL "
+            f"or a data: URL",
+            param=f"{where}.file_id",
+        )
+    url = read_string(where, part, "image_url")
+    return {"type": _IMAGE_PART, "detail": part.get("detail") or "auto", "image_url": url}
 
 
 def _as_json(value: Any) -> str:

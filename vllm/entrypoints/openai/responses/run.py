@@ -84,12 +84,17 @@ async def fail_in_stream(
 
 
 async def truncate_conversation(
-    context: ServerContext, body: ChatCompletionRequest
+    context: ServerContext, body: ChatCompletionRequest, fetched: dict[str, bytes]
 ) -> ChatCompletionRequest:
     """Remove the oldest turns of the request until it fits into the context.
 
     The first system message and the last turn stay; the request is refused if these are too long.
     Turns begin with messages of the user, so that every tool result keeps its call.
+
+    Args:
+        context: of the server; its engine is ready.
+        body: of the request.
+        fetched: gets the content of images by URL.
     """
     limit = context.config.scheduler.max_model_len - (body.wanted_tokens or 1)
     messages = body.messages
@@ -104,7 +109,11 @@ async def truncate_conversation(
         with_tools = body.tool_choice != "none"
         try:
             prompt = await chat_prompt(
-                context, cut(start), with_tools=with_tools, max_tokens=max(limit, 1)
+                context,
+                cut(start),
+                with_tools=with_tools,
+                max_tokens=max(limit, 1),
+                fetched=fetched,
             )
         except TextTooLongError:
             return False

@@ -162,11 +162,12 @@ async def _prepare(
         off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
     request_id = engine_id(request, entry.response["id"])
     chat = await off_loop.run(lambda: as_chat_request(body, as_messages(body.instructions, items)))
+    fetched: dict[str, bytes] = {}
     if body.truncation == "auto":
-        chat = await truncate_conversation(context, chat)
+        chat = await truncate_conversation(context, chat, fetched)
     try:
         return await prepare_turn(
-            context, chat, request_id, trace_headers=trace_headers_of(request)
+            context, chat, request_id, trace_headers=trace_headers_of(request), fetched=fetched
         )
     except RequestError as error:
         if error.param == "messages":
