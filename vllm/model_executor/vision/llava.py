@@ -14,7 +14,7 @@ from vllm.model_executor.vision.tiles import TileEncoder
 from vllm.model_executor.vision.transformer import is_unused
 from vllm.multimodal.checks import config_bool, wrong_config
 from vllm.multimodal.families.llava import CLIP_LARGE, CLIP_OR_SIGLIP, read_features
-from vllm.multimodal.tower_config import TowerConfig, read_tower_config
+from vllm.multimodal.tower_config import read_tower_config
 
 _TOWERS: Mapping[str, type[ClipTower] | type[SiglipTower]] = {
     "clip_vision_model": ClipTower,
@@ -49,12 +49,9 @@ class LlavaEncoder(TileEncoder):
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 
-    default_tower: ClassVar[TowerConfig] = CLIP_LARGE
-    """Without `vision_config` in config.json."""
-
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        tower = read_tower_config(config, CLIP_OR_SIGLIP, self.default_tower)
+        tower = self.tower = read_tower_config(config, CLIP_OR_SIGLIP, CLIP_LARGE)
         self.features = read_features(config, tower)
         self.embeddings_per_tile = self.features.embeddings_per_tile(tower)
         self.num_layers = max(self.features.layers)
