@@ -9,6 +9,7 @@ from tests.multimodal.tiled_models import (
     LLAMA,
     PINPOINTS,
     SIDE,
+    TEXT,
     TOWER,
     make_encoder,
     make_items,
@@ -37,6 +38,15 @@ def llava_next(kind="clip_vision_model", **config):
         text_config=LLAMA,
         image_grid_pinpoints=PINPOINTS,
         **config,
+    )
+
+
+def gemma3():
+    return make_model(
+        "Gemma3",
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        text_config=TEXT,
+        mm_tokens_per_image=4,
     )
 
 
@@ -94,6 +104,7 @@ FAMILIES = {
         llava,
         {"vision": {"patch_size": 8}},
     ),
+    "Gemma 3": ("gemma3", gemma3, {}),
     "LLaVA-NeXT": ("llava_next", llava_next, {}),
     "Granite Vision": (
         "llava_next",

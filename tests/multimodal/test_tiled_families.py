@@ -34,7 +34,7 @@ def make_pixels(height, width):
     return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def make_tokenizer(tokens=TOKENS):
+def make_tokenizer(tokens=TOKENS, **names):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,7 @@ def make_tokenizer(tokens=TOKENS):
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
         unk_token="<unk>",
         pad_token="<pad>",
+        extra_special_tokens=names,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": tokens[2:]})
     return tokenizer
@@ -114,6 +115,29 @@ def llava_next(settings=None, **config):
     return family, processor
 
 
+def gemma3(settings=None, **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import Gemma3Processor
+
+    config = {"vision_config": TOWER, "mm_tokens_per_image": 4, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            "do_convert_rgb": None,
+            **(settings or {}),
+        }
+    )
+    names = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer = make_tokenizer([*TOKENS[:4], "\n\n", *names.values()], **names)
+    family = make_family("gemma3", config, settings)
+    return family, Gemma3Processor(make_image_processor(settings), tokenizer, image_seq_length=4)
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -127,6 +151,7 @@ FAMILIES = {
         vision_feature_select_strategy="full",
     ),
     "LLaVA-NeXT": lambda: llava_next(),
+    "Gemma 3": lambda: gemma3(),
     "Granite Vision": lambda: llava_next(
         {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
         vision_config={"model_type": "siglip_vision_model", **TOWER},
@@ -269,7 +294,7 @@ def test_settings_that_cannot_be_used_are_named(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"image_grid_pinpoints": None}, "image_grid_pinpoints is None.*of multiples of 28"),
+        ({"image_grid_pinpoints": []}, r"image_grid_pinpoints is \[\].*of multiples of 28"),
         ({"image_grid_pinpoints": [[28, 56], [28, 30]]}, "pinpoints is .*of multiples of 28"),
         ({"image_grid_pinpoints": [[28, 56, 84]]}, "pinpoints is .*of multiples of 28"),
         ({"crop_size": {"height": 56, "width": 56}}, "crop_size is .*must be 28 x 28 pixels"),
@@ -278,6 +303,19 @@ def test_settings_that_cannot_be_used_are_named(settings, message):
 def test_layouts_that_cannot_be_used_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         llava_next(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"do_pan_and_scan": True}, {}, "do_pan_and_scan is True; it must be false"),
+        ({}, {"mm_tokens_per_image": 9}, "mm_tokens_per_image is 9.*divisor of 4"),
+        ({}, {"mm_tokens_per_image": 64}, "mm_tokens_per_image is 64.*from 1 to 16"),
+    ],
+)
+def test_values_that_gemma_3_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        gemma3(settings, **config)
 
 
 def test_the_layouts_need_an_embedding_for_each_patch():

@@ -139,7 +139,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults of the class that they name.
+    """Return settings with the defaults of the class that they name, also instead of null.
 
     Raises:
         ConfigError: there is no such class.
@@ -152,7 +152,11 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         known = known.removesuffix(ending) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
         raise wrong_setting(_CLASS, name, f"one of {', '.join(DEFAULTS)}")
-    given = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+    given = {
+        key: value
+        for key, value in settings.items()
+        if key not in _NOT_SETTINGS and not (value is None and key in DEFAULTS[known])
+    }
     return {**DEFAULTS[known], **given, _CLASS: known}
 
 
