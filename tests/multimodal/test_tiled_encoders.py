@@ -7,6 +7,9 @@ import torch
 
 from tests.multimodal.tiled_models import (
     LLAMA,
+    PINPOINTS,
+    SIDE,
+    TEXT,
     TOWER,
     make_encoder,
     make_items,
@@ -15,6 +18,8 @@ from tests.multimodal.tiled_models import (
 )
 from vllm.errors import ConfigError
 from vllm.model_executor.vision.layers import PatchEmbedding
+from vllm.multimodal.families.llava_next import Family
+from vllm.multimodal.settings import with_defaults
 
 
 def llava(kind="clip_vision_model", vision=None, **config):
@@ -26,10 +31,48 @@ def llava(kind="clip_vision_model", vision=None, **config):
     )
 
 
+def llava_next(kind="clip_vision_model", **config):
+    return make_model(
+        "LlavaNext",
+        vision_config={"model_type": kind, **TOWER},
+        text_config=LLAMA,
+        image_grid_pinpoints=PINPOINTS,
+        **config,
+    )
+
+
+def gemma3():
+    return make_model(
+        "Gemma3",
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        text_config=TEXT,
+        mm_tokens_per_image=4,
+    )
+
+
+def llava_next_items():
+    """Return images of many shapes, one of which has more padding than patches."""
+    settings = {"image_processor_type": "LlavaNextImageProcessor", "crop_size": SIDE}
+    settings |= {"image_grid_pinpoints": PINPOINTS}
+    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}}
+    family = Family(config, with_defaults(settings))
+    sizes = [(161, 184), (20, 20), (30, 200), (90, 12)]
+    layouts = [family.layout_of(*size) for size in sizes]
+    assert len(set(layouts)) == len(sizes)
+    return make_items(
+        [layout.num_tiles for layout in layouts],
+        layout=[torch.tensor(layout) for layout in layouts],
+        size=[torch.tensor(size) for size in sizes],
+    )
+
+
 def features_of(model, items):
     """Return the embeddings of each image."""
     pixels = torch.cat([normalised(item) for item in items]).to(model.dtype)
-    found = model.get_image_features(pixels)
+    more = {}
+    if "size" in items[0]:
+        more["image_sizes"] = torch.stack([item["size"] for item in items])
+    found = model.get_image_features(pixels, **more)
     found = getattr(found, "pooler_output", found)
     return [each.flatten(0, -2) for each in found]
 
@@ -61,6 +104,17 @@ FAMILIES = {
         llava,
         {"vision": {"patch_size": 8}},
     ),
+    "Gemma 3": ("gemma3", gemma3, {}),
+    "LLaVA-NeXT": ("llava_next", llava_next, {}),
+    "Granite Vision": (
+        "llava_next",
+        llava_next,
+        {
+            "kind": "siglip_vision_model",
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": [-3, -1],
+        },
+    ),
 }
 
 
@@ -69,7 +123,8 @@ def case(request):
     """Family, model of transformers, encoder, images."""
     family, make, options = FAMILIES[request.param]
     model = make(**options)
-    return family, model, make_encoder(family, model), make_items([1, 1, 1])
+    items = llava_next_items() if family == "llava_next" else make_items([1, 1, 1])
+    return family, model, make_encoder(family, model), items
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.multimodal.tiled_models import LLAMA, SIDE, TOWER
+from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.vision.layers import normalize
 from vllm.multimodal.settings import (
@@ -34,7 +34,7 @@ def make_pixels(height, width):
     return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def make_tokenizer(tokens=TOKENS):
+def make_tokenizer(tokens=TOKENS, **names):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,7 @@ def make_tokenizer(tokens=TOKENS):
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
         unk_token="<unk>",
         pad_token="<pad>",
+        extra_special_tokens=names,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": tokens[2:]})
     return tokenizer
@@ -89,6 +90,54 @@ def llava(settings=None, **config):
     return family, processor
 
 
+def llava_next(settings=None, **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import LlavaNextProcessor
+
+    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": SIDE},
+            "crop_size": {"height": SIDE, "width": SIDE},
+            "image_grid_pinpoints": PINPOINTS,
+            **(settings or {}),
+        }
+    )
+    family = make_family("llava_next", config, settings)
+    processor = LlavaNextProcessor(
+        make_image_processor(settings),
+        make_tokenizer(),
+        patch_size=TOWER["patch_size"],
+        vision_feature_select_strategy=config.get("vision_feature_select_strategy", "default"),
+        num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
+    )
+    return family, processor
+
+
+def gemma3(settings=None, **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import Gemma3Processor
+
+    config = {"vision_config": TOWER, "mm_tokens_per_image": 4, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            "do_convert_rgb": None,
+            **(settings or {}),
+        }
+    )
+    names = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer = make_tokenizer([*TOKENS[:4], "\n\n", *names.values()], **names)
+    family = make_family("gemma3", config, settings)
+    return family, Gemma3Processor(make_image_processor(settings), tokenizer, image_seq_length=4)
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -100,6 +149,14 @@ FAMILIES = {
         SIGLIP,
         vision_config={"model_type": "siglip_vision_model", **TOWER},
         vision_feature_select_strategy="full",
+    ),
+    "LLaVA-NeXT": lambda: llava_next(),
+    "Gemma 3": lambda: gemma3(),
+    "Granite Vision": lambda: llava_next(
+        {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        vision_feature_select_strategy="full",
+        vision_feature_layer=[-3, -1],
     ),
 }
 
@@ -232,6 +289,43 @@ def test_overrides_replace_settings_and_unknown_ones_are_refused():
 def test_settings_that_cannot_be_used_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         llava(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_grid_pinpoints": []}, r"image_grid_pinpoints is \[\].*of multiples of 28"),
+        ({"image_grid_pinpoints": [[28, 56], [28, 30]]}, "pinpoints is .*of multiples of 28"),
+        ({"image_grid_pinpoints": [[28, 56, 84]]}, "pinpoints is .*of multiples of 28"),
+        ({"crop_size": {"height": 56, "width": 56}}, "crop_size is .*must be 28 x 28 pixels"),
+    ],
+)
+def test_layouts_that_cannot_be_used_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        llava_next(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"do_pan_and_scan": True}, {}, "do_pan_and_scan is True; it must be false"),
+        ({}, {"mm_tokens_per_image": 9}, "mm_tokens_per_image is 9.*divisor of 4"),
+        ({}, {"mm_tokens_per_image": 64}, "mm_tokens_per_image is 64.*from 1 to 16"),
+    ],
+)
+def test_values_that_gemma_3_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        gemma3(settings, **config)
+
+
+def test_the_layouts_need_an_embedding_for_each_patch():
+    with pytest.raises(ConfigError, match="strategy is 'full'; it must be 'default' with a tower"):
+        llava_next(vision_feature_select_strategy="full")
+
+
+def test_an_image_of_which_nothing_would_be_left_is_refused():
+    with pytest.raises(RequestError, match="1 x 200 pixels cannot be used: its shorter side"):
+        llava_next()[0].process(make_pixels(200, 1))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ TEXT = {
     "pad_token_id": 0,
 }
 LLAMA = {"model_type": "llama", **TEXT}
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84], [84, 28], [84, 112]]
+"""Heights and widths of what LLaVA-NeXT cuts into tiles."""
 MEAN, DEVIATION = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
 
 
@@ -67,18 +69,19 @@ def make_encoder(family, model, rename=lambda name: name, dtype=torch.float32):
     return encoder
 
 
-def make_items(tiles_of_images, **small):
+def make_items(tiles_of_images, side=SIDE, **small):
     """Return the tensors of images with random pixels, by their numbers of tiles.
 
     Args:
         tiles_of_images: numbers.
+        side: pixels of a tile.
         small: other tensors of the images, a list of each.
     """
     generator = np.random.default_rng(0)
     statistics = torch.tensor([MEAN, DEVIATION]) * 255
     items = []
     for index, num_tiles in enumerate(tiles_of_images):
-        pixels = generator.integers(0, 256, (num_tiles, 3, SIDE, SIDE), dtype=np.uint8)
+        pixels = generator.integers(0, 256, (num_tiles, 3, side, side), dtype=np.uint8)
         items.append(
             {"pixels": torch.from_numpy(pixels), "statistics": statistics}
             | {name: values[index] for name, values in small.items()}

@@ -139,7 +139,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults of the class that they name.
+    """Return settings with the defaults of the class that they name, also instead of null.
 
     Raises:
         ConfigError: there is no such class.
@@ -152,7 +152,11 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         known = known.removesuffix(ending) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
         raise wrong_setting(_CLASS, name, f"one of {', '.join(DEFAULTS)}")
-    given = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+    given = {
+        key: value
+        for key, value in settings.items()
+        if key not in _NOT_SETTINGS and not (value is None and key in DEFAULTS[known])
+    }
     return {**DEFAULTS[known], **given, _CLASS: known}
 
 
@@ -246,22 +250,24 @@ def setting_edges(settings: Mapping[str, Any], key: str) -> dict[str, int]:
     )
 
 
-def is_fixed_size(settings: Mapping[str, Any], size: int) -> bool:
-    """Return whether the image processor makes size x size pixels of every image.
+def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
+    """Refuse settings that do not make size x size pixels of every image or tile.
 
     Raises:
-        ConfigError: a setting that decides it cannot be used.
+        ConfigError: names the setting that decides it.
     """
+    key = "size"
     square = {"height": size, "width": size}
     if setting_bool(settings, "do_center_crop"):
-        return setting_edges(settings, "crop_size") == square
-    if not setting_bool(settings, "do_resize"):
-        return False
-    edges = setting_edges(settings, "size")
-    is_square = setting_bool(settings, "do_pad") and edges == {"shortest_edge": size}
-    return edges == square or is_square
-
-
-def fixed_size_key(settings: Mapping[str, Any]) -> str:
-    """Return which setting decides `is_fixed_size`."""
-    return "crop_size" if settings.get("do_center_crop") else "size"
+        key = "crop_size"
+        is_square = setting_edges(settings, key) == square
+    else:
+        edges = setting_edges(settings, key)
+        is_padded = setting_bool(settings, "do_pad") and edges == {"shortest_edge": size}
+        is_square = setting_bool(settings, "do_resize") and (edges == square or is_padded)
+    if not is_square:
+        raise wrong_setting(
+            key,
+            settings.get(key),
+            f"{size} x {size} pixels, the image_size of vision_config in config.json",
+        )

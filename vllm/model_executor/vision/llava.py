@@ -11,10 +11,10 @@ from vllm.model_executor.vision.clip import ClipTower
 from vllm.model_executor.vision.layers import TowerLinear
 from vllm.model_executor.vision.siglip import SiglipTower
 from vllm.model_executor.vision.tiles import TileEncoder
-from vllm.model_executor.vision.transformer import is_unused
+from vllm.model_executor.vision.transformer import tower_parameter
 from vllm.multimodal.checks import config_bool, wrong_config
 from vllm.multimodal.families.llava import CLIP_LARGE, CLIP_OR_SIGLIP, read_features
-from vllm.multimodal.tower_config import TowerConfig, read_tower_config
+from vllm.multimodal.tower_config import read_tower_config
 
 _TOWERS: Mapping[str, type[ClipTower] | type[SiglipTower]] = {
     "clip_vision_model": ClipTower,
@@ -49,29 +49,18 @@ class LlavaEncoder(TileEncoder):
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 
-    default_tower: ClassVar[TowerConfig] = CLIP_LARGE
-    """Without `vision_config` in config.json."""
-
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        tower = read_tower_config(config, CLIP_OR_SIGLIP, self.default_tower)
+        tower = self.tower = read_tower_config(config, CLIP_OR_SIGLIP, CLIP_LARGE)
         self.features = read_features(config, tower)
         self.embeddings_per_tile = self.features.embeddings_per_tile(tower)
-        self.num_layers = max(self.features.layers)
-        self.vision_tower = _TOWERS[tower.model_type](tower, self.num_layers)
+        self.vision_tower = _TOWERS[tower.model_type](tower, max(self.features.layers))
         self.multi_modal_projector = LlavaProjector(
             config, tower.hidden_size * len(self.features.layers), hidden_size
         )
 
     def parameter_name(self, name: str) -> str | None:
-        # transformers has left out a level of names since 5.0.
-        name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
-        part, _, within = name.partition(".")
-        if part == "vision_tower" and (
-            within.startswith("post_layernorm.") or is_unused(within, self.num_layers)
-        ):
-            return None
-        return name
+        return tower_parameter(name, "vision_tower.", self.vision_tower)
 
     def encode(self, pixels: Tensor) -> Tensor:
         hidden = self.vision_tower(pixels, self.features.layers)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.vision.layers import PatchEmbedding, PositionTable
 from vllm.model_executor.vision.transformer import TowerLayers
 from vllm.multimodal.tower_config import TowerConfig
@@ -26,17 +27,20 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP up to the last hidden state that is used, without the norm after its last layer.
+    """SigLIP up to the last hidden state that is used.
 
     Args:
         config: of the tower.
-        num_layers: that are built.
+        num_layers: that are built; None: all, and the norm after the last one.
     """
 
-    def __init__(self, config: TowerConfig, num_layers: int) -> None:
+    def __init__(self, config: TowerConfig, num_layers: int | None = None) -> None:
         super().__init__()
         self.embeddings = SiglipEmbeddings(config)
-        self.encoder = TowerLayers(config, num_layers)
+        self.num_layers = config.num_hidden_layers if num_layers is None else num_layers
+        self.encoder = TowerLayers(config, self.num_layers)
+        if num_layers is None:
+            self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels: Tensor, wanted: Collection[int]) -> dict[int, Tensor]:
         """Return the hidden states [B, N, C] after some numbers of layers.
@@ -47,3 +51,8 @@ class SiglipTower(nn.Module):
         """
         hidden: dict[int, Tensor] = self.encoder(self.embeddings(pixels), wanted)
         return hidden
+
+    def last(self, pixels: Tensor) -> Tensor:
+        """Return the last hidden state [B, N, C], normalised; of a tower with all layers."""
+        normed: Tensor = self.post_layernorm(self(pixels, (self.num_layers,))[self.num_layers])
+        return normed

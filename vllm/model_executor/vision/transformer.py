@@ -39,13 +39,25 @@ class TowerLayers(nn.Module):
         return found
 
 
-def is_unused(name: str, num_layers: int) -> bool:
-    """Return whether a tensor of a tower is one that the engine does not need.
+def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
+    """Return the name in an encoder of a tensor of a checkpoint; None: no part of it needs it.
 
     Args:
-        name: within the tower.
-        num_layers: that are built.
+        name: in the checkpoint. transformers has left out the level `vision_model.` since 5.0.
+        prefix: of the tower in the encoder.
+        tower: built up to the last hidden state that is used.
     """
-    if name.startswith("encoder.layers."):
-        return int(name.split(".")[2]) >= num_layers
-    return name.startswith("head.") or name.endswith(".position_ids")
+    if not name.startswith(prefix):
+        return name
+    within = name.removeprefix(prefix).removeprefix("vision_model.")
+    is_optional = within.startswith(("encoder.layers.", "post_layernorm.", "head."))
+    if within.endswith(".position_ids") or (is_optional and not _has_module(tower, within)):
+        return None
+    return prefix + within
+
+
+def _has_module(tower: nn.Module, name: str) -> bool:
+    """Return whether a tower has the module of a tensor, or for layers the layer."""
+    levels = 3 if name.startswith("encoder.layers.") else 1
+    module = ".".join(name.split(".")[:levels])
+    return any(found == module for found, _ in tower.named_modules())

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm.multimodal.checks import is_whole, wrong_config, wrong_setting
+from vllm.multimodal.checks import is_whole, wrong_config
 from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
-from vllm.multimodal.settings import fixed_size_key, is_fixed_size
+from vllm.multimodal.settings import check_fixed_size
 from vllm.multimodal.tiles import TiledFamily
 from vllm.multimodal.tower_config import TowerConfig
 
@@ -81,14 +81,7 @@ class LlavaFamily(TiledFamily):
         super().__init__(config, settings)
         self.features = read_features(config, self.tower)
         self._grid = (self.features.embeddings_per_tile(self.tower),)
-        size = self.tower.image_size
-        if not is_fixed_size(settings, size):
-            key = fixed_size_key(settings)
-            raise wrong_setting(
-                key,
-                settings.get(key),
-                f"{size} x {size} pixels, the image_size of vision_config in config.json",
-            )
+        check_fixed_size(settings, self.tower.image_size)
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)

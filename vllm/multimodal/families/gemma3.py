@@ -1,0 +1,68 @@
+"""Gemma 3 (arXiv 2503.19786): every image is one square of a fixed size, without crops of it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.multimodal.checks import config_whole, wrong_config, wrong_setting
+from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
+from vllm.multimodal.settings import check_fixed_size, setting_bool
+from vllm.multimodal.tiles import TiledFamily
+from vllm.multimodal.tower_config import TowerConfig
+
+TOWERS = ("siglip_vision_model",)
+"""`model_type` of the towers of Gemma 3."""
+
+
+def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
+    """Return how many tokens a row of an image has, and a column of it.
+
+    Raises:
+        ConfigError: the patches of the tower cannot be pooled to the tokens of config.json.
+    """
+    side = tower.patches_per_side
+    num_tokens = config_whole(config, "mm_tokens_per_image", 256, side * side)
+    root = math.isqrt(num_tokens)
+    if root * root != num_tokens or side % root:
+        raise wrong_config(
+            "mm_tokens_per_image",
+            num_tokens,
+            f"the square of a divisor of {side}, the patches of a row",
+        )
+    return root
+
+
+class Gemma3Family(TiledFamily):
+    """Images of Gemma 3: each has the same tokens."""
+
+    placeholder = "<start_of_image>"
+    text_of_image = "<start_of_image>"
+    towers: ClassVar[tuple[str, ...]] = TOWERS
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        check_fixed_size(settings, self.tower.image_size)
+        if setting_bool(settings, "do_pan_and_scan"):
+            raise wrong_setting("do_pan_and_scan", True, "false: crops are not supported")
+        self._grid = (tokens_per_side(config, self.tower) ** 2,)
+
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        (num_tokens,) = grid
+        before = [token_id("\n\n"), token_id(self.placeholder)]
+        after = [token_id("<end_of_image>"), token_id("\n\n")]
+        return Expansion(
+            [*before, *[token_id("<image_soft_token>")] * num_tokens, *after],
+            [False] * len(before) + [True] * num_tokens + [False] * len(after),
+        )
+
+    def largest(self) -> EncoderInput:
+        return self.encoder_input(self.black_tiles(1), self._grid)
+
+
+Family = Gemma3Family
