@@ -40,6 +40,11 @@ _QWEN2_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN2_VL_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+}
 _QWEN3_DEFAULTS: dict[str, Any] = {**_QWEN2_DEFAULTS, "head_dim": 128, "attention_bias": False}
 _OPT_DEFAULTS: dict[str, Any] = {
     "activation_function": "relu",
@@ -285,6 +290,8 @@ _LLAMAS = (
 _QWENS = (
     Family(
         model_type="qwen2",
+        also_typed=("qwen2_vl_text", "qwen2_5_vl_text"),
+        values_of_type=dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL_DEFAULTS),
         module="qwen2",
         architectures=("Qwen2ForCausalLM",),
         pooling_architectures=(
@@ -314,6 +321,7 @@ _QWENS = (
     ),
     Family(
         model_type="qwen3",
+        also_typed=("qwen3_vl_text",),
         module="qwen3",
         architectures=("Qwen3ForCausalLM",),
         pooling_architectures=("Qwen3Model", "Qwen3ForSequenceClassification"),
@@ -957,6 +965,27 @@ _WITH_IMAGES = (
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
+    ),
+    Family(
+        model_type="qwen2_vl",
+        module="text_of_images",
+        architectures=("Qwen2VLForConditionalGeneration",),
+        text_type="qwen2_vl_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen2_5_vl",
+        module="text_of_images",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        text_type="qwen2_5_vl_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_vl",
+        module="text_of_images",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        text_type="qwen3_vl_text",
+        tokenizer="Qwen2Tokenizer",
     ),
     Family(
         model_type="qwen3_5",

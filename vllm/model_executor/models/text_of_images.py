@@ -9,6 +9,8 @@ from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 
@@ -55,6 +57,18 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
     """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025), of which text input is
     served."""
+
+
+class Qwen2VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2-VL (arXiv 2409.12191) and QVQ, of which text input is served."""
+
+
+class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2.5-VL (arXiv 2502.13923), of which text input is served."""
+
+
+class Qwen3VLForConditionalGeneration(_LanguageModel, Qwen3ForCausalLM):
+    """Qwen3-VL, dense (arXiv 2511.21631), of which text input is served."""
 
 
 class _Qwen(_LanguageModel):
