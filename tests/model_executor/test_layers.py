@@ -15,7 +15,7 @@ from vllm.model_executor.layers.norm import RMSNorm
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "silu"]
+    "name", ["relu", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu"]
 )
 def test_activations_are_those_of_transformers(name):
     from transformers.activations import ACT2FN

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.assets import CHAT_TEMPLATES
 from vllm.errors import ConfigError
 from vllm.transformers_utils.bpe_merges import merges_in_order
-from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.token_bytes import byte_level_text
+from vllm.utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
-from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
 from vllm.utils.imports import without_collections
+from vllm.utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

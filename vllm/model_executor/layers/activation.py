@@ -19,6 +19,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return get_ops().gelu(x, True)
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     return get_ops().squared_relu(x)
 
@@ -49,6 +53,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "relu2": _squared_relu,
     "silu": F.silu,

@@ -33,6 +33,14 @@ class MediaEncoder(nn.Module, ABC):
         self.config = config
         self.dtype = torch.get_default_dtype()
 
+    def parameter_name(self, name: str) -> str | None:
+        """Return the name here of a tensor in the checkpoint; None: the encoder does not need it.
+
+        Args:
+            name: in the checkpoint, without the prefix `model.`; begins with one of `prefixes`.
+        """
+        return name
+
     @abstractmethod
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         """Return how many units of a forward pass an image takes."""

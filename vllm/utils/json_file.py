@@ -8,7 +8,7 @@ from vllm.errors import ConfigError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or holds something else.
@@ -20,7 +20,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_array(path: Path) -> list[Any]:
-    """The array in a JSON file.
+    """Return the array in a JSON file.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or holds something else.

@@ -1,0 +1,151 @@
+"""Encoders that take tiles of one size, against transformers."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from tests.multimodal.tiled_models import (
+    LLAMA,
+    TOWER,
+    make_encoder,
+    make_items,
+    make_model,
+    normalised,
+)
+from vllm.errors import ConfigError
+from vllm.model_executor.vision.layers import PatchEmbedding
+
+
+def llava(kind="clip_vision_model", vision=None, **config):
+    return make_model(
+        "Llava",
+        vision_config={"model_type": kind, **TOWER, **(vision or {})},
+        text_config=LLAMA,
+        **config,
+    )
+
+
+def features_of(model, items):
+    """Return the embeddings of each image."""
+    pixels = torch.cat([normalised(item) for item in items]).to(model.dtype)
+    found = model.get_image_features(pixels)
+    found = getattr(found, "pooler_output", found)
+    return [each.flatten(0, -2) for each in found]
+
+
+FAMILIES = {
+    "LLaVA": ("llava", llava, {}),
+    "LLaVA, all tokens of the last layer": (
+        "llava",
+        llava,
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "LLaVA, several layers, no bias": (
+        "llava",
+        llava,
+        {"vision_feature_layer": [1, -2], "multimodal_projector_bias": False},
+    ),
+    "LLaVA, SigLIP, relu": (
+        "llava",
+        llava,
+        {
+            "kind": "siglip_vision_model",
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+            "projector_hidden_act": "relu",
+        },
+    ),
+    "LLaVA, sides that are no multiple of a patch": (
+        "llava",
+        llava,
+        {"vision": {"patch_size": 8}},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request):
+    """Family, model of transformers, encoder, images."""
+    family, make, options = FAMILIES[request.param]
+    model = make(**options)
+    return family, model, make_encoder(family, model), make_items([1, 1, 1])
+
+
+@torch.inference_mode()
+def test_embeddings_are_those_of_transformers(case):
+    _, model, encoder, items = case
+    got, want = encoder(items), features_of(model, items)
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_neither_padding_nor_other_images_change_embeddings(case):
+    _, _, encoder, items = case
+    together = encoder(items)
+    size = sum(encoder.size_of(item) for item in items)
+    padded = encoder.prepare(items, size + 2)
+    assert {len(tensor) for name, tensor in padded.items() if name == "pixels"} == {size + 2}
+    whole = encoder.run(**padded)
+    assert whole.isfinite().all()
+    for index, item in enumerate(items):
+        torch.testing.assert_close(encoder.split(whole, items)[index], together[index])
+        torch.testing.assert_close(encoder([item])[0], together[index])
+
+
+@torch.inference_mode()
+def test_rounding_is_no_worse_than_that_of_transformers(case):
+    family, model, _, items = case
+    want = torch.cat(features_of(model, items))
+    rounded = make_encoder(family, model, dtype=torch.bfloat16)
+    ours = torch.cat(rounded(items))
+    assert ours.dtype == torch.bfloat16
+    theirs = torch.cat(features_of(deepcopy(model).bfloat16(), items))
+    assert (ours - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.removeprefix("model."),
+        lambda name: name.replace("vision_tower.", "vision_tower.vision_model."),
+        lambda name: name.replace("model.vision_tower.", "vision_tower.vision_model."),
+    ],
+)
+def test_names_of_all_releases_of_transformers(rename):
+    model = llava()
+    encoder = make_encoder("llava", model, rename)
+    assert len(encoder.vision_tower.encoder.layers) == TOWER["num_hidden_layers"] - 1
+    items = make_items([1])
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(items)[0], features_of(model, items)[0])
+
+
+def test_patches_are_those_of_a_convolution():
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv2d(3, 5, 4, stride=4)
+    patches = PatchEmbedding(3, 5, 4)
+    patches.load_state_dict(convolution.state_dict())
+    pixels = torch.randn(2, 3, 13, 10)
+    want = convolution(pixels).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(patches(pixels), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"projector_hidden_act": 3}, "projector_hidden_act is 3"),
+        ({"projector_hidden_act": "tan"}, "'tan' is not supported"),
+        ({"multimodal_projector_bias": "no"}, "multimodal_projector_bias is 'no'"),
+        ({"vision_feature_layer": -9}, "vision_feature_layer is -9.*the tower has 3 layers"),
+    ],
+)
+def test_values_that_an_encoder_cannot_use(change, message):
+    from vllm.model_executor.vision.llava import Encoder
+
+    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **change}
+    with pytest.raises(ConfigError, match=message):
+        Encoder(config, 24)

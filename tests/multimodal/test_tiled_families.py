@@ -1,0 +1,258 @@
+"""The pixels and tokens of families whose images are tiles, against transformers."""
+
+import json
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+
+from tests.multimodal.tiled_models import LLAMA, SIDE, TOWER
+from vllm.errors import ConfigError, RequestError
+from vllm.model_executor.vision.layers import normalize
+from vllm.multimodal.settings import (
+    DEFAULTS,
+    override_settings,
+    read_processor_settings,
+    with_defaults,
+)
+
+pytest.importorskip("PIL", reason="image processors need Pillow")
+
+TOKENS = ["<unk>", "<pad>", "a", "b", "<image>"]
+SIZES = [(50, 40), (161, 184), (28, 28), (1, 1), (7, 300), (300, 7), (3, 5), (200, 3)]
+"""Height and width of images."""
+
+
+def random_sizes(number):
+    generator = np.random.default_rng(1)
+    return [*SIZES, *(tuple(map(int, generator.integers(1, 400, 2))) for _ in range(number))]
+
+
+def make_pixels(height, width):
+    generator = np.random.default_rng(height * 1000 + width)
+    return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def make_tokenizer(tokens=TOKENS):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
+        unk_token="<unk>",
+        pad_token="<pad>",
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens[2:]})
+    return tokenizer
+
+
+def make_image_processor(settings):
+    import transformers
+
+    settings = dict(settings)
+    return getattr(transformers, f"{settings.pop('image_processor_type')}Pil")(**settings)
+
+
+def make_family(name, config, settings):
+    return import_module(f"vllm.multimodal.families.{name}").Family(config, settings)
+
+
+def tokens_of(family, grid, tokenizer):
+    expansion = family.expand(grid, tokenizer.convert_tokens_to_ids)
+    assert len(expansion.token_ids) == len(expansion.is_embedding)
+    return expansion.token_ids
+
+
+def llava(settings=None, **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import LlavaProcessor
+
+    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": SIDE},
+            "crop_size": {"height": SIDE, "width": SIDE},
+            **(settings or {}),
+        }
+    )
+    family = make_family("llava", config, settings)
+    processor = LlavaProcessor(
+        make_image_processor(settings),
+        make_tokenizer(),
+        patch_size=TOWER["patch_size"],
+        vision_feature_select_strategy=config.get("vision_feature_select_strategy", "default"),
+        num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
+    )
+    return family, processor
+
+
+SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+FAMILIES = {
+    "LLaVA": lambda: llava(),
+    "LLaVA, all tokens": lambda: llava(vision_feature_select_strategy="full"),
+    "LLaVA, sides are padded": lambda: llava(
+        {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    ),
+    "LLaVA, SigLIP": lambda: llava(
+        SIGLIP,
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        vision_feature_select_strategy="full",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_and_tokens_are_those_of_the_processor(name):
+    family, processor = FAMILIES[name]()
+    largest = family.largest().tensors["pixels"]
+    for height, width in random_sizes(8):
+        image = make_pixels(height, width)
+        want = processor(
+            images=[image],
+            text=f"a{family.placeholder}b",
+            input_data_format="channels_last",
+            return_tensors="np",
+        )
+        got = family.process(image)
+        pixels = got.tensors["pixels"]
+        assert pixels.dtype == np.uint8
+        assert len(pixels) <= len(largest)
+        statistics = torch.from_numpy(got.tensors["statistics"]).expand(len(pixels), -1, -1)
+        ours = normalize(torch.from_numpy(pixels), statistics, torch.float32).numpy()
+        theirs = want["pixel_values"].reshape(ours.shape)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+        tokens = tokens_of(family, got.grid, processor.tokenizer)
+        assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_largest_image_is_black_and_has_tokens(name):
+    family, processor = FAMILIES[name]()
+    largest = family.largest()
+    assert largest.tensors["pixels"].dtype == np.uint8
+    assert not largest.tensors["pixels"].any()
+    assert tokens_of(family, largest.grid, processor.tokenizer)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("size", [(1, 201), (5000, 2)])
+def test_images_that_are_too_long_are_refused(name, size):
+    family, _ = FAMILIES[name]()
+    with pytest.raises(RequestError, match=f"{size[1]} x {size[0]} pixels.*at most 200 times"):
+        family.process(make_pixels(*size))
+
+
+def test_defaults_are_those_of_transformers():
+    import transformers
+
+    for name, defaults in DEFAULTS.items():
+        found = getattr(transformers, f"{name}Pil")().to_dict()
+        for key, value in defaults.items():
+            if value is not None and key in found:
+                want = found[key]
+                want = list(want) if isinstance(want, tuple) else want
+                assert value == want, (name, key)
+
+
+CLIP = {"image_processor_type": "CLIPImageProcessor", "crop_size": SIDE}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"preprocessor_config.json": CLIP},
+        {"preprocessor_config.json": CLIP | {"image_processor_type": "CLIPImageProcessorFast"}},
+        {"preprocessor_config.json": {"feature_extractor_type": "CLIPFeatureExtractor", **CLIP}},
+        {"processor_config.json": {"image_processor": CLIP, "patch_size": 14}},
+        {
+            "processor_config.json": {"image_processor": CLIP},
+            "preprocessor_config.json": CLIP | {"crop_size": 1},
+        },
+        {"processor_config.json": {"patch_size": 14}, "preprocessor_config.json": CLIP},
+    ],
+)
+def test_settings_are_in_one_of_two_files(tmp_path, files):
+    for name, content in files.items():
+        if "feature_extractor_type" in content:
+            content = {k: v for k, v in content.items() if k != "image_processor_type"}
+        (tmp_path / name).write_text(json.dumps(content))
+    settings = read_processor_settings(tmp_path)
+    assert settings["image_processor_type"] == "CLIPImageProcessor"
+    assert settings["crop_size"] == SIDE
+    assert settings["image_mean"] == [0.48145466, 0.4578275, 0.40821073]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "neither preprocessor_config.json nor image_processor in processor_config.json"),
+        ({"processor_config.json": {"image_processor": 3}}, "image_processor is 3"),
+        ({"preprocessor_config.json": {}}, "image_processor_type is None.*CLIPImageProcessor"),
+        (
+            {"preprocessor_config.json": {"image_processor_type": "X"}},
+            "image_processor_type is 'X'",
+        ),
+    ],
+)
+def test_folders_without_usable_settings(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        read_processor_settings(tmp_path)
+
+
+def test_overrides_replace_settings_and_unknown_ones_are_refused():
+    settings = with_defaults(CLIP)
+    changed = override_settings(settings, {"do_center_crop": False})
+    assert changed == {**settings, "do_center_crop": False}
+    with pytest.raises(
+        ConfigError, match=r"CLIPImageProcessor has no setting 'crop'; it has .*crop"
+    ):
+        override_settings(settings, {"crop": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_size": {"height": 30, "width": 28}}, "crop_size is .*must be 28 x 28 pixels"),
+        ({"crop_size": "large"}, "crop_size is 'large'.*height and width"),
+        ({"crop_size": {"height": 28}}, "crop_size is .*height and width"),
+        ({"do_center_crop": False}, "size is {'shortest_edge': 28}.*must be 28 x 28 pixels"),
+        ({"do_center_crop": False, "do_resize": False}, "size is .*must be 28 x 28 pixels"),
+        ({"do_resize": 1, "do_center_crop": False}, "do_resize is 1.*true or false"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std is .*positive numbers"),
+        ({"image_mean": [0.5, 0.5]}, "image_mean is .*one for each of 3 channels"),
+        ({"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
+        ({"resample": 9}, "resample is 9.*from 0 to 5"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        llava(settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vision_feature_layer": 4}, "vision_feature_layer is 4.*has 3 layers"),
+        ({"vision_feature_layer": []}, r"vision_feature_layer is \[\]"),
+        ({"vision_feature_select_strategy": "cls"}, "select_strategy is 'cls'.*'full'"),
+        ({"vision_config": 3}, "vision_config is 3; it must be an object"),
+        (
+            {"vision_config": {"model_type": "pixtral"}},
+            "model_type is 'pixtral'.*clip_vision_model",
+        ),
+        ({"vision_config": TOWER | {"patch_size": 29}}, "patch_size is 29.*image_size"),
+        ({"vision_config": TOWER | {"num_attention_heads": 5}}, "multiple of num_attention_heads"),
+        ({"vision_config": TOWER | {"hidden_size": 0}}, "vision_config.hidden_size is 0"),
+        ({"vision_config": TOWER | {"num_channels": 1}}, "num_channels is 1; it must be 3"),
+        ({"vision_config": TOWER | {"hidden_act": 1}}, "hidden_act is 1"),
+        ({"vision_config": TOWER | {"layer_norm_eps": 0}}, "layer_norm_eps is 0"),
+    ],
+)
+def test_values_of_config_json_that_cannot_be_used_are_named(config, message):
+    with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
+        llava(**{"text_config": LLAMA, **config})

@@ -1,0 +1,92 @@
+"""Tiny models of transformers whose images are tiles, and their encoders here."""
+
+from importlib import import_module
+
+import numpy as np
+import torch
+
+SIDE = 28
+"""Pixels of a tile."""
+
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": 7,
+}
+TEXT = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+LLAMA = {"model_type": "llama", **TEXT}
+MEAN, DEVIATION = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
+
+
+def make_model(name, **config):
+    """Return a model of the classes {name}Config and {name}ForConditionalGeneration, with weights
+    that are large enough to matter."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**config)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.2)
+    return model
+
+
+def make_encoder(family, model, rename=lambda name: name, dtype=torch.float32):
+    """Return the encoder of a family with the weights of a model of transformers.
+
+    Every parameter has to be in the checkpoint, and every tensor of the checkpoint that begins
+    with one of its prefixes has to be a parameter.
+    """
+    module = import_module(f"vllm.model_executor.vision.{family}")
+    torch.set_default_dtype(dtype)
+    try:
+        encoder = module.Encoder(model.config.to_dict(), TEXT["hidden_size"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    missing = dict(encoder.named_parameters())
+    for name, tensor in model.state_dict().items():
+        name = rename(name).removeprefix("model.")
+        if name.startswith(encoder.prefixes):
+            name = encoder.parameter_name(name)
+            if name is not None:
+                missing.pop(name).data.copy_(tensor)
+    assert not missing, f"not in the checkpoint: {list(missing)}"
+    return encoder
+
+
+def make_items(tiles_of_images, **small):
+    """Return the tensors of images with random pixels, by their numbers of tiles.
+
+    Args:
+        tiles_of_images: numbers.
+        small: other tensors of the images, a list of each.
+    """
+    generator = np.random.default_rng(0)
+    statistics = torch.tensor([MEAN, DEVIATION]) * 255
+    items = []
+    for index, num_tiles in enumerate(tiles_of_images):
+        pixels = generator.integers(0, 256, (num_tiles, 3, SIDE, SIDE), dtype=np.uint8)
+        items.append(
+            {"pixels": torch.from_numpy(pixels), "statistics": statistics}
+            | {name: values[index] for name, values in small.items()}
+        )
+    return items
+
+
+def normalised(item):
+    """Return what an image processor makes of the pixels of an image."""
+    mean, deviation = (torch.tensor(each)[:, None, None] for each in (MEAN, DEVIATION))
+    return (item["pixels"] * (1 / 255) - mean) / deviation

@@ -1,0 +1,29 @@
+"""Attention within images, the same for all towers. Knows neither weights nor caches of keys."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return what each query reads from the keys of its image, in both directions.
+
+    B images or tiles, H heads, N queries and K keys of size D.
+
+    Args:
+        query: [B, H, N, D].
+        key: [B, H, K, D].
+        value: [B, H, K, D].
+        mask: bool, broadcasts to [B, H, N, K]: which keys a query sees. Every query sees at least
+            one. None: all keys.
+        scale: multiplies query @ key; None: 1 / sqrt(D).
+
+    Returns:
+        [B, H, N, D], dtype of query.
+    """
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

@@ -1,0 +1,83 @@
+"""The encoder of LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.activation import get_activation
+from vllm.model_executor.vision.clip import ClipTower
+from vllm.model_executor.vision.layers import TowerLinear
+from vllm.model_executor.vision.siglip import SiglipTower
+from vllm.model_executor.vision.tiles import TileEncoder
+from vllm.model_executor.vision.transformer import is_unused
+from vllm.multimodal.checks import config_bool, wrong_config
+from vllm.multimodal.families.llava import CLIP_LARGE, CLIP_OR_SIGLIP, read_features
+from vllm.multimodal.tower_config import TowerConfig, read_tower_config
+
+_TOWERS: Mapping[str, type[ClipTower] | type[SiglipTower]] = {
+    "clip_vision_model": ClipTower,
+    "siglip_vision_model": SiglipTower,
+}
+
+
+class LlavaProjector(nn.Module):
+    """Two matmuls with an activation between.
+
+    Shape: [..., input_size] -> [..., hidden_size]
+    """
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(self, config: Mapping[str, Any], input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        activation = config.get("projector_hidden_act") or "gelu"
+        if not isinstance(activation, str):
+            raise wrong_config("projector_hidden_act", activation, "the name of a function")
+        self.activation = get_activation(activation)
+        has_bias = config_bool(config, "multimodal_projector_bias", True)
+        self.linear_1 = TowerLinear(input_size, hidden_size, has_bias)
+        self.linear_2 = TowerLinear(hidden_size, hidden_size, has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.activation(self.linear_1(x)))
+
+
+class LlavaEncoder(TileEncoder):
+    """A tower of CLIP or SigLIP, some of its hidden states, and a projector."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
+
+    default_tower: ClassVar[TowerConfig] = CLIP_LARGE
+    """Without `vision_config` in config.json."""
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        tower = read_tower_config(config, CLIP_OR_SIGLIP, self.default_tower)
+        self.features = read_features(config, tower)
+        self.embeddings_per_tile = self.features.embeddings_per_tile(tower)
+        self.num_layers = max(self.features.layers)
+        self.vision_tower = _TOWERS[tower.model_type](tower, self.num_layers)
+        self.multi_modal_projector = LlavaProjector(
+            config, tower.hidden_size * len(self.features.layers), hidden_size
+        )
+
+    def parameter_name(self, name: str) -> str | None:
+        # transformers has left out a level of names since 5.0.
+        name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+        part, _, within = name.partition(".")
+        if part == "vision_tower" and (
+            within.startswith("post_layernorm.") or is_unused(within, self.num_layers)
+        ):
+            return None
+        return name
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        hidden = self.vision_tower(pixels, self.features.layers)
+        first = int(self.features.drops_first)
+        joined = torch.cat([hidden[n][:, first:] for n in self.features.layers], -1)
+        return self.multi_modal_projector(joined)
+
+
+Encoder = LlavaEncoder

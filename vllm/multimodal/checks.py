@@ -1,0 +1,92 @@
+"""Checks of config.json and of the settings of an image processor, and the errors about them."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from vllm.errors import ConfigError
+
+SETTINGS_FILE = "preprocessor_config.json or processor_config.json"
+"""The file with the settings of an image processor; the second has them under `image_processor`."""
+
+
+def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
+    """Return the error about a value in config.json.
+
+    Args:
+        key: with the keys of the objects around it, such as `vision_config.hidden_size`.
+        value: that it has.
+        accepted: what it may be.
+    """
+    return ConfigError(f"config.json: {key} is {value!r}; it must be {accepted}")
+
+
+def wrong_setting(key: str, value: Any, accepted: str) -> ConfigError:
+    """Return the error about a setting of the image processor.
+
+    Args:
+        key: its name.
+        value: that it has.
+        accepted: what it may be.
+    """
+    return ConfigError(f"{SETTINGS_FILE}: {key} is {value!r}; it must be {accepted}")
+
+
+def is_whole(value: Any, largest: int, smallest: int = 1) -> TypeGuard[int]:
+    """Return whether a value of a JSON file is an integer in this range."""
+    return type(value) is int and smallest <= value <= largest
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a JSON file is a finite number."""
+    return type(value) in (int, float) and abs(value) < 1e30
+
+
+def config_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an object within config.json; {} if it is absent or null.
+
+    Raises:
+        ConfigError: it is no object.
+    """
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise wrong_config(key, value, "an object")
+    return value
+
+
+def config_whole(
+    config: Mapping[str, Any], key: str, default: int, largest: int, within: str = ""
+) -> int:
+    """Return a positive integer of config.json.
+
+    Args:
+        config: has the key.
+        key: its name.
+        default: where it is absent or null.
+        largest: that is accepted.
+        within: keys of the objects around it, with a dot at the end.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if not is_whole(value, largest):
+        raise wrong_config(within + key, value, f"an integer from 1 to {largest}")
+    return value
+
+
+def config_bool(config: Mapping[str, Any], key: str, default: bool, within: str = "") -> bool:
+    """Return a boolean of config.json; it has the arguments of `config_whole`.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise wrong_config(within + key, value, "true or false")
+    return value

@@ -1,0 +1,104 @@
+"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): every image is one square of a fixed size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.multimodal.checks import is_whole, wrong_config, wrong_setting
+from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
+from vllm.multimodal.settings import fixed_size_key, is_fixed_size
+from vllm.multimodal.tiles import TiledFamily
+from vllm.multimodal.tower_config import TowerConfig
+
+CLIP_OR_SIGLIP = ("clip_vision_model", "siglip_vision_model")
+"""`model_type` of the towers of the LLaVA models."""
+
+CLIP_LARGE = TowerConfig(
+    model_type="clip_vision_model",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=336,
+    patch_size=14,
+    hidden_act="quick_gelu",
+    layer_norm_eps=1e-5,
+)
+"""The tower of a LLaVA without `vision_config`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFeatures:
+    """The hidden states of the tower that the projector of a LLaVA gets."""
+
+    layers: tuple[int, ...]
+    """Numbers of layers after which hidden states are taken; several are joined."""
+    drops_first: bool
+    """The first embedding is left out: of CLIP, the one that represents the whole image."""
+
+    def embeddings_per_tile(self, tower: TowerConfig) -> int:
+        """Return how many embeddings an image, or a tile of it, has."""
+        num_patches = tower.patches_per_side**2
+        return num_patches + (tower.model_type == "clip_vision_model") - self.drops_first
+
+
+def read_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeatures:
+    """Return what config.json says about the hidden states that are used.
+
+    Raises:
+        ConfigError: there is no such layer or strategy.
+    """
+    layers = config.get("vision_feature_layer")
+    layers = -2 if layers is None else layers
+    several = layers if isinstance(layers, list) else [layers]
+    num_layers = tower.num_hidden_layers
+    if not several or not all(is_whole(n, num_layers, -num_layers - 1) for n in several):
+        raise wrong_config(
+            "vision_feature_layer",
+            layers,
+            f"an integer from {-num_layers - 1} to {num_layers} or a list of such integers, "
+            f"because the tower has {num_layers} layers",
+        )
+    strategy = config.get("vision_feature_select_strategy") or "default"
+    if strategy not in ("default", "full"):
+        raise wrong_config("vision_feature_select_strategy", strategy, "'default' or 'full'")
+    passed = tuple(n if n >= 0 else num_layers + 1 + n for n in several)
+    return TowerFeatures(passed, strategy == "default")
+
+
+class LlavaFamily(TiledFamily):
+    """Images of LLaVA 1.5: each has the same number of tokens."""
+
+    placeholder = "<image>"
+    text_of_image = "<image>\n"
+    towers: ClassVar[tuple[str, ...]] = CLIP_OR_SIGLIP
+    default_tower: ClassVar[TowerConfig | None] = CLIP_LARGE
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        self.features = read_features(config, self.tower)
+        self._grid = (self.features.embeddings_per_tile(self.tower),)
+        size = self.tower.image_size
+        if not is_fixed_size(settings, size):
+            key = fixed_size_key(settings)
+            raise wrong_setting(
+                key,
+                settings.get(key),
+                f"{size} x {size} pixels, the image_size of vision_config in config.json",
+            )
+
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        (num_tokens,) = grid
+        return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
+
+    def largest(self) -> EncoderInput:
+        return self.encoder_input(self.black_tiles(1), self._grid)
+
+
+Family = LlavaFamily
