@@ -56,6 +56,7 @@ _QWEN_VISION = {
     "num_position_embeddings": 4,
 }
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_HALF_SECTIONS = _SECTIONS | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -93,6 +94,18 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_vl",
         _DECODER | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
         {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl_moe",
+        _DECODER
+        | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}}
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+        {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "Glm4vForConditionalGeneration": (
+        "glm4v",
+        _DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
+        {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
     "Qwen3_5ForConditionalGeneration": (
         "qwen3_5",
@@ -187,6 +200,9 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                 break
         else:
             name = f"language_model.{name}" if layout == "before" else name
+        if layout == "before" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            is_transposed = config["model_type"] == "qwen3_vl_moe"
+            tensor = tensor.transpose(1, 2).contiguous() if is_transposed else tensor
         tensors[name] = tensor
     if config["model_type"].startswith("qwen3_5"):
         tensors["mtp.fc.weight"] = torch.ones(2, 2)  # of layers that guess further tokens

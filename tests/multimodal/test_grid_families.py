@@ -1,4 +1,4 @@
-"""Images as grids of patches: pixels, tokens and positions are those of transformers."""
+"""Images as grids of patches have the pixels, tokens and positions of transformers."""
 
 import numpy as np
 import pytest

@@ -93,7 +93,13 @@ def config_bool(config: Mapping[str, Any], key: str, default: bool, within: str 
 
 
 def config_number(config: Mapping[str, Any], key: str, default: float, within: str = "") -> float:
-    """Return a positive number of config.json; the arguments are as those of `config_whole`.
+    """Return a positive number of config.json.
+
+    Args:
+        config: has the key.
+        key: its name.
+        default: where it is absent or null.
+        within: keys of the objects around it, with a dot at the end.
 
     Raises:
         ConfigError: it is another value.

@@ -69,7 +69,7 @@ class GridFamily(MediaFamily):
     def positions(self, num_tokens: int, items: Sequence[PlacedItem]) -> npt.NDArray[np.int32]:
         """Return positions [3, n] in time, height and width.
 
-        The text after an image goes on behind the largest position of the image.
+        The first position of the text after an image is the largest of the image plus 1.
         """
         found = np.empty((3, num_tokens), np.int32)
         end, following = 0, 0

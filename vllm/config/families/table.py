@@ -333,6 +333,8 @@ _QWENS = (
     ),
     Family(
         model_type="qwen3_moe",
+        also_typed=("qwen3_vl_moe_text",),
+        values_of_type={"qwen3_vl_moe_text": {"norm_topk_prob": True}},
         module="mixture",
         architectures=("Qwen3MoeForCausalLM",),
         tokenizer="Qwen2Tokenizer",
@@ -635,6 +637,8 @@ _OTHERS = (
     ),
     Family(
         model_type="glm4",
+        also_typed=("glm4v_text",),
+        values_of_type={"glm4v_text": {"attention_bias": True}},
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,
@@ -986,6 +990,20 @@ _WITH_IMAGES = (
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
         tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_vl_moe",
+        module="text_of_images",
+        architectures=("Qwen3VLMoeForConditionalGeneration",),
+        text_type="qwen3_vl_moe_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="glm4v",
+        module="text_of_images",
+        architectures=("Glm4vForConditionalGeneration",),
+        text_type="glm4v_text",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="qwen3_5",

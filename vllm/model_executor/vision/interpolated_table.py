@@ -71,7 +71,7 @@ class InterpolatedTable(nn.Module):
 
 
 def two_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tensor]:
-    """Interpolate linearly; the first and the last index of both axes are at the same place."""
+    """Interpolate linearly, from the first index of both axes to the last index of both."""
     at = index.float() * (side - 1) / max(length - 1, 1)
     first = at.floor()
     indices = first.long()[:, None] + torch.arange(2)
@@ -82,7 +82,7 @@ def two_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tenso
 def four_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tensor]:
     """Interpolate by cubic convolution (Keys 1981) with a = -0.75; both axes have the same ends.
 
-    Beyond its ends an axis of the table goes on with its last value.
+    Beyond the ends of an axis the table has the values at the ends.
     """
     at = (index.float() + 0.5) * side / length - 0.5
     first = at.floor()

@@ -57,10 +57,10 @@ def attend_within_windows(
         [N, H, D]
     """
     num_patches = len(query)
-    behind = -num_patches % window
-    query = F.pad(query, (0, 0, 0, 0, 0, behind)).unflatten(0, (-1, window))
-    own = F.pad(groups, (0, behind), value=-1).unflatten(0, (-1, window))
-    around = (window, behind + window)
+    after = -num_patches % window
+    query = F.pad(query, (0, 0, 0, 0, 0, after)).unflatten(0, (-1, window))
+    own = F.pad(groups, (0, after), value=-1).unflatten(0, (-1, window))
+    around = (window, after + window)
     key, value = (_pieces(F.pad(each, (0, 0, 0, 0, *around)), window) for each in (key, value))
     theirs = _pieces(F.pad(groups, around, value=-1), window)
     mask = own[:, None, :, None] == theirs[:, None, None, :]
@@ -69,7 +69,7 @@ def attend_within_windows(
 
 
 def _pieces(x: Tensor, window: int) -> Tensor:
-    """Return each piece with the one before and the one behind it.
+    """Return each piece with the pieces before and after it.
 
     Args:
         x: [(pieces + 2) * window, ...]
