@@ -81,7 +81,7 @@ def test_a_decoder_has_the_class_that_transformers_gives_its_model_type():
 def test_families_that_entries_name_are_in_the_table():
     for family in FAMILIES.values():
         for name in (family.text_type, family.config_class):
-            assert name is None or FAMILIES[name].module, family.model_type
+            assert name is None or family_of(name).module, family.model_type
 
 
 def test_what_a_checkpoint_in_another_format_is_is_clear():

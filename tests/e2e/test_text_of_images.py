@@ -15,6 +15,11 @@ from tests.e2e.reference import (
     assert_all_greedy,
     random_prompts,
 )
+from tests.e2e.test_positions import ENGINE as WITH_POSITIONS
+from tests.e2e.test_positions import check as check_positions
+from tests.e2e.test_positions import one as greedy_of
+from tests.e2e.test_positions import requests_of
+from tests.reference_model import load_reference
 from tests.tiny_models import (
     _DECODER,
     _DELTA_NET,
@@ -50,6 +55,8 @@ _QWEN_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 4,
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_HALF_SECTIONS = _SECTIONS | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -72,6 +79,33 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"intermediate_size_mlp": 112, "attention_chunk_size": 20, "attn_scale": 0.5}
         | {"rope_parameters": _LLAMA3_ROPE},
         {"vision_config": _VISION | {"vision_output_dim": 16, "projector_output_dim": 16}},
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        "qwen2_vl",
+        _DECODER | {"rope_parameters": _SECTIONS},
+        {"vision_config": _QWEN_VISION | {"embed_dim": 16, "hidden_size": 64}},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl",
+        _DECODER | {"rope_parameters": _SECTIONS},
+        {"vision_config": _QWEN_VISION},
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3_vl",
+        _DECODER | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
+        {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl_moe",
+        _DECODER
+        | {"head_dim": 16, "rope_parameters": _SECTIONS | {"mrope_interleaved": True}}
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+        {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "Glm4vForConditionalGeneration": (
+        "glm4v",
+        _DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
+        {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
     "Qwen3_5ForConditionalGeneration": (
         "qwen3_5",
@@ -106,6 +140,15 @@ _OTHER_TEXTS = {
 }
 """Architectures with language models of other types."""
 
+
+WITH_SECTIONS = [
+    name
+    for name, (_, text, _) in _WHOLE.items()
+    if text.get("rope_parameters", {}).get("mrope_section")
+]
+"""Architectures whose tokens have several positions."""
+
+
 pytestmark = pytest.mark.skipif(
     is_version_4(), reason="this transformers has other configs for parts"
 )
@@ -136,7 +179,10 @@ _PARTS = ("language_model", "vision_tower", "vision_model", "visual", "multi_mod
 def with_names(folder: Path, target: Path, layout: str) -> Path:
     """A copy with the names of transformers before 4.52 or since."""
     target.mkdir()
-    (target / "config.json").write_text((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    if layout == "before" and config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
+        config = without_levels(config)
+    (target / "config.json").write_text(json.dumps(config))
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         for part in _PARTS:
@@ -154,11 +200,22 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                 break
         else:
             name = f"language_model.{name}" if layout == "before" else name
+        if layout == "before" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            is_transposed = config["model_type"] == "qwen3_vl_moe"
+            tensor = tensor.transpose(1, 2).contiguous() if is_transposed else tensor
         tensors[name] = tensor
-    if any(name.startswith(("visual.", "model.visual.")) for name in tensors):
+    if config["model_type"].startswith("qwen3_5"):
         tensors["mtp.fc.weight"] = torch.ones(2, 2)  # of layers that guess further tokens
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def without_levels(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose language model has its values at the top, as they were before 4.52."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    return text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 def test_every_architecture_is_in_the_table():
@@ -213,6 +270,15 @@ def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path
     rest = "serves text input only: the part of the checkpoint for images is not loaded"
     message = f"{architecture} {rest}"
     assert lines == [message] * (1 if name in ONLY_SINCE else 2)
+
+
+@pytest.mark.parametrize("name", WITH_SECTIONS)
+def test_positions_of_requests_are_those_of_transformers(name, whole):
+    model: Any = load_reference(whole(name))
+    model.model = model.model.language_model
+    with torch.inference_mode():
+        wanted = {3: [greedy_of(model, given, 3) for given in requests_of(3)]}
+    check_positions(LLM(str(whole(name)), **WITH_POSITIONS), 3, wanted)
 
 
 def test_what_the_modules_of_transformers_cannot_run_is_refused(whole):

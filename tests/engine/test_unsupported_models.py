@@ -48,7 +48,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         _named(
-            "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", vision_config={}, hidden_size=64
+            "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", vision_config={}, hidden_size=64
         ),
         r"nearest: .*: it has parts for more than text \(vision_config\)",
     ),

@@ -90,3 +90,23 @@ def config_bool(config: Mapping[str, Any], key: str, default: bool, within: str 
     if type(value) is not bool:
         raise wrong_config(within + key, value, "true or false")
     return value
+
+
+def config_number(config: Mapping[str, Any], key: str, default: float, within: str = "") -> float:
+    """Return a positive number of config.json.
+
+    Args:
+        config: has the key.
+        key: its name.
+        default: where it is absent or null.
+        within: keys of the objects around it, with a dot at the end.
+
+    Raises:
+        ConfigError: it is another value.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if not is_number(value) or value <= 0:
+        raise wrong_config(within + key, value, "a positive number")
+    return float(value)

@@ -92,6 +92,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_patches": 12,
     },
     "Qwen2VLImageProcessor": _PATCHES,
+    "Glm4vImageProcessor": {
+        **_ALL,
+        **_CLIP,
+        "resample": _BICUBIC,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
+    },
     "PixtralImageProcessor": {
         **_ALL,
         **_CLIP,

@@ -6,7 +6,13 @@ from typing import Any
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG
 from vllm.config.arch.sizes import check_kinds, check_sizes
-from vllm.config.families import TEXT_TYPES, family_of, text_types_of, usual_architecture
+from vllm.config.families import (
+    TEXT_TYPES,
+    family_of,
+    family_of_architecture,
+    text_types_of,
+    usual_architecture,
+)
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
@@ -20,6 +26,9 @@ _OF_THE_WHOLE = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
 )
 """Keys that are taken from the whole where it has them."""
+
+_SIZES = {"hidden_size", "num_hidden_layers"}
+"""Keys of every language model."""
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
 """Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
@@ -228,8 +237,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return `raw`, or the config of the language model in it.
 
     A checkpoint that also has a part for images has the values of its language model in
-    `text_config`. They are read as if they were those of the language model alone; only
-    `architectures` still names the whole.
+    `text_config`; older checkpoints of Qwen have them at the top. They are read as if they were
+    those of the language model alone; only `architectures` still names the whole.
 
     Args:
         raw: values of config.json.
@@ -243,6 +252,9 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
+    of_whole = raw.get("model_type") == family_of_architecture(str(name)).model_type
+    if text is None and of_whole and _SIZES & raw.keys():
+        return {**raw, "model_type": wanted}
     if not isinstance(text, Mapping):
         raise ConfigError(
             f"config.json of {name} has no 'text_config', which describes its language model. "

@@ -42,6 +42,8 @@ _ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 """Rope type -> required numbers, and optional numbers."""
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+"""Rope parameters of models whose tokens have several positions; they are checked elsewhere."""
 
 
 def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -150,8 +152,10 @@ def _has_plain_rope(config: Mapping[str, Any]) -> bool:
         rope.setdefault("rope_theta", config.get("rope_theta"))
     elif not isinstance(rope, Mapping) or {"rope_theta", "rope_scaling"} & config.keys():
         return False
-    numbers = {**rope}
+    numbers = {name: value for name, value in rope.items() if name not in _SECTIONS}
     rope_type = numbers.pop("rope_type", None)
+    if rope_type == "mrope" and "mrope_section" in rope:
+        rope_type = "default"
     if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
         return False
     needed, others = _ROPE_TYPES[rope_type]

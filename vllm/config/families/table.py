@@ -40,6 +40,11 @@ _QWEN2_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN2_VL_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+}
 _QWEN3_DEFAULTS: dict[str, Any] = {**_QWEN2_DEFAULTS, "head_dim": 128, "attention_bias": False}
 _OPT_DEFAULTS: dict[str, Any] = {
     "activation_function": "relu",
@@ -285,6 +290,8 @@ _LLAMAS = (
 _QWENS = (
     Family(
         model_type="qwen2",
+        also_typed=("qwen2_vl_text", "qwen2_5_vl_text"),
+        values_of_type=dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL_DEFAULTS),
         module="qwen2",
         architectures=("Qwen2ForCausalLM",),
         pooling_architectures=(
@@ -314,6 +321,7 @@ _QWENS = (
     ),
     Family(
         model_type="qwen3",
+        also_typed=("qwen3_vl_text",),
         module="qwen3",
         architectures=("Qwen3ForCausalLM",),
         pooling_architectures=("Qwen3Model", "Qwen3ForSequenceClassification"),
@@ -325,6 +333,8 @@ _QWENS = (
     ),
     Family(
         model_type="qwen3_moe",
+        also_typed=("qwen3_vl_moe_text",),
+        values_of_type={"qwen3_vl_moe_text": {"norm_topk_prob": True}},
         module="mixture",
         architectures=("Qwen3MoeForCausalLM",),
         tokenizer="Qwen2Tokenizer",
@@ -627,6 +637,8 @@ _OTHERS = (
     ),
     Family(
         model_type="glm4",
+        also_typed=("glm4v_text",),
+        values_of_type={"glm4v_text": {"attention_bias": True}},
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,
@@ -966,6 +978,41 @@ _WITH_IMAGES = (
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
+    ),
+    Family(
+        model_type="qwen2_vl",
+        module="text_of_images",
+        architectures=("Qwen2VLForConditionalGeneration",),
+        text_type="qwen2_vl_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen2_5_vl",
+        module="text_of_images",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        text_type="qwen2_5_vl_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_vl",
+        module="text_of_images",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        text_type="qwen3_vl_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="qwen3_vl_moe",
+        module="text_of_images",
+        architectures=("Qwen3VLMoeForConditionalGeneration",),
+        text_type="qwen3_vl_moe_text",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="glm4v",
+        module="text_of_images",
+        architectures=("Glm4vForConditionalGeneration",),
+        text_type="glm4v_text",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="qwen3_5",

@@ -145,6 +145,22 @@ def split_joined_experts(name: str, source: Source) -> Iterable[tuple[str, Sourc
     return split_by_expert(parent, source, rows, range(source.shape[0]))
 
 
+def split_transposed_experts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
+    """Yield the matrices in a tensor of all experts of a layer, [experts, in, out].
+
+    Args:
+        name: of the tensor, which ends with a key of `JOINED_EXPERTS`.
+        source: the tensor.
+    """
+    parent, _, joined = name.rpartition(".")
+    parts = JOINED_EXPERTS[joined]
+    for expert in range(source.shape[0]):
+        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0].T)
+        size = matrix.shape[0] // len(parts)
+        for index, part in enumerate(parts):
+            yield f"{parent}.{expert}.{part}.weight", matrix.narrow(0, index * size, size)
+
+
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:
     """Rows of the query, key and value projection."""
     kv_size = arch.num_kv_heads * arch.head_size

@@ -1,6 +1,6 @@
 """Llama 4, text only."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,7 +19,11 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     QueryTemperature,
 )
-from vllm.model_executor.models.fused_weights import experts_in
+from vllm.model_executor.models.fused_weights import (
+    JOINED_EXPERTS,
+    experts_in,
+    split_transposed_experts,
+)
 from vllm.model_executor.models.llama import llama_options
 from vllm.model_executor.models.mixture import Mixture, MixtureOptions
 from vllm.ops import get_ops
@@ -109,19 +113,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
-        parent, _, weight = name.rpartition(".experts.")
-        if weight not in ("gate_up_proj", "down_proj"):  # quantized ones are stored one by one
+        if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:  # quantized: one by one
             return ((name, source),)
-        experts = experts_in(name, source, int(self.arch.hf_config["num_local_experts"]))
-        return _by_expert(f"{parent}.experts.", weight, source, experts)
-
-
-def _by_expert(
-    parent: str, weight: str, source: Source, experts: range
-) -> Iterator[tuple[str, Source]]:
-    names = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
-    for expert in experts:
-        matrix = source.narrow(0, expert, 1).mapped(lambda x: x[0].T)
-        size = matrix.shape[0] // len(names)
-        for index, name in enumerate(names):
-            yield f"{parent}{expert}.{name}.weight", matrix.narrow(0, index * size, size)
+        experts_in(name, source, int(self.arch.hf_config["num_local_experts"]))
+        return split_transposed_experts(name, source)

@@ -12,12 +12,17 @@ from vllm.config import ModelArch
 from vllm.config.families import family_of, family_of_architecture
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.fused_weights import split_transposed_experts
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
+from vllm.model_executor.models.glm import Glm4ForCausalLM
 from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
@@ -125,6 +130,37 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
     """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025), of which text input is
     served."""
+
+
+class Qwen2VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2-VL (arXiv 2409.12191) and QVQ, of which text input is served."""
+
+
+class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2.5-VL (arXiv 2502.13923), of which text input is served."""
+
+
+class Qwen3VLForConditionalGeneration(_LanguageModel, Qwen3ForCausalLM):
+    """Qwen3-VL, dense (arXiv 2511.21631), of which text input is served."""
+
+
+class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
+    """Qwen3-VL with experts (arXiv 2511.21631), of which text input is served."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the weights of all experts. Published ones are [experts, in, out]; transformers 5
+        stores them as [experts, out, in]."""
+        size = self.arch.hidden_size
+        inner = self.arch.config_size("moe_intermediate_size")
+        sizes = {"gate_up_proj": (size, 2 * inner), "down_proj": (inner, size)}
+        published = sizes.get(name.rpartition(".experts.")[2])
+        if published and published == source.shape[1:] and published[0] != published[1]:
+            return split_transposed_experts(name, source)
+        return super().convert(name, source)
+
+
+class Glm4vForConditionalGeneration(_LanguageModel, Glm4ForCausalLM):
+    """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006), of which text input is served."""
 
 
 class _Qwen(_LanguageModel):

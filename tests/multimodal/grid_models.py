@@ -1,0 +1,152 @@
+"""Tiny seeded models with images, made with transformers, and their image processors."""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from vllm.multimodal.settings import with_defaults
+
+HIDDEN_SIZE = 48
+_TEXT = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+_GRID = {
+    "depth": 4,
+    "num_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "patch_size": 14,
+    "out_hidden_size": HIDDEN_SIZE,
+}
+_LIMITS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 100 * 28 * 28}
+_QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "size": _LIMITS}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    architecture: str
+    vision: dict[str, Any]
+    settings: dict[str, Any]
+    text: dict[str, Any]
+
+
+KINDS = {
+    "qwen2_vl": _Kind(
+        "Qwen2VLForConditionalGeneration",
+        {**_GRID, "embed_dim": 64, "hidden_size": HIDDEN_SIZE, "mlp_ratio": 2},
+        _QWEN,
+        {},
+    ),
+    "qwen2_5_vl": _Kind(
+        "Qwen2_5_VLForConditionalGeneration",
+        {**_GRID, "fullatt_block_indexes": [1, 3], "window_size": 112},
+        _QWEN,
+        {},
+    ),
+    "qwen3_vl": _Kind(
+        "Qwen3VLForConditionalGeneration",
+        {
+            **_GRID,
+            "patch_size": 16,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        {**_QWEN, "patch_size": 16},
+        {"head_dim": 12},
+    ),
+    "glm4v": _Kind(
+        "Glm4vForConditionalGeneration",
+        {**_GRID, "image_size": 70, "attention_bias": True},
+        {"image_processor_type": "Glm4vImageProcessor", "size": _LIMITS},
+        {},
+    ),
+}
+"""Family -> its tiny model."""
+
+
+@dataclass(frozen=True)
+class GridModel:
+    """A model of transformers, and what belongs to it here."""
+
+    config: dict[str, Any]
+    """Values of config.json."""
+    settings: dict[str, Any]
+    """Of the image processor, with defaults."""
+    model: Any
+    processor: Any
+    family: Any
+    """The class of the family."""
+    encoder_class: Any
+
+    def make_family(self, **settings: Any) -> Any:
+        """Return the family with some other settings."""
+        return self.family(self.config, {**self.settings, **settings})
+
+    def make_encoder(self, dtype: torch.dtype = torch.float32) -> Any:
+        """Return the encoder with the weights of the model."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            encoder = self.encoder_class(self.config, HIDDEN_SIZE)
+        finally:
+            torch.set_default_dtype(before)
+        encoder.load_state_dict(self.weights())
+        return encoder.eval()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the encoder by their names in checkpoints, without `model.`."""
+        prefixes = self.encoder_class.prefixes
+        names = {name.removeprefix("model."): name for name in self.model.state_dict()}
+        known = self.model.state_dict()
+        return {name: known[long] for name, long in names.items() if name.startswith(prefixes)}
+
+
+@cache
+def grid_model(name: str) -> GridModel:
+    """Return the tiny model of a family."""
+    kind = KINDS[name]
+    torch.manual_seed(1)
+    model_class = getattr(transformers, kind.architecture)
+    config = model_class.config_class(vision_config=kind.vision, text_config=_TEXT | kind.text)
+    model = model_class(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.1)
+    for own in (config.text_config, config.vision_config):
+        own._attn_implementation = "eager"
+    settings = with_defaults(kind.settings)
+    given = {key: value for key, value in settings.items() if value is not None}
+    class_name = given.pop("image_processor_type")
+    processor_class = getattr(transformers, f"{class_name}Pil", None)
+    processor_class = processor_class or getattr(transformers, class_name)
+    return GridModel(
+        config.to_dict(),
+        settings,
+        model,
+        processor_class(**given),
+        import_module(f"vllm.multimodal.families.{name}").Family,
+        import_module(f"vllm.model_executor.vision.{name}").Encoder,
+    )
+
+
+def images(*sizes: tuple[int, int]) -> list[np.ndarray]:
+    """Return random images of these heights and widths."""
+    generator = np.random.default_rng(3)
+    return [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+
+
+def tensors_of(inputs: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of an `EncoderInput`."""
+    return {name: torch.from_numpy(value) for name, value in inputs.tensors.items()}

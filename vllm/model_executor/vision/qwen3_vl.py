@@ -1,0 +1,144 @@
+"""The vision tower of Qwen3-VL (arXiv 2511.21631): its language model also reads some of its layers
+(DeepStack, arXiv 2406.04334)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.activation import get_activation
+from vllm.model_executor.layers.norm import LayerNorm
+from vllm.model_executor.vision.grid_encoder import (
+    GridAttention,
+    GridEncoder,
+    GridLayer,
+    GridPatchEmbedding,
+    GridSizes,
+    grid_of,
+    layer_indices,
+    read_sizes,
+)
+from vllm.model_executor.vision.interpolated_table import InterpolatedTable, two_neighbours
+from vllm.model_executor.vision.layers import TowerLinear
+from vllm.model_executor.vision.packed_attention import attend_within
+from vllm.multimodal.checks import config_object, config_whole
+
+_NORM_EPS = 1e-6
+_DEEP_LAYERS = (8, 16, 24)
+
+
+class _MLP(nn.Module):
+    """Two matmuls with an activation between.
+
+    Shape: [..., input_size] -> [..., output_size]
+    """
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(
+        self, input_size: int, inner: int, output_size: int, activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.linear_fc1 = TowerLinear(input_size, inner)
+        self.linear_fc2 = TowerLinear(inner, output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(self.activation(self.linear_fc1(x)))
+
+
+class _Merger(_MLP):
+    """Joins the patches of a block.
+
+    Args:
+        sizes: of the tower.
+        hidden_size: of the language model.
+        norms_blocks: whether blocks are normalised, and not patches.
+
+    Shape: [N, C] -> [N / patches of a block, hidden_size]
+    """
+
+    def __init__(self, sizes: GridSizes, hidden_size: int, norms_blocks: bool) -> None:
+        width = sizes.block * sizes.hidden_size
+        super().__init__(width, width, hidden_size, get_activation("gelu"))
+        self.width, self.norms_blocks = width, norms_blocks
+        self.norm = LayerNorm(width if norms_blocks else sizes.hidden_size, _NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norms_blocks:
+            x = self.norm(x.reshape(-1, self.width))
+        else:
+            x = self.norm(x).reshape(-1, self.width)
+        return super().forward(x)
+
+
+class _Tower(nn.Module):
+    """Named as in checkpoints."""
+
+    def __init__(
+        self, vision: Mapping[str, Any], sizes: GridSizes, hidden_size: int, num_deep: int
+    ) -> None:
+        super().__init__()
+        width = sizes.hidden_size
+        inner = config_whole(vision, "intermediate_size", 4304, 2**20, "vision_config.")
+        positions = config_whole(vision, "num_position_embeddings", 2304, 2**24, "vision_config.")
+        activation = get_activation(vision.get("hidden_act") or "gelu_pytorch_tanh")
+        self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
+        self.pos_embed = InterpolatedTable(positions, width)
+        self.blocks = nn.ModuleList(
+            GridLayer(
+                (LayerNorm(width, _NORM_EPS), LayerNorm(width, _NORM_EPS)),
+                GridAttention(sizes),
+                _MLP(width, inner, width, activation),
+            )
+            for _ in range(sizes.depth)
+        )
+        self.merger = _Merger(sizes, hidden_size, norms_blocks=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            _Merger(sizes, hidden_size, norms_blocks=True) for _ in range(num_deep)
+        )
+
+
+class Qwen3VLEncoder(GridEncoder):
+    """The vision tower of Qwen3-VL, with its mergers.
+
+    An embedding has hidden_size * (1 + number of deep layers) elements: the embedding of the token,
+    then for each of the first decoder layers what is added to the hidden state of the token after
+    that layer.
+    """
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__(config, hidden_size, read_sizes(config, patch_size=16))
+        vision = config_object(config, "vision_config")
+        self.deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
+        num_deep = len(self.deep_layers)
+        self.visual = _Tower(vision, self.sizes, hidden_size, num_deep)
+
+    def prepare(
+        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return what `GridEncoder.prepare` does, and `neighbours` and `weights` [N, 4] of the
+        table of positions."""
+        tensors = super().prepare(items, size)
+        grids = [grid_of(item) for item in items]
+        of_table = self.visual.pos_embed.neighbours(
+            grids, self.sizes.merge_size, len(tensors["pixels"]), two_neighbours
+        )
+        return tensors | of_table
+
+    def run(self, **tensors: Tensor) -> Tensor:
+        x = self.visual.patch_embed(self.scaled(tensors))
+        x = x + self.visual.pos_embed(tensors["neighbours"], tensors["weights"])
+        attend = partial(attend_within, groups=tensors.get("frames"))
+        deep = {}
+        for index, layer in enumerate(self.visual.blocks):
+            x = layer(x, tensors["rotations"], attend)
+            if index in self.deep_layers:
+                number = self.deep_layers.index(index)
+                deep[number] = self.visual.deepstack_merger_list[number](x)
+        return torch.cat([self.visual.merger(x), *deep.values()], dim=1)
+
+
+Encoder = Qwen3VLEncoder

@@ -1,0 +1,10 @@
+"""Images of Qwen2-VL (arXiv 2409.12191)."""
+
+from vllm.multimodal.grid_family import GridFamily
+
+
+class Qwen2VLFamily(GridFamily):
+    """An image is a grid of patches of 14 pixels, and blocks of 2 x 2 patches are tokens."""
+
+
+Family = Qwen2VLFamily
