@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.multimodal import grid_models
 from tests.tiny_models import randomize
 
 TEXT: dict[str, Any] = {
@@ -49,47 +51,131 @@ def make_tokenizer(*special: str, chat_image: str = "<image>") -> PreTrainedToke
     return tokenizer
 
 
-def make_llava(folder: Path, *, seed: int = 0, text_type: str = "llama", **config: Any) -> Path:
-    """Write a LLaVA 1.5 with images of 4 x 4 patches."""
-    tokenizer = make_tokenizer("<image>")
-    text = {"model_type": text_type, **TEXT, "vocab_size": len(tokenizer)}
-    tower = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": 16,
+_CLIP: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 16,
+}
+_CROPPED = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+
+
+@dataclass(frozen=True)
+class TinyImages:
+    """A family with images, small."""
+
+    architecture: str
+    vision: dict[str, Any]
+    """Values of `vision_config`."""
+    processor: dict[str, Any]
+    """Values of `preprocessor_config.json`."""
+    text: dict[str, Any]
+    """Values of `text_config`, besides those of all families."""
+    image: str = "<image>"
+    """Token of one image, before it is expanded."""
+    others: tuple[str, ...] = ()
+    """Other tokens around images."""
+    in_text: str = "<image>"
+    """An image in a text."""
+    token_key: str = "image_token_index"
+    """Key of config.json with the id of the token of an image."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Other values of config.json, where a text is the token whose id it is."""
+
+
+def _grid(
+    name: str,
+    image: str = "<|image_pad|>",
+    begin: str = "<|vision_start|>",
+    end: str = "<|vision_end|>",
+    **text: Any,
+) -> TinyImages:
+    kind = grid_models.KINDS[name]
+    vision = {
+        key: TEXT["hidden_size"] if value == grid_models.HIDDEN_SIZE else value
+        for key, value in kind.vision.items()
     }
-    whole = transformers.LlavaConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        **config,
+    limits = {"shortest_edge": 4 * 28 * 28, "longest_edge": 24 * 28 * 28}
+    return TinyImages(
+        kind.architecture,
+        vision,
+        {**kind.settings, "size": limits},
+        text,
+        image,
+        (begin, end, "<|video_pad|>"),
+        begin + image + end,
+        "image_token_id",
+        {"vision_start_token_id": begin, "vision_end_token_id": end}
+        | {"image_start_token_id": begin, "image_end_token_id": end}
+        | {"video_token_id": "<|video_pad|>"},
     )
-    model = transformers.LlavaForConditionalGeneration(whole)
-    processor = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 32},
-        "crop_size": {"height": 32, "width": 32},
+
+
+_MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 2, 2]}
+
+FAMILIES = {
+    "llava": TinyImages(
+        "LlavaForConditionalGeneration",
+        _CLIP,
+        {"image_processor_type": "CLIPImageProcessor", **_CROPPED},
+        {"model_type": "llama"},
+    ),
+    "llava of Qwen 2": TinyImages(
+        "LlavaForConditionalGeneration",
+        {**_CLIP, "model_type": "siglip_vision_model"},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}},
+        {"model_type": "qwen2"},
+        config={"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    ),
+    "llava_next": TinyImages(
+        "LlavaNextForConditionalGeneration",
+        _CLIP,
+        {"image_processor_type": "LlavaNextImageProcessor", **_CROPPED}
+        | {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        {"model_type": "llama"},
+        config={"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+    ),
+    "qwen2_vl": _grid("qwen2_vl", rope_parameters=_MROPE),
+    "qwen2_5_vl": _grid("qwen2_5_vl", rope_parameters=_MROPE),
+    "glm4v": _grid(
+        *("glm4v", "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+        head_dim=12,
+        rope_parameters={**_MROPE, "partial_rotary_factor": 1.0},
+    ),
+}
+
+
+def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -> Path:
+    """Write config, weights, tokenizer and image processor of a small random model.
+
+    Args:
+        family: one of `FAMILIES`.
+        folder: created when it is not there.
+        seed: of the weights.
+        text: values of `text_config` in place of the family's.
+    """
+    made = FAMILIES[family]
+    tokenizer = make_tokenizer(made.image, *made.others, chat_image=made.image)
+    ids = {
+        key: tokenizer.convert_tokens_to_ids(value) if str(value).startswith("<") else value
+        for key, value in {made.token_key: made.image, **made.config}.items()
     }
-    return _save(model, folder, tokenizer, processor, seed)
-
-
-def _save(
-    model: Any,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    processor: dict[str, Any],
-    seed: int,
-) -> Path:
+    model_class = getattr(transformers, made.architecture)
+    config = model_class.config_class(
+        text_config={**TEXT, **made.text, "vocab_size": len(tokenizer), **text},
+        vision_config=made.vision,
+        **ids,
+    )
+    model = model_class(config)
     randomize(model, seed)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(made.processor))
     return folder
 
 
@@ -102,43 +188,43 @@ def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
 
 
 @torch.inference_mode()
-def llava_reference(
+def expected_outputs(
     folder: Path, prompts: Sequence[tuple[list[int], list[np.ndarray]]], max_tokens: int
 ) -> list[list[int]]:
     """Return the greedy outputs of transformers.
 
     Args:
         folder: of a model.
-        prompts: tokens with one placeholder for each image, and the images.
+        prompts: tokens with those of all images, and the images.
         max_tokens: of each output.
     """
-    model = transformers.LlavaForConditionalGeneration.from_pretrained(
+    config = json.loads((folder / "config.json").read_text())
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     name = settings.pop("image_processor_type")
     processor_class = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
     processor = processor_class(**settings)
-    tower = model.config.vision_config
-    per_image = (tower.image_size // tower.patch_size) ** 2
-    image_token = model.config.image_token_index
+    image_token = config.get("image_token_id", config.get("image_token_index"))
     outputs = []
     for token_ids, images in prompts:
-        ids = [
-            t for token in token_ids for t in [token] * (per_image if token == image_token else 1)
-        ]
-        pixels = {}
+        ids = torch.tensor([token_ids])
+        given = {}
         if images:
-            found = processor(images=images, return_tensors="pt", input_data_format="channels_last")
-            pixels = {"pixel_values": found["pixel_values"]}
-        inputs = torch.tensor([ids])
+            given = dict(
+                processor(images=images, return_tensors="pt", input_data_format="channels_last")
+            )
+            if "image_grid_thw" in given:
+                given["mm_token_type_ids"] = (ids == image_token).int()
         out = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
             do_sample=False,
-            **pixels,
+            **given,
         )
-        outputs.append(out[0, len(ids) :].tolist())
+        outputs.append(out[0, len(token_ids) :].tolist())
     return outputs

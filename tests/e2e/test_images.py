@@ -3,8 +3,10 @@
 import pytest
 
 from tests.reach import scheduler_of
-from tests.tiny_images import draw_image, llava_reference, make_llava, make_tokenizer
+from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
+
+pytest.importorskip("PIL", reason="images need Pillow")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENGINE = {
@@ -15,11 +17,11 @@ ENGINE = {
     "num_gpu_blocks_override": 120,
 }
 PROMPTS = [
-    ("What is in <image> this picture?", [1]),
-    ("<image><image> Compare.", [1, 2]),
+    ("What is in IMAGE this picture?", [1]),
+    ("IMAGEIMAGE Compare.", [1, 2]),
     ("No picture at all.", []),
-    ("First <image>, then some words, then <image>", [3, 1]),
-    ("<image>", [4]),
+    ("First IMAGE, then some words, then IMAGE", [3, 1]),
+    ("IMAGE", [4]),
 ]
 
 
@@ -28,43 +30,56 @@ def images_of(seeds):
     return [draw_image(seed, *shapes[seed % len(shapes)]) for seed in seeds]
 
 
-def requests_of(prompts=PROMPTS):
+def requests_of(family):
+    image = FAMILIES[family].in_text
     return [
-        {"prompt": text, "multi_modal_data": {"image": images_of(seeds)}} for text, seeds in prompts
+        {"prompt": text.replace("IMAGE", image), "multi_modal_data": {"image": images_of(seeds)}}
+        for text, seeds in PROMPTS
     ]
+
+
+def tokens_of(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family, tmp_path):
+    folder = make_tiny_images(family, tmp_path)
+    outputs = LLM(str(folder), **ENGINE).generate(requests_of(family), GREEDY)
+    prompts = [
+        (output.prompt_token_ids, images_of(seeds))
+        for output, (_, seeds) in zip(outputs, PROMPTS, strict=True)
+    ]
+    expected = expected_outputs(folder, prompts, GREEDY.max_tokens)
+    assert tokens_of(outputs) == expected
+    assert len({tuple(tokens) for tokens in expected}) > 3, "images make no difference"
+    # in pieces that end inside of images
+    llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=8)
+    assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
+    assert not scheduler_of(llm).media.holders
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    return make_llava(tmp_path_factory.mktemp("llava"))
+    return make_tiny_images("llava", tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
 def expected(llava):
-    tokenizer = make_tokenizer("<image>")
-    prompts = [(tokenizer(text)["input_ids"], images_of(seeds)) for text, seeds in PROMPTS]
-    return llava_reference(llava, prompts, GREEDY.max_tokens)
+    return tokens_of(LLM(str(llava), **ENGINE).generate(requests_of("llava"), GREEDY))
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_num_batched_tokens": 8},  # ends inside of images
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
-        {
-            "enable_prefix_caching": False,
-            "max_model_len": 128,
-            "num_gpu_blocks_override": 9,
-        },  # preempts
+        # preempts
+        {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},
         {"enforce_eager": True},
     ],
     ids=str,
 )
-def test_tokens_are_those_of_transformers(llava, expected, settings):
+def test_settings_change_no_token(llava, expected, settings):
     llm = LLM(str(llava), **{**ENGINE, **settings})
-    outputs = llm.generate(requests_of(), GREEDY)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-    media = scheduler_of(llm).media
-    assert not media.holders
-    assert len(outputs[0].prompt_token_ids) == len(PROMPTS[0][0]) - len("<image>") + 16
+    assert tokens_of(llm.generate(requests_of("llava"), GREEDY)) == expected
+    assert not scheduler_of(llm).media.holders

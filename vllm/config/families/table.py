@@ -945,6 +945,15 @@ _WITH_IMAGES = (
         tokenizer="",
     ),
     Family(
+        model_type="llava_next",
+        module="text_of_images",
+        architectures=("LlavaNextForConditionalGeneration",),
+        text_type="llama",
+        also_text_types=("mistral", "granite", "qwen2"),
+        media="llava_next",
+        tokenizer="",
+    ),
+    Family(
         model_type="gemma3",
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
@@ -984,6 +993,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen2VLForConditionalGeneration",),
         text_type="qwen2_vl_text",
+        media="qwen2_vl",
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -991,6 +1001,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen2_5_VLForConditionalGeneration",),
         text_type="qwen2_5_vl_text",
+        media="qwen2_5_vl",
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1012,6 +1023,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
+        media="glm4v",
         tokenizer=_GENERIC,
     ),
     Family(

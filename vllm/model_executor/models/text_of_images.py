@@ -102,6 +102,10 @@ class LlavaForConditionalGeneration(_AnyLanguageModel):
     """LLaVA 1.5 (arXiv 2310.03744), with language models of several families."""
 
 
+class LlavaNextForConditionalGeneration(_AnyLanguageModel):
+    """LLaVA-NeXT (LLaVA 1.6) and Granite Vision, with language models of several families."""
+
+
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
 
@@ -133,11 +137,11 @@ class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
 
 
 class Qwen2VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
-    """Qwen2-VL (arXiv 2409.12191) and QVQ, of which text input is served."""
+    """Qwen2-VL (arXiv 2409.12191) and QVQ."""
 
 
 class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
-    """Qwen2.5-VL (arXiv 2502.13923), of which text input is served."""
+    """Qwen2.5-VL (arXiv 2502.13923)."""
 
 
 class Qwen3VLForConditionalGeneration(_LanguageModel, Qwen3ForCausalLM):
