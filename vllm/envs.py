@@ -227,6 +227,12 @@ class Envs:
     VLLM_DECODE_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_DECODE_BLOCK_BUCKET_PAD_MAX: int | None = _pad_max("most KV blocks added to a decode")
     VLLM_DECODE_BLOCK_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_MULTIMODAL_BUCKETS: str | None = _buckets(
+        None,
+        "Padded sizes of forward passes of an encoder of images, with commas between: numbers of "
+        "images for encoders of one image size, else numbers of patches. A size for the largest "
+        "image is added. None: by the model.",
+    )
     VLLM_MERGED_PREFILL: bool = _buckets(
         False, "Lay the prompts of a launch end to end in one row."
     )

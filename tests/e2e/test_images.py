@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import scheduler_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
@@ -83,3 +84,26 @@ def test_settings_change_no_token(llava, expected, settings):
     llm = LLM(str(llava), **{**ENGINE, **settings})
     assert tokens_of(llm.generate(requests_of("llava"), GREEDY)) == expected
     assert not scheduler_of(llm).media.holders
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("llava", "HPU graphs"),
+        ("qwen2_vl", "HPU graphs"),
+        *(
+            pytest.param(family, mode, marks=pytest.mark.exhaustive)
+            for mode in ("lazy", "torch.compile", "eager")
+            for family in ("llava", "qwen2_vl")
+        ),
+    ],
+)
+def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):
+    folder = make_tiny_images(family, tmp_path)
+    expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests_of(family), GREEDY))
+    lazy, eager = MODES[mode]
+    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
+        before = bridge.counters()
+        assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
+        assert bridge.counters().compilations == before.compilations

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.envs import Envs
+from vllm.errors import ConfigError
 
 BucketingStrategy = Literal["linear", "exponential", "sparse", "pad"]
 GraphOrder = Literal["min_tokens", "max_bs"]
@@ -118,6 +119,9 @@ class HPUConfig:
     gc_thresholds: tuple[int, ...] = field(default=_GC_THRESHOLDS, metadata=_NO_FLAG)
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""
+    encoder_sizes: str | None = _variable("VLLM_MULTIMODAL_BUCKETS")
+    """Padded sizes of forward passes of an encoder of images, as its variable says; see
+    `multimodal_buckets`."""
     profiled_launch: str | None = field(default=None, metadata=_NO_FLAG)
     """The launch that is profiled in place of a start; see `vllm.bucketing.strategies.profiled`."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
@@ -130,6 +134,25 @@ class HPUConfig:
         check_one_of(self, "sampling_warmup", ("basic", "all"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
         check_at_least(self, 1, "max_seq_len_to_capture")
+        _ = self.multimodal_buckets
+
+    @property
+    def multimodal_buckets(self) -> tuple[int, ...]:
+        """Padded sizes of forward passes of an encoder, in images or patches; empty: by the model.
+
+        Raises:
+            ConfigError: the variable is no list of positive integers.
+        """
+        text = (self.encoder_sizes or "").strip()
+        if text.lower() in ("", "none"):  # without sizes, every image would compile
+            return ()
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ConfigError(
+                f"VLLM_MULTIMODAL_BUCKETS must be positive integers with commas between, such as "
+                f"1600,3136,4096, or None, got {text!r}"
+            )
+        return tuple(sorted({int(part) for part in parts}))
 
     def prompt_slicing(self, max_num_batched_tokens: int) -> PromptSlicing:
         """Return when prompts attend in slices, with this budget of a step."""

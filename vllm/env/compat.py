@@ -42,7 +42,9 @@ _NO_TIMEOUTS = (
     "noticed without a timeout; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
-_IMAGE_SIZES = "the sizes of images that are warmed up follow from the model"
+_IMAGE_SIZES = (
+    "every image has a padded size that is warmed up, by the model or by VLLM_MULTIMODAL_BUCKETS"
+)
 _IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
 _VIDEO = "this version reads no videos"
 _IMAGE_ENCODER = "encoders of images have no setting for it"
@@ -191,7 +193,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """,
     ),
     *_ignored(_LATENT, "VLLM_MLA_DISABLE VLLM_MLA_DISABLE_REQUANTIZATION"),
-    *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_BUCKETS VLLM_MULTIMODAL_RESOLUTIONS"),
+    *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_RESOLUTIONS"),
     *_ignored(_IMAGE_CACHE, "VLLM_MM_INPUT_CACHE_GIB"),
     *_ignored(_VIDEO, "VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"),
     *_ignored(_IMAGE_ENCODER, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY VLLM_FP32_SOFTMAX_VISION"),

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.config.families import family_of_architecture
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import EncoderInput, MediaFamily
 from vllm.multimodal.image import Color, decode_image
-from vllm.multimodal.settings import override_settings
+from vllm.multimodal.settings import override_settings, read_processor_settings
 from vllm.multimodal.source import MediaSource
 
 _SIDE = 64
@@ -22,6 +25,32 @@ def family_class(name: str) -> type[MediaFamily]:
     """Return the class of a family by its module in `vllm.multimodal.families`."""
     found: type[MediaFamily] = import_module(f"vllm.multimodal.families.{name}").Family
     return found
+
+
+def job_arguments(config: VllmConfig) -> dict[str, Any]:
+    """Return the arguments of `make_job` for the images of the model of an engine that reads some.
+
+    Raises:
+        ConfigError: the settings of the image processor are missing, or cannot be used.
+    """
+    arch = config.model.resolved_arch
+    assert arch.media_config is not None
+    settings = read_processor_settings(config.model.resolved_path)
+    return {
+        "family": family_of_architecture(arch.architecture).media,
+        "config": dict(arch.media_config),
+        "settings": override_settings(settings, config.multimodal.mm_processor_kwargs),
+        "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
+        "background": config.multimodal.background,
+    }
+
+
+def family_of_model(config: VllmConfig) -> MediaFamily | None:
+    """Return the rules of the images of a model; None: it reads text only."""
+    if config.model.resolved_arch.media_config is None:
+        return None
+    given = job_arguments(config)
+    return family_class(given["family"])(given["config"], given["settings"])
 
 
 def make_job(

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm import envs
 from vllm.config import VllmConfig
-from vllm.config.families import family_of_architecture
 from vllm.errors import ConfigError, RequestError
 from vllm.messages import CacheKey, MediaItem, MediaTensor
 from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, PlacedItem
 from vllm.multimodal.image import to_rgb
-from vllm.multimodal.job import Job, family_class, make_job
-from vllm.multimodal.settings import override_settings, read_processor_settings
+from vllm.multimodal.job import Job, family_of_model, job_arguments, make_job
 from vllm.multimodal.source import MediaSource
 
 if TYPE_CHECKING:
@@ -65,7 +62,7 @@ class MediaInput:
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        self._model, self._config = config.model, config.multimodal
+        self._engine, self._model, self._config = config, config.model, config.multimodal
         self.limits: Mapping[str, int] = {}
         if self._model.resolved_arch.media_config is not None:
             self.limits = {"image": self._config.image_limit.count}
@@ -78,29 +75,12 @@ class MediaInput:
     @cached_property
     def family(self) -> MediaFamily | None:
         """The rules of the model's images, with the settings of the engine; None: it takes none."""
-        if self._model.resolved_arch.media_config is None:
-            return None
-        return family_class(self.job_arguments["family"])(
-            self.job_arguments["config"], self.job_arguments["settings"]
-        )
+        return family_of_model(self._engine)
 
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_job` for the images of the model.
-
-        Raises:
-            ConfigError: the settings of the image processor are missing, or cannot be used.
-        """
-        arch = self._model.resolved_arch
-        assert arch.media_config is not None
-        settings = read_processor_settings(self._model.resolved_path)
-        return {
-            "family": family_of_architecture(arch.architecture).media,
-            "config": dict(arch.media_config),
-            "settings": override_settings(settings, self._config.mm_processor_kwargs),
-            "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
-            "background": self._config.background,
-        }
+        """The arguments of `make_job` for the images of the model."""
+        return job_arguments(self._engine)
 
     @cached_property
     def _job(self) -> Job:

@@ -50,7 +50,7 @@ class _LanguageModel(CausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
         if arch.media_config is not None:
-            self.media_encoder = encoder_class(arch)(arch.media_config, arch.embedding_size)
+            self.media_encoder = make_encoder(arch)
 
     def is_ignored(self, name: str) -> bool:
         return super().is_ignored(name) and not self._is_of_encoder(name)
@@ -96,6 +96,12 @@ def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     module = family_of_architecture(arch.architecture).media
     found: type[MediaEncoder] = import_module(f"vllm.model_executor.vision.{module}").Encoder
     return found
+
+
+def make_encoder(arch: ModelArch) -> MediaEncoder:
+    """Return the encoder of a model that has one, without weights."""
+    assert arch.media_config is not None
+    return encoder_class(arch)(arch.media_config, arch.embedding_size)
 
 
 class LlavaForConditionalGeneration(_AnyLanguageModel):

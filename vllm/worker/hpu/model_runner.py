@@ -20,6 +20,7 @@ from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.batch.input_batch import ExpectedTokens
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.adapters import DeviceRows
+from vllm.worker.hpu.encoder import card_encoder
 from vllm.worker.hpu.launches.block_moves import BlockMover
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.input import HPUInputBuilder
@@ -30,6 +31,8 @@ from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.hpu.sampling import PaddedSampling, PaddedTokens
 from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
+from vllm.worker.parts.embedding_rows import takes_embeddings
+from vllm.worker.parts.encoded_media import EncodedMedia
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -58,6 +61,7 @@ class HPUModelRunner(ModelRunner):
         bridge, kernel: as given.
         card_sampling: of this model, and of what makes its drafts.
         resident: the newest tokens of the rows, on the card.
+        encoder: of images, on the first stage; None: the model reads text only.
     """
 
     drafter: PaddedDrafter | None
@@ -72,6 +76,7 @@ class HPUModelRunner(ModelRunner):
         grammars: GrammarMatchers,
     ) -> None:
         self.bridge, self.kernel = bridge, kernel
+        self.encoder = card_encoder(config, model, bridge)
         # The block lists of a launch serve all layers, and a contiguous launch has each block once,
         # so there are no null blocks in the one table.
         layout, batch = plan_batch(config, model, keeps_all=True)
@@ -83,12 +88,17 @@ class HPUModelRunner(ModelRunner):
             batch, sampling.sampler, head, lambda width: class_of(width, most), bridge.mark_step
         )
 
+        media = None
+        if self.encoder is not None and self.encoder.is_here:
+            media = EncodedMedia(self.encoder, model.embedding.embedding_dim)
+
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)
             yield self._prompt_logprobs
-            if config.model.enable_prompt_embeds:
+            if takes_embeddings(config):
                 # On every stage, as all of them plan the same launches.
-                yield DeviceEmbeddings(model if model.stage.is_first else None, config, bridge)
+                first = model if model.stage.is_first else None
+                yield DeviceEmbeddings(first, config, bridge, media)
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, bridge.device)
             if config.lora.enable_lora:

@@ -1,8 +1,9 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from vllm.utils import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
+from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.launch_profile import profile_launch
@@ -107,6 +109,9 @@ class HPUWorker(WorkerBase):
         self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
+        self._encoder_steps: Iterator[tuple[WarmUpStep, Callable[[], Any]]] = iter(())
+        self._encode: Callable[[], Any] | None = None
+        """Runs the forward pass of the encoder that the warm-up has named last."""
 
     def _load_model(self) -> None:
         bridge = self.bridge
@@ -270,6 +275,8 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
+        if self._encoder is not None and self._warm_up is not None:
+            self._encoder_steps = self._encoder.warm_up_steps()
         self._graphs = SleepingGraphs(self.runner)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
@@ -298,13 +305,22 @@ class HPUWorker(WorkerBase):
         """See `Worker.next_warm_up`."""
         if self._idle_warm_up is not None:
             return self._idle_warm_up.next_warm_up(given_up)
-        step = None if self._warm_up is None else self._warm_up.next_warm_up(given_up)
-        if step is None:
+        if self._warm_up is None:
             self._finish_start()
-        return step
+            return None
+        encoder_step, self._encode = next(self._encoder_steps, (None, None))
+        if encoder_step is not None:
+            return encoder_step
+        launch = self._warm_up.next_warm_up(given_up)
+        if launch is None:
+            self._finish_start()
+        return launch
 
     def warm_up(self) -> str | None:
         """See `Worker.warm_up`."""
+        if self._encode is not None:
+            self._encode()
+            return None
         running = self._idle_warm_up or self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
@@ -386,6 +402,7 @@ class HPUWorker(WorkerBase):
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             found = profile_launches(self.config, self.bridge, self.runner, most, self._forecast)
+            encoder_bytes = 0 if self._encoder is None else self._encoder.measure()
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
         if found is None:
@@ -393,7 +410,18 @@ class HPUWorker(WorkerBase):
             raise self._out_of_memory("a launch, even the smallest", uses)
         profile, launch_bytes = found
         logger.info("Model profiling run took %s", profile)
-        return launch_bytes
+        if self._encoder is not None:
+            logger.info(
+                "The encoder of images needs %s for its largest forward pass, of %d sizes",
+                format_bytes(encoder_bytes),
+                len(self._encoder.sizes),
+            )
+        # One runs at a time, and the workspace is that of all.
+        return max(launch_bytes, encoder_bytes)
+
+    @property
+    def _encoder(self) -> CardEncoder | None:
+        return self.runner.encoder if isinstance(self.runner, HPUModelRunner) else None
 
     @property
     def _num_rows(self) -> int:

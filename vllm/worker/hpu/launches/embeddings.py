@@ -13,6 +13,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.parts.embedding_rows import EmbeddingRows
+from vllm.worker.parts.encoded_media import EncodedMedia
 from vllm.worker.parts.memory_use import MemoryUse, embeddings_use
 
 logger = init_logger(__name__)
@@ -34,15 +35,22 @@ class DeviceEmbeddings(EmbeddingRows):
         model: see `EmbeddingRows`.
         config: of the engine.
         bridge: the card.
+        media: see `EmbeddingRows`.
 
     Attributes:
         table: [tokens of a step or more, embedding_dim]; None: another stage of the pipeline looks
             up embeddings.
     """
 
-    def __init__(self, model: CausalLM | None, config: VllmConfig, bridge: HabanaBridge) -> None:
+    def __init__(
+        self,
+        model: CausalLM | None,
+        config: VllmConfig,
+        bridge: HabanaBridge,
+        media: EncodedMedia | None = None,
+    ) -> None:
         limits = config.scheduler
-        super().__init__(model, limits.max_num_seqs, bridge.device)
+        super().__init__(model, limits.max_num_seqs, bridge.device, media)
         self._bridge, self._config = bridge, config
         self.table: Tensor | None = None
         if model is None:
