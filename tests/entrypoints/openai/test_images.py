@@ -20,6 +20,7 @@ from tests.entrypoints.openai.scripted_engine import (
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
+from vllm.entrypoints.server.app import IMAGE_PATHS
 from vllm.errors import RequestError
 
 FAMILY: Any = types.SimpleNamespace(placeholder="<image>", text_of_image="<image>")
@@ -321,6 +322,55 @@ def test_a_failure_names_the_image_and_stops_the_others():
     error = answer.json()["error"]
     assert error["message"] == "messages[0].content[2]: cannot fetch 'http://missing'"
     assert fetcher.cancelled == [URL]
+
+
+def test_an_echoed_message_is_its_text():
+    _, client = serve()
+    body = chat(*parts(URL), TEXT, echo=True, add_generation_prompt=False)
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "what <image> is it?ok"
+
+
+@pytest.mark.parametrize("path", sorted(IMAGE_PATHS))
+def test_bodies_with_images_may_be_larger_where_the_model_reads_them(path, reads_images):
+    limits = {"max_request_bytes": 1000, "max_image_request_bytes": 5000}
+    for media, allowed, flag in (
+        (MediaInput(FAMILY, {"image": 3}), 5000, "--max-image-request-bytes"),
+        (MediaInput(), 1000, "--max-request-bytes"),
+    ):
+        reads_images(media)
+        _, client = serve(**limits)
+        statuses = []
+        for size in (allowed - 10, allowed + 1):
+            answer = client.post(path, json={"x": "a" * (size - 8)})
+            statuses.append(answer.status_code)
+        assert 413 not in statuses[:1] and statuses[1] == 413
+        assert f"{allowed} bytes ({flag})" in answer.text
+        plain = client.post("/v1/completions", json={"x": "a" * 1001})
+        assert plain.status_code == 413
+
+
+def test_images_are_not_in_the_log(caplog):
+    secret = base64.b64encode(b"secret" * 100).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": secret}
+    bodies = {
+        "/v1/chat/completions": chat(*parts(f" data:image/png;base64,{secret}")),
+        "/v1/messages": {
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+        },
+        "/v1/completions": {"prompt": "data: is a plural, they say", "max_tokens": 1},
+    }
+    _, client = serve(log_requests=True)
+    with caplog.at_level("DEBUG"):
+        for path, body in bodies.items():
+            client.post(path, json=body)
+    lines = [each.getMessage() for each in caplog.records if "request " in each.getMessage()]
+    assert len(lines) == len(bodies)
+    assert secret[:40] not in caplog.text
+    assert "data:image/png;base64,... (823 characters)" in lines[0]
+    assert '"data": "... (800 characters)"' in lines[1]
+    assert "data: is a plural, they say" in lines[2]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: answers in the format of the OpenAI API, made of a `ChatTurn`."""
 
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.conversation.messages import read_messages
+from vllm.entrypoints.conversation.media import MediaParts
+from vllm.entrypoints.conversation.messages import read_messages, without_images
 from vllm.entrypoints.conversation.rules import as_text
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import split_beginning
@@ -288,8 +290,8 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""
-    (parsed,) = read_messages([last])
-    return as_text(parsed["content"])
+    (parsed,) = read_messages([last], MediaParts(sys.maxsize))  # the prompt has been made of them
+    return as_text(without_images(parsed["content"]))
 
 
 def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:
