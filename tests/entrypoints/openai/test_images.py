@@ -5,7 +5,6 @@ The engine here expands images by a rule of this test; how models do it is teste
 
 import asyncio
 import base64
-import types
 from typing import Any
 
 import msgspec
@@ -17,13 +16,15 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
-from vllm.engine.input.input_processor import InputProcessor
-from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
+from vllm.entrypoints.chat_utils import ImageRules
+from vllm.entrypoints.conversation.media import ImageText
+from vllm.entrypoints.openai.chat import prompt
+from vllm.entrypoints.server import app
 from vllm.entrypoints.server.app import IMAGE_PATHS
 from vllm.errors import RequestError
 
-FAMILY: Any = types.SimpleNamespace(placeholder="<image>", text_of_image="<image>")
+READS_IMAGES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
 TOKENS_OF_IMAGE = 7
 URL = "http://pictures.example/a.png"
 DATA = f"data:image/png;base64,{base64.b64encode(b'b').decode()}"
@@ -82,15 +83,11 @@ class FakeFetcher:
 
 @pytest.fixture(autouse=True)
 def reads_images(monkeypatch):
-    def be(media):
-        monkeypatch.setattr(
-            InputProcessor,
-            "media",
-            property(lambda self: media, lambda self, _: None),
-            raising=False,
-        )
+    def be(rules):
+        for module in (prompt, app):
+            monkeypatch.setattr(module, "image_rules", lambda processor: rules)
 
-    be(MediaInput(FAMILY, {"image": 3}))
+    be(READS_IMAGES)
     return be
 
 
@@ -200,14 +197,14 @@ def test_the_engine_gets_content_name_and_detail_of_images_and_what_is_text_of_t
     client.app.state.context.media_fetcher = fetcher
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    (prompt,) = engine.prompts
-    one, two = prompt["multi_modal_data"]["image"]
+    (given,) = engine.prompts
+    one, two = given["multi_modal_data"]["image"]
     assert (one.where, one.uuid, one.detail) == ("messages[0].content[0]", "u1", "low")
     assert (two.where, two.uuid, two.detail) == ("messages[0].content[2]", None, None)
-    assert prompt["multi_modal_uuids"] == {"image": ["u1", None]}
-    assert prompt["mm_processor_kwargs"] == {"do_resize": False}
-    assert prompt["prompt"].count("<image>") == 3
-    assert prompt["literal_placeholders"] == [1]
+    assert given["multi_modal_uuids"] == {"image": ["u1", None]}
+    assert given["mm_processor_kwargs"] == {"do_resize": False}
+    assert given["prompt"].count("<image>") == 3
+    assert given["literal_placeholders"] == [1]
     assert sorted(fetcher.fetched) == sorted([DATA, URL])
 
 
@@ -302,7 +299,7 @@ def test_what_is_wrong_is_said_before_anything_is_fetched(path, body, message):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_model_that_reads_text_only_says_so(path, reads_images):
-    reads_images(MediaInput())
+    reads_images(None)
     fetcher = FakeFetcher()
     _, client = serve(fetcher=fetcher)
     body = next(body for route, body in REQUESTS.values() if route == path)
@@ -335,8 +332,8 @@ def test_an_echoed_message_is_its_text():
 def test_bodies_with_images_may_be_larger_where_the_model_reads_them(path, reads_images):
     limits = {"max_request_bytes": 1000, "max_image_request_bytes": 5000}
     for media, allowed, flag in (
-        (MediaInput(FAMILY, {"image": 3}), 5000, "--max-image-request-bytes"),
-        (MediaInput(), 1000, "--max-request-bytes"),
+        (READS_IMAGES, 5000, "--max-image-request-bytes"),
+        (None, 1000, "--max-request-bytes"),
     ):
         reads_images(media)
         _, client = serve(**limits)
@@ -377,13 +374,13 @@ def test_images_are_not_in_the_log(caplog):
 def test_a_client_that_leaves_ends_the_fetching(path):
     fetcher = FakeFetcher(num_together=2)
     engine = ImageEngine()
-    app = make_app(engine)
-    app.state.context.media_fetcher = fetcher
+    served = make_app(engine)
+    served.state.context.media_fetcher = fetcher
     body = next(body for route, body in REQUESTS.values() if route == path)
 
     async def leave():
         data = msgspec.json.encode(body)
-        async with app.router.lifespan_context(app), open_stream(app, path, data):
+        async with served.router.lifespan_context(served), open_stream(served, path, data):
             while not fetcher.running:
                 await asyncio.sleep(0)
 

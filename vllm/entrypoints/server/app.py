@@ -53,6 +53,7 @@ from vllm.entrypoints.server.unknown_routes import UnknownRoutes
 from vllm.entrypoints.shared.asgi import CatchErrors
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import add_error_handlers
+from vllm.entrypoints.shared.images import image_rules
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__
 
@@ -165,7 +166,7 @@ def _size_limit(context: ServerContext, path: str) -> SizeLimit:
     """Return the limit of the bodies of a path. A model may be one that reads images until it is
     known."""
     args, engine = context.args, context.engine
-    is_text = engine.is_loaded and engine.input_processor.media.family is None
+    is_text = engine.is_loaded and image_rules(engine.input_processor) is None
     if path not in IMAGE_PATHS or is_text:
         return SizeLimit(args.max_request_bytes, "--max-request-bytes")
     most = max(args.max_request_bytes, args.max_image_request_bytes)

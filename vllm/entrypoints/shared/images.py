@@ -117,7 +117,7 @@ def image_prompt(
             "mm_processor_kwargs: this model reads text only. Leave it out",
             param="mm_processor_kwargs",
         )
-    if chat.literals:
+    if rules is not None:
         prompt["literal_placeholders"] = chat.literals
     if not images:
         return prompt
