@@ -36,6 +36,7 @@ class ImageEngine(ScriptedEngine):
     def __init__(self, **more: Any) -> None:
         super().__init__("ok", **more)
         self.prompts: list[dict[str, Any]] = []
+        self.media: list[Any] = []
 
     async def tokenize(self, prompt: Any, **options: Any) -> TokenizedPrompt:
         self.prompts.append(prompt)
@@ -47,6 +48,7 @@ class ImageEngine(ScriptedEngine):
 
     def generate(self, prompt: Any, *args: Any, **more: Any) -> Any:
         kept = {key: value for key, value in prompt.items() if key != "media"}
+        self.media.append(prompt.get("media"))
         return super().generate(kept, *args, **more)
 
     @property
@@ -131,7 +133,6 @@ REQUESTS = {
         "/v1/chat/completions",
         chat(*parts(URL), chat_template="{{ messages[0].content }}"),
     ),
-    "beams": ("/v1/chat/completions", chat(*parts(URL), use_beam_search=True, n=2, max_tokens=1)),
     "messages": (
         "/v1/messages",
         {"max_tokens": 2, "messages": [{"role": "user", "content": [SOURCE]}]},
@@ -185,6 +186,9 @@ def test_every_route_gives_the_engine_its_images(name):
     assert answer.status_code == 200, answer.text
     assert engine.images == [URL.encode()]
     assert fetcher.running == [URL]
+    for media in engine.media:  # of what runs
+        assert [each.data for each in media] == [URL.encode()]
+    assert bool(engine.media) == ("token" not in path)
     own = len(engine.given_tokenizer(engine.prompts[-1]["prompt"], add_special_tokens=False)[0])
     assert num_prompt_tokens(path, answer.json()) == own + TOKENS_OF_IMAGE
 
@@ -192,7 +196,9 @@ def test_every_route_gives_the_engine_its_images(name):
 def test_the_engine_gets_content_name_and_detail_of_images_and_what_is_text_of_the_user():
     engine, client = serve()
     first = {"type": "image_url", "image_url": {"url": DATA, "detail": "low"}, "uuid": "u1"}
-    body = chat(first, TEXT, *parts(URL), mm_processor_kwargs={"do_resize": False})
+    body = chat(
+        *(first, TEXT, *parts(URL)), mm_processor_kwargs={"do_resize": False}, cache_salt="s"
+    )
     fetcher = FakeFetcher(num_together=2)
     client.app.state.context.media_fetcher = fetcher
     answer = client.post("/v1/chat/completions", json=body)
@@ -203,6 +209,7 @@ def test_the_engine_gets_content_name_and_detail_of_images_and_what_is_text_of_t
     assert (two.where, two.uuid, two.detail) == ("messages[0].content[2]", None, None)
     assert given["multi_modal_uuids"] == {"image": ["u1", None]}
     assert given["mm_processor_kwargs"] == {"do_resize": False}
+    assert given["cache_salt"] == "s"
     assert given["prompt"].count("<image>") == 3
     assert given["literal_placeholders"] == [1]
     assert sorted(fetcher.fetched) == sorted([DATA, URL])
@@ -255,6 +262,11 @@ def test_truncation_of_a_conversation_fetches_an_image_once():
         ),
         (
             "/v1/chat/completions",
+            chat(*parts(URL), use_beam_search=True),
+            "use_beam_search: a prompt with images",
+        ),
+        (
+            "/v1/chat/completions",
             chat({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}),
             "messages[0].content[0] must have the type 'text' or 'image_url'",
         ),
@@ -292,7 +304,7 @@ def test_what_is_wrong_is_said_before_anything_is_fetched(path, body, message):
     answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    if "truncate" not in message:
+    if "a prompt with images" not in message:
         assert fetcher.running == []
     assert engine.seen == []
 
