@@ -9,7 +9,7 @@ import socket
 import pytest
 import uvicorn
 
-from vllm.entrypoints.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.limits import BodyLimits, SizeLimit
 from vllm.entrypoints.server import http_protocol
 from vllm.entrypoints.server.http_protocol import (
     MAX_HEAD_BYTES,
@@ -85,6 +85,10 @@ async def trickle(head, piece, **options):
                 await asyncio.sleep(0.005)
         await asyncio.gather(reading, return_exceptions=True)
     return answer
+
+
+def at_most(max_bytes):
+    return lambda path: SizeLimit(max_bytes, "--max-request-bytes")
 
 
 def run(*parts, **options):
@@ -193,7 +197,7 @@ def test_a_client_that_sends_everything_first_reads_413(is_chunked):
         data = CHUNKED_REQUEST + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n"
 
     async def main():
-        async with serve(BodyLimits(app, max_bytes=2**20, timeout_s=60.0, routers=())) as port:
+        async with serve(BodyLimits(app, at_most(2**20), timeout_s=60.0, routers=())) as port:
             return await asyncio.to_thread(send_and_read, port, data)
 
     answer = asyncio.run(main())
@@ -203,7 +207,7 @@ def test_a_client_that_sends_everything_first_reads_413(is_chunked):
 
 def test_a_body_without_end_is_read_for_a_while_only(monkeypatch):
     monkeypatch.setattr(http_protocol, "MAX_LINGER_BYTES", 2**20)
-    application = BodyLimits(app, max_bytes=100, timeout_s=60.0, routers=())
+    application = BodyLimits(app, at_most(100), timeout_s=60.0, routers=())
     pieces = iter([b"x" * 2**16] * 1000)
     answer = asyncio.run(trickle(JSON_REQUEST % 10**12, pieces, application=application))
     assert answer.startswith(b"HTTP/1.1 413 ") and next(pieces, None) is not None
@@ -213,7 +217,7 @@ def test_a_body_without_end_is_read_for_a_while_only(monkeypatch):
 def test_a_trickled_body_ends_with_408(head, monkeypatch):
     monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
     piece = b"x" if b"Length" in head else b"1\r\nx\r\n"
-    application = BodyLimits(app, max_bytes=2**20, timeout_s=0.05, routers=())
+    application = BodyLimits(app, at_most(2**20), timeout_s=0.05, routers=())
     answer = asyncio.run(
         trickle(head, piece, application=application, protocol=with_body_timeout(0.05))
     )

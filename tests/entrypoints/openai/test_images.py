@@ -5,7 +5,6 @@ The engine here expands images by a rule of this test; how models do it is teste
 
 import asyncio
 import base64
-import types
 from typing import Any
 
 import msgspec
@@ -17,12 +16,15 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
-from vllm.engine.input.input_processor import InputProcessor
-from vllm.engine.input.media_input import MediaInput
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
+from vllm.entrypoints.chat_utils import ImageRules
+from vllm.entrypoints.conversation.media import ImageText
+from vllm.entrypoints.openai.chat import prompt
+from vllm.entrypoints.server import app
+from vllm.entrypoints.server.app import IMAGE_PATHS
 from vllm.errors import RequestError
 
-FAMILY: Any = types.SimpleNamespace(placeholder="<image>", text_of_image="<image>")
+READS_IMAGES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
 TOKENS_OF_IMAGE = 7
 URL = "http://pictures.example/a.png"
 DATA = f"data:image/png;base64,{base64.b64encode(b'b').decode()}"
@@ -34,6 +36,7 @@ class ImageEngine(ScriptedEngine):
     def __init__(self, **more: Any) -> None:
         super().__init__("ok", **more)
         self.prompts: list[dict[str, Any]] = []
+        self.media: list[Any] = []
 
     async def tokenize(self, prompt: Any, **options: Any) -> TokenizedPrompt:
         self.prompts.append(prompt)
@@ -45,6 +48,7 @@ class ImageEngine(ScriptedEngine):
 
     def generate(self, prompt: Any, *args: Any, **more: Any) -> Any:
         kept = {key: value for key, value in prompt.items() if key != "media"}
+        self.media.append(prompt.get("media"))
         return super().generate(kept, *args, **more)
 
     @property
@@ -81,15 +85,11 @@ class FakeFetcher:
 
 @pytest.fixture(autouse=True)
 def reads_images(monkeypatch):
-    def be(media):
-        monkeypatch.setattr(
-            InputProcessor,
-            "media",
-            property(lambda self: media, lambda self, _: None),
-            raising=False,
-        )
+    def be(rules):
+        for module in (prompt, app):
+            monkeypatch.setattr(module, "image_rules", lambda processor: rules)
 
-    be(MediaInput(FAMILY, {"image": 3}))
+    be(READS_IMAGES)
     return be
 
 
@@ -133,7 +133,6 @@ REQUESTS = {
         "/v1/chat/completions",
         chat(*parts(URL), chat_template="{{ messages[0].content }}"),
     ),
-    "beams": ("/v1/chat/completions", chat(*parts(URL), use_beam_search=True, n=2, max_tokens=1)),
     "messages": (
         "/v1/messages",
         {"max_tokens": 2, "messages": [{"role": "user", "content": [SOURCE]}]},
@@ -187,6 +186,9 @@ def test_every_route_gives_the_engine_its_images(name):
     assert answer.status_code == 200, answer.text
     assert engine.images == [URL.encode()]
     assert fetcher.running == [URL]
+    for media in engine.media:  # of what runs
+        assert [each.data for each in media] == [URL.encode()]
+    assert bool(engine.media) == ("token" not in path)
     own = len(engine.given_tokenizer(engine.prompts[-1]["prompt"], add_special_tokens=False)[0])
     assert num_prompt_tokens(path, answer.json()) == own + TOKENS_OF_IMAGE
 
@@ -194,19 +196,22 @@ def test_every_route_gives_the_engine_its_images(name):
 def test_the_engine_gets_content_name_and_detail_of_images_and_what_is_text_of_the_user():
     engine, client = serve()
     first = {"type": "image_url", "image_url": {"url": DATA, "detail": "low"}, "uuid": "u1"}
-    body = chat(first, TEXT, *parts(URL), mm_processor_kwargs={"do_resize": False})
+    body = chat(
+        *(first, TEXT, *parts(URL)), mm_processor_kwargs={"do_resize": False}, cache_salt="s"
+    )
     fetcher = FakeFetcher(num_together=2)
     client.app.state.context.media_fetcher = fetcher
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    (prompt,) = engine.prompts
-    one, two = prompt["multi_modal_data"]["image"]
+    (given,) = engine.prompts
+    one, two = given["multi_modal_data"]["image"]
     assert (one.where, one.uuid, one.detail) == ("messages[0].content[0]", "u1", "low")
     assert (two.where, two.uuid, two.detail) == ("messages[0].content[2]", None, None)
-    assert prompt["multi_modal_uuids"] == {"image": ["u1", None]}
-    assert prompt["mm_processor_kwargs"] == {"do_resize": False}
-    assert prompt["prompt"].count("<image>") == 3
-    assert prompt["literal_placeholders"] == [1]
+    assert given["multi_modal_uuids"] == {"image": ["u1", None]}
+    assert given["mm_processor_kwargs"] == {"do_resize": False}
+    assert given["cache_salt"] == "s"
+    assert given["prompt"].count("<image>") == 3
+    assert given["literal_placeholders"] == [1]
     assert sorted(fetcher.fetched) == sorted([DATA, URL])
 
 
@@ -257,6 +262,11 @@ def test_truncation_of_a_conversation_fetches_an_image_once():
         ),
         (
             "/v1/chat/completions",
+            chat(*parts(URL), use_beam_search=True),
+            "use_beam_search: a prompt with images",
+        ),
+        (
+            "/v1/chat/completions",
             chat({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}),
             "messages[0].content[0] must have the type 'text' or 'image_url'",
         ),
@@ -294,14 +304,14 @@ def test_what_is_wrong_is_said_before_anything_is_fetched(path, body, message):
     answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    if "truncate" not in message:
+    if "a prompt with images" not in message:
         assert fetcher.running == []
     assert engine.seen == []
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_model_that_reads_text_only_says_so(path, reads_images):
-    reads_images(MediaInput())
+    reads_images(None)
     fetcher = FakeFetcher()
     _, client = serve(fetcher=fetcher)
     body = next(body for route, body in REQUESTS.values() if route == path)
@@ -323,17 +333,66 @@ def test_a_failure_names_the_image_and_stops_the_others():
     assert fetcher.cancelled == [URL]
 
 
+def test_an_echoed_message_is_its_text():
+    _, client = serve()
+    body = chat(*parts(URL), TEXT, echo=True, add_generation_prompt=False)
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "what <image> is it?ok"
+
+
+@pytest.mark.parametrize("path", sorted(IMAGE_PATHS))
+def test_bodies_with_images_may_be_larger_where_the_model_reads_them(path, reads_images):
+    limits = {"max_request_bytes": 1000, "max_image_request_bytes": 5000}
+    for media, allowed, flag in (
+        (READS_IMAGES, 5000, "--max-image-request-bytes"),
+        (None, 1000, "--max-request-bytes"),
+    ):
+        reads_images(media)
+        _, client = serve(**limits)
+        statuses = []
+        for size in (allowed - 10, allowed + 1):
+            answer = client.post(path, json={"x": "a" * (size - 8)})
+            statuses.append(answer.status_code)
+        assert 413 not in statuses[:1] and statuses[1] == 413
+        assert f"{allowed} bytes ({flag})" in answer.text
+        plain = client.post("/v1/completions", json={"x": "a" * 1001})
+        assert plain.status_code == 413
+
+
+def test_images_are_not_in_the_log(caplog):
+    secret = base64.b64encode(b"secret" * 100).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": secret}
+    bodies = {
+        "/v1/chat/completions": chat(*parts(f" data:image/png;base64,{secret}")),
+        "/v1/messages": {
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+        },
+        "/v1/completions": {"prompt": "data: is a plural, they say", "max_tokens": 1},
+    }
+    _, client = serve(log_requests=True)
+    with caplog.at_level("DEBUG"):
+        for path, body in bodies.items():
+            client.post(path, json=body)
+    lines = [each.getMessage() for each in caplog.records if "request " in each.getMessage()]
+    assert len(lines) == len(bodies)
+    assert secret[:40] not in caplog.text
+    assert "data:image/png;base64,... (823 characters)" in lines[0]
+    assert '"data": "... (800 characters)"' in lines[1]
+    assert "data: is a plural, they say" in lines[2]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_client_that_leaves_ends_the_fetching(path):
     fetcher = FakeFetcher(num_together=2)
     engine = ImageEngine()
-    app = make_app(engine)
-    app.state.context.media_fetcher = fetcher
+    served = make_app(engine)
+    served.state.context.media_fetcher = fetcher
     body = next(body for route, body in REQUESTS.values() if route == path)
 
     async def leave():
         data = msgspec.json.encode(body)
-        async with app.router.lifespan_context(app), open_stream(app, path, data):
+        async with served.router.lifespan_context(served), open_stream(served, path, data):
             while not fetcher.running:
                 await asyncio.sleep(0)
 

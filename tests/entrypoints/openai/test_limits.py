@@ -9,7 +9,7 @@ import pytest
 
 from tests.entrypoints.openai.server_fakes import make_client
 from vllm.entrypoints.middleware.decompression import ENCODINGS
-from vllm.entrypoints.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.limits import BodyLimits, SizeLimit
 
 JSON = {"Content-Type": "application/json"}
 
@@ -66,7 +66,9 @@ def run(messages, *, headers=(), timeout_s=120.0, max_bytes=100):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/x", "root_path": "", "headers": headers}
-    limits = BodyLimits(app, max_bytes, timeout_s, routers=())
+    limits = BodyLimits(
+        app, lambda _: SizeLimit(max_bytes, "--max-request-bytes"), timeout_s, routers=()
+    )
     asyncio.run(limits(scope, receive, send))
     return sent, bodies[0] if bodies else None
 

@@ -92,6 +92,8 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--lora-modules", "a=/b"], "lora_modules=a=/b needs enable_lora=True"),
         (["--enable-lora", "--lora-modules", "a=/b"], "lora_modules: .*/b is no folder"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
+        (["--allowed-local-media-path", "/no/such"], "media-path '/no/such' is not a folder"),
+        (["--allowed-media-domains", "http://a"], "allowed-media-domains 'http://a': .*hosts only"),
     ],
 )
 def test_a_flag_that_no_server_can_start_with_is_named(flags, message):

@@ -4,7 +4,7 @@ Fetches and decodes nothing. Knows no family of models.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ WHERE = "where"
 class MediaPart:
     """An image of a conversation."""
 
-    source: Any
-    """A URL (str), or an object: of Pillow, numpy or torch, or what has been fetched."""
+    source: Any = field(repr=False)
+    """A URL (str), or an object: of Pillow, numpy or torch, or the bytes of a file."""
     where: str
     """Its position in the request, such as `messages[2].content[1]`, for errors."""
     uuid: str | None = None
@@ -141,14 +141,14 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
             f"or a data: URL",
             param="messages",
         )
-    fields = _FIELDS[kind]
-    field = next((name for name in fields if part.get(name) is not None), fields[0])
-    given: Any = part.get(field)
+    names = _FIELDS[kind]
+    key = next((name for name in names if part.get(name) is not None), names[0])
+    given: Any = part.get(key)
     detail = part.get("detail")
     if isinstance(given, MediaPart):  # it has been read, and maybe fetched
         return given
-    name = f"{where}.{field}"
-    if field == "image_url" and isinstance(given, Mapping):
+    name = f"{where}.{key}"
+    if key == "image_url" and isinstance(given, Mapping):
         given, detail, name = given.get("url"), given.get("detail", detail), f"{name}.url"
     if detail is not None and detail not in _DETAILS:
         raise RequestError(
@@ -161,29 +161,29 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
-    return MediaPart(_read_source(name, field, given, is_local), where, uuid, detail)
+    return MediaPart(_read_source(name, key, given, is_local), where, uuid, detail)
 
 
-def _read_source(name: str, field: str, given: Any, is_local: bool) -> Any:
+def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
     """Return a URL, or an object that a program has given."""
     if isinstance(given, Path):
         given = str(given)
     if isinstance(given, str) and given:
         if given.lower().startswith(_SCHEMES):
             return given
-        if field in ("path", "image") and (is_local or given.startswith("/")):
+        if key in ("path", "image") and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()
         raise RequestError(
             f"{name} must begin with http://, https://, data: or file://, got {given!r:.80}",
             param="messages",
         )
-    is_object = field in ("image", "image_pil") and not isinstance(
+    is_object = key in ("image", "image_pil") and not isinstance(
         given, (str, bytes, int, float, Mapping, type(None))
     )
     if is_object and not (isinstance(given, Sequence) and not hasattr(given, "shape")):
         return given
     raise RequestError(
-        f"{name} must be {_EXPECTED[field]}, got {type(given).__name__}", param="messages"
+        f"{name} must be {_EXPECTED[key]}, got {type(given).__name__}", param="messages"
     )
 
 

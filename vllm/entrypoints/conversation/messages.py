@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, media_type
+from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, is_image, media_type
 from vllm.errors import RequestError
 
 Message = dict[str, Any]
@@ -155,6 +155,11 @@ def link_results(conversation: Sequence[Message]) -> None:
         waiting.pop(call_id, None)
         if call_id in names:
             message.setdefault("name", names[call_id])
+
+
+def without_images(content: Content) -> Content:
+    """Return content of the normal form without its images."""
+    return content if isinstance(content, str) else [p for p in content if not is_image(p)]
 
 
 def join_texts(parts: Sequence[Part]) -> Content:

@@ -5,7 +5,8 @@ refused before it is in memory.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from fastapi import APIRouter
 from starlette.routing import Match
@@ -30,23 +31,35 @@ _ANY_TYPE_PREFIX = "/v1/audio/"
 """Routes that accept files, not JSON."""
 
 
+class SizeLimit(NamedTuple):
+    """Limit of the bytes of a body."""
+
+    max_bytes: int
+    flag: str
+    """Flag that sets it."""
+
+
 class BodyLimits:
     """Reads the body of each request; answers 413, 408 or 415 if it breaks a limit.
 
     Args:
         app: reads the bodies that are accepted.
-        max_bytes: of one body.
+        max_bytes: limit of the body of a request, for its path.
         timeout_s: for it to arrive.
         routers: of the server. A path that they do not have gets its own error from `app`, whatever
             the type of the body.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, timeout_s: float, routers: Iterable[APIRouter]
+        self,
+        app: ASGIApp,
+        limit_of: Callable[[str], SizeLimit],
+        timeout_s: float,
+        routers: Iterable[APIRouter],
     ) -> None:
         self.app = app
         self._routes = [route for router in routers for route in router.routes]
-        self._max_bytes = max_bytes
+        self._limit_of = limit_of
         self._timeout_s = timeout_s
         self._memory = MemoryTrim()
 
@@ -54,16 +67,17 @@ class BodyLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = self._check_headers(scope)
+        limit = self._limit_of(route_path(scope))
+        refusal = self._check_headers(scope, limit)
         if refusal is not None:
             await refuse(scope, receive, send, refusal)
             return
         late = OwnCancellation()
         timer = asyncio.get_running_loop().call_later(self._timeout_s, late.request)
         try:
-            body = await self._read(receive)
+            body = await self._read(receive, limit.max_bytes)
         except _TooLarge:
-            await refuse(scope, receive, send, self._too_large())
+            await refuse(scope, receive, send, _too_large(limit))
             return
         except asyncio.CancelledError:
             if not late.is_the_only_one():
@@ -77,9 +91,9 @@ class BodyLimits:
         encoding = _encoding_of(scope)
         if body and encoding:
             try:
-                scope, body = await self._unpack(scope, body, encoding)
+                scope, body = await self._unpack(scope, body, encoding, limit.max_bytes)
             except OutputTooLargeError:
-                await refuse(scope, receive, send, self._too_large())
+                await refuse(scope, receive, send, _too_large(limit))
                 return
             except DecompressionError as error:
                 info = ErrorInfo(400, f"the body is not valid {encoding} data: {error}")
@@ -95,11 +109,11 @@ class BodyLimits:
                 if num_bytes >= _HUGE_BODY_BYTES:
                     self._memory.soon()
 
-    def _check_headers(self, scope: Scope) -> ErrorInfo | None:
+    def _check_headers(self, scope: Scope, limit: SizeLimit) -> ErrorInfo | None:
         length = get_header(scope, b"content-length")
         if length is not None and length.isascii() and length.isdecimal():
-            if int(length[:20]) > self._max_bytes:
-                return self._too_large()
+            if int(length[:20]) > limit.max_bytes:
+                return _too_large(limit)
             if int(length[:20]) == 0:
                 return None
         elif get_header(scope, b"transfer-encoding") is None:
@@ -119,7 +133,7 @@ class BodyLimits:
         message = f"Content-Type must be application/json, got {given[:100]!r}"
         return ErrorInfo(415, message)
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, max_bytes: int) -> bytes | None:
         """Read the body; None if the client disconnects before its end."""
         parts: list[bytes] = []
         num_bytes = 0
@@ -129,33 +143,36 @@ class BodyLimits:
                 return None
             part = message.get("body", b"")
             num_bytes += len(part)
-            if num_bytes > self._max_bytes:
+            if num_bytes > max_bytes:
                 raise _TooLarge
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def _unpack(self, scope: Scope, body: bytes, encoding: str) -> tuple[Scope, bytes]:
+    async def _unpack(
+        self, scope: Scope, body: bytes, encoding: str, max_bytes: int
+    ) -> tuple[Scope, bytes]:
         """Unpack a compressed body. Returns it with the headers of a plain request.
 
         Raises:
             DecompressionError, OutputTooLargeError: see `decompress`.
         """
         if len(body) < _LARGE_BODY_BYTES:
-            body = decompress(body, encoding, self._max_bytes)
+            body = decompress(body, encoding, max_bytes)
         else:
-            body = await asyncio.to_thread(decompress, body, encoding, self._max_bytes)
+            body = await asyncio.to_thread(decompress, body, encoding, max_bytes)
         old = (b"content-encoding", b"content-length", b"transfer-encoding")
         headers = [pair for pair in scope["headers"] if pair[0] not in old]
         headers.append((b"content-length", str(len(body)).encode()))
         return {**scope, "headers": headers}, body
 
-    def _too_large(self) -> ErrorInfo:
-        message = (
-            f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
-            f"or shorter inputs"
-        )
-        return ErrorInfo(413, message, headers=_CLOSE)
+
+def _too_large(limit: SizeLimit) -> ErrorInfo:
+    message = (
+        f"the body is larger than {limit.max_bytes} bytes ({limit.flag}): send fewer or shorter "
+        f"inputs"
+    )
+    return ErrorInfo(413, message, headers=_CLOSE)
 
 
 def _encoding_of(scope: Scope) -> str:

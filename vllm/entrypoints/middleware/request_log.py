@@ -1,6 +1,7 @@
 """Logs the parameters of each request, for --log-requests."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,10 @@ from vllm.entrypoints.shared.asgi import get_header, route_path
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+_MEDIA_KEYS = frozenset(("media_type", "format"))
+"""Keys of an object whose `data` is base64: of an image of Anthropic's API, and of a sound."""
+_DATA_URL = re.compile(r"\s*(data:[^,\s]{0,100},)", re.IGNORECASE)
 
 
 class RequestLog:
@@ -45,10 +50,32 @@ class RequestLog:
             body = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return  # the answer will name the error
-        text = json.dumps(shorten(body, self._max_log_len), ensure_ascii=True)
+        text = json.dumps(shorten(without_media(body), self._max_log_len), ensure_ascii=True)
         path, request_id = route_path(scope), get_header(scope, b"x-request-id")
         fields = {"path": path, "request_id": request_id}
         logger.info("request %s to %s: %s", request_id or "-", path, text, extra={"fields": fields})
+
+
+def without_media(value: Any) -> Any:
+    """Leave out the content of images and sounds at any depth of a JSON value, which is base64.
+
+    >>> without_media({"url": "data:image/png;base64,AAAA"})
+    {'url': 'data:image/png;base64,... (26 characters)'}
+    >>> without_media({"media_type": "image/png", "data": "AAAA"})
+    {'media_type': 'image/png', 'data': '... (4 characters)'}
+    """
+    if isinstance(value, str):
+        head = _DATA_URL.match(value)
+        return value if head is None else f"{head[1]}... ({len(value)} characters)"
+    if isinstance(value, list):
+        return [without_media(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without_media(item) for key, item in value.items()}
+    data = value.get("data")
+    if isinstance(data, str) and not _MEDIA_KEYS.isdisjoint(value):
+        kept["data"] = f"... ({len(data)} characters)"
+    return kept
 
 
 def shorten(value: Any, most: int | None) -> Any:

@@ -1,6 +1,7 @@
 """The application: all routes of the server, and their middleware."""
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -11,7 +12,7 @@ from vllm.entrypoints.anthropic import serving as serving_messages
 from vllm.entrypoints.middleware.access_log import AccessLog
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.middleware.gate import Gate
-from vllm.entrypoints.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.limits import BodyLimits, SizeLimit
 from vllm.entrypoints.middleware.load import CountRequests
 from vllm.entrypoints.middleware.manners import HttpManners
 from vllm.entrypoints.middleware.request_id import RequestIds
@@ -52,6 +53,7 @@ from vllm.entrypoints.server.unknown_routes import UnknownRoutes
 from vllm.entrypoints.shared.asgi import CatchErrors
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import add_error_handlers
+from vllm.entrypoints.shared.images import image_rules
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__
 
@@ -102,6 +104,15 @@ def build_app(context: ServerContext) -> FastAPI:
     return app
 
 
+IMAGE_PATHS = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/tokenize", "/v1/embeddings", "/pooling", "/invocations"),
+    )
+)
+"""Paths of the routes whose requests may have images."""
+
+
 def _routers(args: ServerArgs) -> list[APIRouter]:
     modules = [*_MODEL_ROUTES, health, metrics_route]
     if not args.disable_fastapi_docs:
@@ -124,7 +135,7 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
     app.add_middleware(Gate, context=context, routes=app)
     app.add_middleware(
         BodyLimits,
-        max_bytes=args.max_request_bytes,
+        limit_of=partial(_size_limit, context),
         timeout_s=args.body_timeout,
         routers=routers,
     )
@@ -149,6 +160,17 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
     if args.enable_request_id_headers or args.otlp_traces_endpoint is not None:
         app.add_middleware(RequestIds, is_sent_back=args.enable_request_id_headers)
     app.add_middleware(CountRequests, context=context)
+
+
+def _size_limit(context: ServerContext, path: str) -> SizeLimit:
+    """Return the limit of the bodies of a path. A model may be one that reads images until it is
+    known."""
+    args, engine = context.args, context.engine
+    is_text = engine.is_loaded and image_rules(engine.input_processor) is None
+    if path not in IMAGE_PATHS or is_text:
+        return SizeLimit(args.max_request_bytes, "--max-request-bytes")
+    most = max(args.max_request_bytes, args.max_image_request_bytes)
+    return SizeLimit(most, "--max-image-request-bytes")
 
 
 def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:

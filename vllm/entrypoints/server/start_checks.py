@@ -41,6 +41,10 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
         from vllm.utils.otel import check_endpoint
 
         check_endpoint(args.otlp_traces_endpoint)
+    if engine_args.allowed_local_media_path or engine_args.allowed_media_domains:
+        from vllm.entrypoints.shared.images import make_fetcher
+
+        make_fetcher(engine_args)
     if args.tool_parser_plugin or args.tool_call_parser or args.reasoning_parser:
         from vllm.entrypoints.openai.tool_parsers.manager import check_parser_flags
 

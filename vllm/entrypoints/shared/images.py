@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.entrypoints.chat_utils import ImageRules, RenderedChat
 from vllm.entrypoints.conversation.media import ImageText, MediaPart
@@ -11,7 +11,6 @@ from vllm.errors import RequestError
 from vllm.inputs import TextPrompt
 
 if TYPE_CHECKING:
-    from vllm.config import MultiModalConfig
     from vllm.engine.input.input_processor import InputProcessor
     from vllm.multimodal.fetch import MediaFetcher
 
@@ -29,14 +28,24 @@ def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> Image
     if family is None:
         return None
     return ImageRules(
-        text=ImageText(family.placeholder, family.text_of_image),
+        # In a string it is a line of its own anyway.
+        text=ImageText(family.placeholder, family.text_of_image.strip("\n")),
         max_images=processor.media.limits[_IMAGE],
         is_local=is_local,
     )
 
 
-def make_fetcher(config: "MultiModalConfig") -> "MediaFetcher":
-    """Return what fetches the images of an engine with this config.
+class MediaSources(Protocol):
+    """Where images may come from: a config, or the arguments of an engine."""
+
+    @property
+    def allowed_local_media_path(self) -> str: ...
+    @property
+    def allowed_media_domains(self) -> Sequence[str]: ...
+
+
+def make_fetcher(config: MediaSources) -> "MediaFetcher":
+    """Return the fetcher for the images of an engine.
 
     Raises:
         ConfigError: the folder does not exist, or a domain is malformed.
@@ -117,7 +126,7 @@ def image_prompt(
             "mm_processor_kwargs: this model reads text only. Leave it out",
             param="mm_processor_kwargs",
         )
-    if chat.literals:
+    if rules is not None:
         prompt["literal_placeholders"] = chat.literals
     if not images:
         return prompt

@@ -89,6 +89,10 @@ class ServerArgs:
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
 
+    max_image_request_bytes: int = 96 * 2**20
+    """Largest body of a request that may have images, if the model reads images. The default is for
+    16 files of 4 MB as base64."""
+
     keep_alive_timeout: int = 120
     """Seconds that a connection without a request stays open. Proxies keep theirs for 60 to 90
     seconds, and answer 502 if the server closes first. VLLM_HTTP_TIMEOUT_KEEP_ALIVE is used where
@@ -260,7 +264,9 @@ class ServerArgs:
         check_one_of(self, "chat_template_content_format", ("auto", "string", "openai"))
         if self.log_format is not None:
             check_one_of(self, "log_format", ("text", "json"))
-        check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
+        check_at_least(
+            self, 1, "max_request_bytes", "max_image_request_bytes", "max_n", "max_batch_prompts"
+        )
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
         check_at_least(self, 1, "max_request_names", "max_prompt_logprob_values")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")

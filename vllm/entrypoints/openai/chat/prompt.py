@@ -80,6 +80,8 @@ async def chat_prompt(
         images = await fetch_images(context.media_fetcher, images, fetched)
     prompt = image_prompt(chat, images, rules, body.mm_processor_kwargs)
     prompt["add_special_tokens"] = body.add_special_tokens
+    if cache_salt is not None:
+        prompt["cache_salt"] = cache_salt
     return await tokenize(
         context.engine,
         prompt,

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: answers in the format of the OpenAI API, made of a `ChatTurn`."""
 
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.conversation.messages import read_messages
+from vllm.entrypoints.conversation.media import MediaParts
+from vllm.entrypoints.conversation.messages import read_messages, without_images
 from vllm.entrypoints.conversation.rules import as_text
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import split_beginning
@@ -39,6 +41,7 @@ from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.errors import error_events
 from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
+from vllm.errors import RequestError
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -237,6 +240,12 @@ async def _search_beams(
         truncate=body.truncate_prompt_tokens,
         max_tokens=context.config.scheduler.max_model_len - 1,
     )
+    if "media" in prompt:
+        raise RequestError(
+            "use_beam_search: a prompt with images cannot be searched for beams. Leave it out, or "
+            "send text only",
+            param="use_beam_search",
+        )
     token_ids, defaults = prompt["prompt_token_ids"], context.engine.generation_defaults
     max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
     params = beam_search_params(body, defaults, max_tokens)
@@ -288,8 +297,8 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""
-    (parsed,) = read_messages([last])
-    return as_text(parsed["content"])
+    (parsed,) = read_messages([last], MediaParts(sys.maxsize))  # the prompt has been made of them
+    return as_text(without_images(parsed["content"]))
 
 
 def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:

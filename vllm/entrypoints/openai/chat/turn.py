@@ -204,6 +204,8 @@ class ChatTurn:
         prompt: TokensPrompt = {"prompt_token_ids": self.prompt["prompt_token_ids"]}
         if "cache_salt" in self.prompt:
             prompt["cache_salt"] = self.prompt["cache_salt"]
+        if "media" in self.prompt:
+            prompt["media"] = self.prompt["media"]
         outputs = self._engine.generate(
             prompt,
             self.params,

@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
 from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.sse import run_until_disconnect
+from vllm.errors import RequestError
 from vllm.inputs import PromptType
 from vllm.messages import FloatArray
 
@@ -91,6 +92,11 @@ async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[Promp
             with_tools=False,
             max_tokens=None if is_truncated else context.config.scheduler.max_model_len,
         )
+        if "media" in prompt:
+            raise RequestError(
+                "messages: images are not accepted here, as pooling reads text only. Send text",
+                param="messages",
+            )
         return [prompt]
     prompts = prompts_of(body.input)
     if body.add_special_tokens is False:
