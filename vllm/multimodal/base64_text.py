@@ -53,6 +53,8 @@ def decode_base64(text: str, *, where: str, max_bytes: int) -> bytes:
         if any(character in raw for character in found):
             raise _refuse(where, f"its base64 has {name}; accepted is {_ALPHABET}")
     digits = raw.removesuffix(b"=").removesuffix(b"=")
+    if b"=" in digits:
+        raise _refuse(where, "its base64 has '=' before its end, or more than two of them")
     if len(digits) % 4 == 1:
         raise _refuse(
             where, f"its base64 has {len(digits)} digits: one is missing, or one too many"

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,8 +39,8 @@ class MediaFetcher:
     """Fetches URLs of clients.
 
     Each name is resolved once, and every address must be public. The fetcher connects to one of
-    these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is checked in
-    the same way. Proxies of the environment are not used.
+    these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is
+    checked in the same way. Proxies of the environment are not used.
 
     Args:
         allowed_local_media_path: folder whose files may be read by file: URLs. None or empty: none.
@@ -192,11 +193,16 @@ def _parse(url: str) -> Target:
 
 
 def _describe(error: Exception) -> str:
-    """Return the reason of an error of the system, without its number and file name."""
+    """Return the reason of an error, without the address or the path that the system tells."""
     if isinstance(error, socket.gaierror):
         return "the name of its host cannot be resolved"
-    reason = error.strerror if isinstance(error, OSError) else None
-    return reason or str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection can be made: {error.reason}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 def _refuse(where: str, shown: str, reason: str) -> NoReturn:

@@ -87,7 +87,8 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            raise HTTPError("the answer is not valid HTTP") from None
+            if not self.is_complete:  # bytes after the end do not matter
+                raise HTTPError("the answer is not valid HTTP") from None
 
     def on_message_begin(self) -> None:
         """Begin again, after an interim answer."""

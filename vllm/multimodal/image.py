@@ -127,12 +127,12 @@ def read_image(
 
 
 def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") -> "Image":
-    """Return an image of Pillow in mode RGB, upright, without metadata. The given image does not change.
+    """Return an image of Pillow in mode RGB, upright, without metadata.
 
     Gray of 16 bits is scaled to 8: of the modes I;16 always, of the mode I if a value is above 255.
 
     Args:
-        image: of any mode but F.
+        image: of any mode but F; it does not change.
         background: color of transparent pixels.
         where: name of the item in error messages.
 
