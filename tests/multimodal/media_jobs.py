@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from vllm.errors import RequestError
-from vllm.multimodal.image import decode_image
+from vllm.multimodal.image import image_pixels
 from vllm.multimodal.source import MediaSource, ProcessedMedia
 
 
@@ -14,7 +14,6 @@ def decode(brightness: int):
     """Adds a brightness to each pixel; some contents are commands."""
 
     def work(source: MediaSource) -> ProcessedMedia:
-        pixels = source.pixels
         match source.data:
             case b"sleep":
                 time.sleep(60)
@@ -30,9 +29,7 @@ def decode(brightness: int):
                 return answer(np.arange(2**20, dtype=np.int32).reshape(2, -1))
             case b"told":
                 raise RequestError(f"{source.where}: it is wrong", param=source.where)
-            case bytes() as data:
-                pixels = decode_image(data, max_pixels=10**6, where=source.where)
-        return answer(pixels + np.uint8(brightness), source)
+        return answer(image_pixels(source, max_pixels=10**6) + np.uint8(brightness), source)
 
     return work
 

@@ -257,6 +257,12 @@ def test_floats_and_missing_memory_are_told(monkeypatch):
         decode(save(PICTURE, "PNG"), where="m")
 
 
+def test_an_image_of_pillow_whose_file_is_damaged_is_told():
+    image = Image.open(io.BytesIO(save(PICTURE, "PNG")[:-40]))
+    with pytest.raises(RequestError, match="m: this PNG file cannot be decoded: image file is tru"):
+        to_rgb(image, where="m")
+
+
 def test_without_pillow_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(RequestError, match="images need Pillow, which is not installed: pip"):

@@ -1,4 +1,4 @@
-"""Files that file: URLs may name, and those that they may not."""
+"""Files below a folder are read, and no others."""
 
 import os
 from pathlib import Path

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
+from vllm.multimodal.source import MediaSource
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,6 +57,8 @@ _HEAD_BYTES = 1024
 
 _PILLOW_LIMIT = 2 * 89478485
 """Pixels above which Pillow refuses to open an image."""
+_MAX_REASON_CHARS = 200
+"""Of a message of Pillow, which may have bytes of the file in it."""
 _ORIENTATION = 0x0112
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}
@@ -98,10 +101,27 @@ def decode_image(
         RequestError: the format is not accepted, the file is damaged or incomplete, the image is
             too large, or Pillow is not installed.
     """
-    name, image = _open(data, max_pixels, where)
-    with _decoding(name, where):
-        image.load()
-        return np.array(to_rgb(image, background, where), np.uint8)
+    return np.array(to_rgb(_open(data, max_pixels, where), background, where), np.uint8)
+
+
+def image_pixels(
+    source: MediaSource, *, max_pixels: int, background: Color = WHITE
+) -> NDArray[np.uint8]:
+    """Return the pixels of an image of a request, [H, W, 3] in RGB.
+
+    Args:
+        source: a file, or pixels that have the size limits of a file.
+        max_pixels, background: the same as for `decode_image`.
+
+    Raises:
+        RequestError: the same as for `decode_image`.
+    """
+    if source.pixels is None:
+        data = source.data or b""
+        return decode_image(data, max_pixels=max_pixels, background=background, where=source.where)
+    height, width, _ = source.pixels.shape
+    _check_size(width, height, max_pixels, source.where)
+    return source.pixels
 
 
 def read_image(
@@ -118,12 +138,11 @@ def read_image(
     Raises:
         RequestError: the same as for `decode_image`.
     """
-    name, image = _open(data, max_pixels, where)
-    with _decoding(name, where):
-        image.load()
-        if mode != "RGB":
-            return _without_metadata(_upright(image).convert(mode))
+    image = _open(data, max_pixels, where)
+    if mode == "RGB":
         return to_rgb(image, where=where)
+    with _decoding(image.format, where):
+        return _without_metadata(_upright(image).convert(mode))
 
 
 def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") -> "Image":
@@ -137,11 +156,15 @@ def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") 
         where: name of the item in error messages.
 
     Raises:
-        RequestError: its mode is F.
+        RequestError: its mode is F, or its file, which Pillow reads here, is damaged.
     """
+    with _decoding(image.format, where):
+        return _to_rgb(_upright(image), background, where)
+
+
+def _to_rgb(image: "Image", background: Color, where: str) -> "Image":
     from PIL import Image as pillow
 
-    image = _upright(image)
     if image.mode.startswith("I"):
         return pillow.fromarray(_gray16_to_rgb(image, background))
     if image.mode == "F":
@@ -175,9 +198,10 @@ def _without_metadata(image: "Image") -> "Image":
 
 
 def _upright(image: "Image") -> "Image":
-    """Return the image turned as its EXIF orientation says."""
+    """Return the image with its pixels read, turned as its EXIF orientation says."""
     from PIL import Image as pillow
 
+    image.load()
     turn = pillow.Transpose
     method = {
         2: turn.FLIP_LEFT_RIGHT,
@@ -199,8 +223,8 @@ def _orientation(image: "Image") -> int:
     return found if isinstance(found, int) else 1
 
 
-def _open(data: bytes, max_pixels: int, where: str) -> "tuple[str, Image]":
-    """Return the format of a file and its image, whose size is checked and no pixel decoded yet."""
+def _open(data: bytes, max_pixels: int, where: str) -> "Image":
+    """Return the image of a file. Its size is checked, and no pixel is decoded yet."""
     try:
         from PIL import Image as pillow
     except ImportError:
@@ -217,7 +241,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "tuple[str, Image]":
         pillow.MAX_IMAGE_PIXELS = None  # the operator accepts more pixels than Pillow does
     with _decoding(name, where):
         try:
-            image = pillow.open(io.BytesIO(data), formats=(name,))
+            image: Image = pillow.open(io.BytesIO(data), formats=(name,))
         except pillow.DecompressionBombError:
             limit = min(max_pixels, 2 * (pillow.MAX_IMAGE_PIXELS or max_pixels))
             raise _refuse(where, f"it has more than {limit} pixels, the limit") from None
@@ -225,7 +249,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "tuple[str, Image]":
             raise ValueError("Pillow cannot read it") from None
         width, height = image.size
         _check_size(width, height, max_pixels, where)
-    return name, image
+    return image
 
 
 def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
@@ -245,8 +269,8 @@ def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
 
 
 @contextmanager
-def _decoding(name: str, where: str) -> Iterator[None]:
-    """Report what a decoder raises as an error of the request."""
+def _decoding(format: str | None, where: str) -> Iterator[None]:
+    """Report what a decoder raises as an error of the request. The format may be unknown."""
     try:
         yield
     except RequestError:
@@ -256,9 +280,9 @@ def _decoding(name: str, where: str) -> Iterator[None]:
             where, "there is not enough memory to decode it. Send an image with fewer pixels"
         ) from None
     except Exception as error:  # a damaged file makes Pillow raise anything
+        reason = f"{str(error)[:_MAX_REASON_CHARS]}. Send a complete, undamaged file"
         raise _refuse(
-            where,
-            f"this {name} file cannot be decoded: {error}. Send a complete, undamaged file",
+            where, f"this {format or 'image'} file cannot be decoded: {reason}"
         ) from error
 
 

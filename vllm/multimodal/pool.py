@@ -35,6 +35,7 @@ from vllm.utils.process.deadline_worker import (
     WorkerError,
     make_server,
 )
+from vllm.utils.process.memory_file import memory_file
 
 logger = init_logger(__name__)
 
@@ -43,6 +44,8 @@ Job = Callable[[MediaSource], ProcessedMedia]
 _TARGET = "vllm.multimodal.pool:_make_handler"
 _ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple of it."""
+_MAX_REASON_CHARS = 200
+"""Of the message of an unexpected error, which may have content of the item in it."""
 _KINDS = "biuf"
 """Of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -160,7 +163,7 @@ class MediaWorkers:
     def _run_in(self, worker: DeadlineWorker, source: MediaSource) -> ProcessedMedia:
         if self._is_closed:
             raise RequestError(f"{source.where}: the server is stopping", param=source.where)
-        files = [os.memfd_create("media-source"), os.memfd_create("media-tensors")]
+        files = [memory_file("media-source"), memory_file("media-tensors")]
         try:
             call = _write_source(source, files[0])
             answer = _decode_answer(worker.call(call, self._timeout_s, files))
@@ -175,8 +178,9 @@ class MediaWorkers:
                 f"than {self._memory_limit_bytes // 2**20} MiB. Send a smaller one"
             )
         except CallFailed as error:
-            logger.error("%s cannot be processed: %s", source.where, error)
-            reason = f"it cannot be processed: {error}"
+            what = str(error)[:_MAX_REASON_CHARS]
+            logger.error("%s cannot be processed: %s", source.where, what)
+            reason = f"it cannot be processed: {what}"
         finally:
             for file in files:
                 os.close(file)
