@@ -10,7 +10,7 @@ from vllm.multimodal.image import image_pixels
 from vllm.multimodal.source import MediaSource, ProcessedMedia
 
 
-def decode(brightness: int):
+def decode(brightness: int, max_pixels: int = 10**6):
     """Adds a brightness to each pixel; some contents are commands."""
 
     def work(source: MediaSource) -> ProcessedMedia:
@@ -29,7 +29,7 @@ def decode(brightness: int):
                 return answer(np.arange(2**20, dtype=np.int32).reshape(2, -1))
             case b"told":
                 raise RequestError(f"{source.where}: it is wrong", param=source.where)
-        return answer(image_pixels(source, max_pixels=10**6) + np.uint8(brightness), source)
+        return answer(image_pixels(source, max_pixels=max_pixels) + np.uint8(brightness), source)
 
     return work
 

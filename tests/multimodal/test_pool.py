@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.multimodal.test_image import PICTURE, PIXELS, save
 from tests.shared_memory import assert_no_new_files, named_files
@@ -18,12 +19,12 @@ from vllm.multimodal.source import MediaSource
 JOB = "tests.multimodal.media_jobs:decode"
 
 
-def make_workers(num_workers=1, timeout_s=120.0, job=JOB):
+def make_workers(job=JOB, *, num_workers=1, timeout_s=120.0, memory_limit_bytes=2**30, **settings):
     return MediaWorkers(
         job,
-        {"brightness": 1},
+        {"brightness": 1, **settings},
         num_workers=num_workers,
-        memory_limit_bytes=2**30,
+        memory_limit_bytes=memory_limit_bytes,
         timeout_s=timeout_s,
     )
 
@@ -35,6 +36,13 @@ def workers():
     yield workers
     workers.close()
     assert_no_new_files(before)
+
+
+@pytest.fixture(scope="module")
+def tight_workers():
+    workers = make_workers(memory_limit_bytes=2**23, max_pixels=10**7)
+    yield workers
+    workers.close()
 
 
 def source(content, **fields):
@@ -129,6 +137,14 @@ def test_an_item_that_takes_too_long_costs_its_process_and_not_the_next_item():
     assert_no_new_files(before)
 
 
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF"])
+def test_an_image_that_needs_too_much_memory_is_refused(tight_workers, format):
+    data = save(Image.new("L", (3000, 3000)), format)
+    with pytest.raises(RequestError, match=r"m\[1\]: there is not enough memory to decode it"):
+        tight_workers.run_sync(source(data))
+    assert tight_workers.run_sync(source(PIXELS)).num_tokens == 7
+
+
 def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
     workers = make_workers(num_workers=2)
     workers.start()
@@ -148,7 +164,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
 
 def test_a_job_that_cannot_start_is_told():
-    workers = make_workers(job="tests.multimodal.media_jobs:broken")
+    workers = make_workers("tests.multimodal.media_jobs:broken")
     with pytest.raises(ConfigError, match=r"cannot start: cannot start with \{'brightness': 1\}"):
         workers.start()
     workers.close()

@@ -7,7 +7,7 @@ are asked, and the size in its header is checked before any pixel is decoded.
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,9 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 _MARKUP = ((b"<svg", "SVG"), (b"<html", "HTML"), (b"<!doctype html", "HTML"), (b"<?xml", "XML"))
 _HEAD_BYTES = 1024
 
+_PNG_DEPTH = 24
+"""Offset of the bits of a sample in a PNG file; the color type follows."""
+_PNG_GRAY, _PNG_RGB = 0, 2
 _PILLOW_LIMIT = 2 * 89478485
 """Pixels above which Pillow refuses to open an image."""
 _MAX_REASON_CHARS = 200
@@ -246,10 +249,25 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
             limit = min(max_pixels, 2 * (pillow.MAX_IMAGE_PIXELS or max_pixels))
             raise _refuse(where, f"it has more than {limit} pixels, the limit") from None
         except pillow.UnidentifiedImageError:
-            raise ValueError("Pillow cannot read it") from None
+            raise ValueError("Pillow cannot read it, or has too little memory") from None
         width, height = image.size
         _check_size(width, height, max_pixels, where)
+    if image.format == "PNG" and "transparency" in image.info:
+        image.info["transparency"] = _color_key(data, image.info["transparency"])
     return image
+
+
+def _color_key(data: bytes, key: Any) -> Any:
+    """Return the clear color of a PNG file in the range of the decoded pixels.
+
+    Pillow scales gray of 2 and 4 bits and colors of 16 bits to 8 bits, and leaves the key.
+    """
+    depth, color_type = data[_PNG_DEPTH : _PNG_DEPTH + 2]
+    if color_type == _PNG_GRAY and depth in (2, 4):
+        return key * 255 // (2**depth - 1)
+    if color_type == _PNG_RGB and depth == 16:
+        return tuple(value >> 8 for value in key)
+    return key
 
 
 def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
