@@ -6,7 +6,7 @@ are asked, and the size in its header is checked before any pixel is decoded.
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,14 @@ _ORIENTATION = 0x0112
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}
 """Mode with colors multiplied by alpha -> the mode without that."""
+
+
+def load_decoders() -> None:
+    """Import Pillow and its decoders, if it is installed, so that the first image finds them."""
+    with suppress(ImportError):
+        from PIL import Image as pillow
+
+        pillow.init()
 
 
 def sniff(data: bytes) -> str | None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
+from vllm.multimodal.image import load_decoders
 from vllm.multimodal.source import MediaSource, ProcessedMedia
 from vllm.utils.process.deadline_worker import (
     CallFailed,
@@ -282,6 +283,7 @@ def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
 
 def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
     """Make the handler of the worker: input and output are descriptions, with two files."""
+    load_decoders()  # a child would import them again for its first item
     start = msgspec.msgpack.decode(setup, type=_Setup)
     module, _, name = start.job.partition(":")
     job: Job = getattr(importlib.import_module(module), name)(**start.settings)
