@@ -177,6 +177,25 @@ def test_no_spelling_of_a_private_address_is_asked(connections, host):
     assert not connections
 
 
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("http://[2606:4700::1]/", "Host: [2606:4700::1]"),
+        ("http://[2606:4700::1]:8080/", "Host: [2606:4700::1]:8080"),
+        ("https://1.1.1.1:443", "Host: 1.1.1.1"),
+        ("http://1.1.1.1", "GET / HTTP/1.1"),
+        ("http://1.1.1.1?a=b", "GET /?a=b HTTP/1.1"),
+        ("http://1.1.1.1/%41/é\x01/a\r\nX: y", "GET /%41/%C3%A9%01/aX:%20y HTTP/1.1"),
+    ],
+)
+def test_a_request_has_the_host_and_the_path_of_its_url(connections, url, line):
+    asyncio.run(make_fetcher().fetch(url, "image", "m"))
+    [(target, _)] = connections
+    lines = target.request().decode().split("\r\n")
+    assert line in lines
+    assert len(lines) == 8 and lines[-2:] == ["", ""]
+
+
 def test_only_named_hosts_are_asked_when_there_are_any(connections):
     resolver = Resolver(pictures_test=[[PRIVATE]], xn____intern_cua_test=[[PRIVATE]])
     resolver.answers["xn--bcher-kva.test"] = [[PRIVATE]]
@@ -216,13 +235,13 @@ def test_a_refusal_names_the_item_and_shows_little_of_the_url(url, message):
 
 
 def test_the_content_of_a_data_url_is_not_shown():
-    assert show_url(" DATA:image/png;base64,AAAA") == "data:..."
+    assert show_url("DATA:image/png;base64,AAAA") == "data:..."
     assert show_url("http://a/" + "b" * 300) == "http://a/" + "b" * 191 + "..."
 
 
 def test_data_urls_are_decoded_without_a_network():
     fetcher = make_fetcher(["other.test"])
-    small, large = "data:,abc", "data:," + "x" * 2**21
+    small, large = " data:,abc\n", "data:," + "x" * 2**21
     assert asyncio.run(fetcher.fetch(small, "image", "m")) == b"abc"
     assert fetcher.fetch_sync(large, "image", "m") == b"x" * 2**21
     assert "must have at most 2 bytes" in refusal(make_fetcher(max_bytes=2), small)

@@ -84,14 +84,15 @@ class MediaFetcher:
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.
         """
+        url = url.strip()
         shown = show_url(url)
-        scheme = url.partition(":")[0].strip().lower() if ":" in url else ""
+        scheme = url.partition(":")[0].lower() if ":" in url else ""
         if scheme == "data":
-            return await self._read_data_url(url.strip(), where)
+            return await self._read_data_url(url, where)
         timeout_s = self._timeout_s[modality]
         try:
             if scheme == "file":
-                return await asyncio.to_thread(self._read_file, url)
+                return await asyncio.wait_for(asyncio.to_thread(self._read_file, url), timeout_s)
             if scheme in ("http", "https"):
                 return await asyncio.wait_for(self._follow(url), timeout_s)
         except asyncio.TimeoutError:
@@ -167,7 +168,7 @@ class MediaFetcher:
 
 def show_url(url: str) -> str:
     """Return a URL as messages show it: shortened, and without the content of a data: URL."""
-    if url.lstrip()[:5].lower() == "data:":
+    if url[:5].lower() == "data:":
         return "data:..."
     return url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}..."
 
@@ -178,7 +179,7 @@ def _parse(url: str) -> Target:
     Raises:
         ValueError: it is malformed, or names a user.
     """
-    parts: SplitResult = urlsplit(url.strip())
+    parts: SplitResult = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError("it redirects to a URL that does not begin with http: or https:")
     if "@" in parts.netloc or "\\" in parts.netloc:

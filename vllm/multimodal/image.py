@@ -69,11 +69,15 @@ _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}
 
 
 def load_decoders() -> None:
-    """Import Pillow and its decoders, if it is installed, so that the first image finds them."""
+    """Import Pillow and its decoders, as far as they are installed, for the children of this
+    process. Decoders of AVIF start no threads then, whose stacks would count as memory."""
     with suppress(ImportError):
         from PIL import Image as pillow
 
         pillow.init()
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 def sniff(data: bytes) -> str | None:
@@ -112,7 +116,9 @@ def decode_image(
         RequestError: the format is not accepted, the file is damaged or incomplete, the image is
             too large, or Pillow is not installed.
     """
-    return np.array(to_rgb(_open(data, max_pixels, where), background, where), np.uint8)
+    image = to_rgb(_open(data, max_pixels, where), background, where)
+    with _decoding(image.format, where):
+        return np.array(image)
 
 
 def image_pixels(
