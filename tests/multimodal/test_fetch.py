@@ -332,6 +332,7 @@ def chunked(*parts):
     [
         (OK + b"Content-Length: 3\r\n\r\nabc", b"abc"),
         (OK + b"Content-Length: 3\r\n\r\nabcdef", b"abc"),
+        (OK + b"Content-Length: 1\r\n\r\naHTTP/1.1 404 No\r\n\r\n", b"a"),
         (OK + b"Content-Length: 0\r\n\r\n", b""),
         (OK + b"\r\nabc", b"abc"),  # until the connection ends
         (chunked(b"ab", b"c", b""), b"abc"),
@@ -411,7 +412,20 @@ def test_the_time_to_resolve_a_name_is_limited():
     assert "took longer than 0.01 s" in refusal(fetcher, f"http://{NAME}/a")
 
 
-def test_the_next_address_is_tried_where_nobody_listens():
+@pytest.mark.parametrize("error", [None, ConnectionRefusedError])
+def test_the_next_address_is_tried(monkeypatch, error):
+    connect = asyncio.open_connection
+
+    async def open_connection(address, **options):
+        if address == "127.0.0.2":
+            if error:
+                raise error
+            await asyncio.Event().wait()
+        return await connect(address, **options)
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    monkeypatch.setattr(http_get, "_CONNECT_S", 0.01)
+
     async def run():
         fetcher = make_fetcher([NAME], resolve=Resolver(pictures_test=[["127.0.0.2", "127.0.0.1"]]))
         async with serving([OK + b"\r\nab"]) as (port, _):

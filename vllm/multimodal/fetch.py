@@ -13,14 +13,14 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError
 from vllm.multimodal.addresses import is_public, normalize_host
 from vllm.multimodal.base64_text import read_data_url
 from vllm.multimodal.http_get import HTTPError, Target, get
 from vllm.multimodal.local_file import local_path, read_below
+from vllm.multimodal.source import refuse
 
 MAX_BYTES = 256 * 2**20
 MAX_REDIRECTS = 5
@@ -96,12 +96,12 @@ class MediaFetcher:
             if scheme in ("http", "https"):
                 return await asyncio.wait_for(self._follow(url), timeout_s)
         except asyncio.TimeoutError:
-            _refuse(where, shown, f"it took longer than {timeout_s:g} s, the limit")
+            reason = f"it took longer than {timeout_s:g} s, the limit"
         except (HTTPError, OSError, ValueError) as error:
-            _refuse(where, shown, _describe(error))
-        raise RequestError(
-            f"{where}: {shown!r} must begin with http:, https:, data: or file:", param=where
-        )
+            reason = _describe(error)
+        else:
+            raise refuse(where, f"{shown!r} must begin with http:, https:, data: or file:")
+        raise refuse(where, f"cannot fetch {shown!r}: {reason}")
 
     def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
         """Return the same; blocks. May be called in a program that runs an event loop."""
@@ -204,10 +204,6 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
-
-
-def _refuse(where: str, shown: str, reason: str) -> NoReturn:
-    raise RequestError(f"{where}: cannot fetch {shown!r}: {reason}", param=where) from None
 
 
 def _checked_folder(path: str | None) -> Path | None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
-from vllm.multimodal.source import MediaSource
+from vllm.multimodal.source import MediaSource, refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -185,7 +185,7 @@ def _to_rgb(image: "Image", background: Color, where: str) -> "Image":
     if image.mode.startswith("I"):
         return pillow.fromarray(_gray16_to_rgb(image, background))
     if image.mode == "F":
-        raise _refuse(
+        raise refuse(
             where, "its pixels are floating-point values of unknown range. Convert it to 8 bits"
         )
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
@@ -253,7 +253,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
         what = (
             "an empty file" if not data else f"a file of the format {name}" if name else "no image"
         )
-        raise _refuse(where, f"it is {what}; accepted are {', '.join(ACCEPTED)}")
+        raise refuse(where, f"it is {what}; accepted are {', '.join(ACCEPTED)}")
     if max_pixels > _PILLOW_LIMIT:
         pillow.MAX_IMAGE_PIXELS = None  # the operator accepts more pixels than Pillow does
     with _decoding(name, where):
@@ -261,7 +261,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
             image: Image = pillow.open(io.BytesIO(data), formats=(name,))
         except pillow.DecompressionBombError:
             limit = min(max_pixels, 2 * (pillow.MAX_IMAGE_PIXELS or max_pixels))
-            raise _refuse(where, f"it has more than {limit} pixels, the limit") from None
+            raise refuse(where, f"it has more than {limit} pixels, the limit") from None
         except pillow.UnidentifiedImageError:
             raise ValueError("Pillow cannot read it, or has too little memory") from None
         width, height = image.size
@@ -287,14 +287,14 @@ def _color_key(data: bytes, key: Any) -> Any:
 def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
     size = f"it has {width} x {height} pixels"
     if min(width, height) < 1:
-        raise _refuse(where, f"{size}; both must be at least 1")
+        raise refuse(where, f"{size}; both must be at least 1")
     if width * height > max_pixels:
-        raise _refuse(
+        raise refuse(
             where,
             f"{size}, more than {max_pixels}, the limit of VLLM_MAX_IMAGE_PIXELS. Scale it down",
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise _refuse(
+        raise refuse(
             where,
             f"{size}: one edge is more than {MAX_ASPECT_RATIO} times as long as the other. Cut it",
         )
@@ -308,15 +308,9 @@ def _decoding(format: str | None, where: str) -> Iterator[None]:
     except RequestError:
         raise
     except MemoryError:
-        raise _refuse(
+        raise refuse(
             where, "there is not enough memory to decode it. Send an image with fewer pixels"
         ) from None
     except Exception as error:  # a damaged file makes Pillow raise anything
         reason = f"{str(error)[:_MAX_REASON_CHARS]}. Send a complete, undamaged file"
-        raise _refuse(
-            where, f"this {format or 'image'} file cannot be decoded: {reason}"
-        ) from error
-
-
-def _refuse(where: str, what: str) -> RequestError:
-    return RequestError(f"{where}: {what}", param=where)
+        raise refuse(where, f"this {format or 'image'} file cannot be decoded: {reason}") from error

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.multimodal.image import load_decoders
-from vllm.multimodal.source import MediaSource, ProcessedMedia
+from vllm.multimodal.source import MediaSource, ProcessedMedia, refuse
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -163,7 +163,7 @@ class MediaWorkers:
 
     def _run_in(self, worker: DeadlineWorker, source: MediaSource) -> ProcessedMedia:
         if self._is_closed:
-            raise RequestError(f"{source.where}: the server is stopping", param=source.where)
+            raise refuse(source.where, "the server is stopping")
         files = [memory_file("media-source"), memory_file("media-tensors")]
         try:
             call = _write_source(source, files[0])
@@ -185,7 +185,7 @@ class MediaWorkers:
         finally:
             for file in files:
                 os.close(file)
-        raise RequestError(f"{source.where}: {reason}", param=source.where)
+        raise refuse(source.where, reason)
 
 
 # ---- content of sources and tensors, in files without a name -----------------------------------

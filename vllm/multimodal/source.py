@@ -1,10 +1,22 @@
 """One image, sound or video of a request: as it was received, and as the model takes it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm.errors import RequestError
+
+
+def refuse(where: str, reason: str) -> RequestError:
+    """Return the error of an item that is not accepted.
+
+    Args:
+        where: name of the item.
+        reason: what is wrong, and what is accepted; without content of the item.
+    """
+    return RequestError(f"{where}: {reason}", param=where)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -43,4 +55,4 @@ class ProcessedMedia:
 
     tensors: dict[str, NDArray[Any]]
     num_tokens: int
-    sizes: tuple[tuple[int, int], ...] = field(default=())
+    sizes: tuple[tuple[int, int], ...] = ()
