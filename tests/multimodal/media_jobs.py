@@ -7,15 +7,14 @@ import numpy as np
 
 from vllm.errors import RequestError
 from vllm.multimodal.family import EncoderInput
-from vllm.multimodal.image import decode_image
+from vllm.multimodal.image import image_pixels
 from vllm.multimodal.source import MediaSource
 
 
-def decode(brightness: int):
+def decode(brightness: int, max_pixels: int = 10**6):
     """Adds a brightness to each pixel; some contents are commands."""
 
     def work(source: MediaSource) -> EncoderInput:
-        pixels = source.pixels
         match source.data:
             case b"sleep":
                 time.sleep(60)
@@ -31,9 +30,7 @@ def decode(brightness: int):
                 return answer(np.arange(2**20, dtype=np.int32).reshape(2, -1))
             case b"told":
                 raise RequestError(f"{source.where}: it is wrong", param=source.where)
-            case bytes() as data:
-                pixels = decode_image(data, max_pixels=10**6, where=source.where)
-        return answer(pixels + np.uint8(brightness), source)
+        return answer(image_pixels(source, max_pixels=max_pixels) + np.uint8(brightness), source)
 
     return work
 

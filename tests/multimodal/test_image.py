@@ -166,6 +166,25 @@ def test_clear_pixels_have_the_color_of_the_background(name, data, clear, backgr
     np.testing.assert_array_equal((pixels == background).all(-1), clear)
 
 
+@pytest.mark.parametrize(
+    ("depth", "color", "key", "samples", "expected"),
+    [
+        (1, 0, ">H", bytes([0b01000000]), [0, 255]),
+        (2, 0, ">H", bytes([0b00010000]), [0, 255]),
+        (4, 0, ">H", bytes([0x01]), [0, 255]),
+        (8, 0, ">H", bytes([0, 1]), [0, 255]),
+        (16, 0, ">H", bytes([1, 0, 0, 1]), [1, 255]),
+        (8, 2, ">xxxxH", bytes([0, 0, 0, 0, 0, 1]), [0, 255]),
+        (16, 2, ">xxxxH", bytes(2 * 6), [255, 255]),
+    ],
+)
+def test_the_clear_color_of_a_png_has_the_depth_of_the_file(depth, color, key, samples, expected):
+    clear = (b"tRNS", struct.pack(key, 1))
+    rows = (b"IDAT", zlib.compress(b"\0" + samples))
+    pixels = decode(png(2, 1, clear, rows, depth=depth, color=color))
+    assert pixels[0, :, 0].tolist() == expected
+
+
 def test_half_clear_pixels_are_mixed_with_the_background():
     data = save(Image.new("RGBA", (2, 2), (0, 0, 100, 51)), "PNG")
     assert decode(data)[0, 0].tolist() == [204, 204, 224]
@@ -255,6 +274,12 @@ def test_floats_and_missing_memory_are_told(monkeypatch):
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fail)
     with pytest.raises(RequestError, match=r"m: there is not enough memory.*with fewer pixels"):
         decode(save(PICTURE, "PNG"), where="m")
+
+
+def test_an_image_of_pillow_whose_file_is_damaged_is_told():
+    image = Image.open(io.BytesIO(save(PICTURE, "PNG")[:-40]))
+    with pytest.raises(RequestError, match="m: this PNG file cannot be decoded: image file is tru"):
+        to_rgb(image, where="m")
 
 
 def test_without_pillow_it_is_named(monkeypatch):

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.multimodal.test_image import PICTURE, PIXELS, save
 from tests.shared_memory import assert_no_new_files, named_files
@@ -18,12 +19,12 @@ from vllm.multimodal.source import MediaSource
 JOB = "tests.multimodal.media_jobs:decode"
 
 
-def make_workers(num_workers=1, timeout_s=120.0, job=JOB):
+def make_workers(job=JOB, *, num_workers=1, timeout_s=120.0, memory_limit_bytes=2**30, **settings):
     return MediaWorkers(
         job,
-        {"brightness": 1},
+        {"brightness": 1, **settings},
         num_workers=num_workers,
-        memory_limit_bytes=2**30,
+        memory_limit_bytes=memory_limit_bytes,
         timeout_s=timeout_s,
     )
 
@@ -37,10 +38,16 @@ def workers():
     assert_no_new_files(before)
 
 
-def source(data=b"", pixels=None, **fields):
-    if pixels is None:
-        fields["data"] = data
-    return MediaSource(modality="image", where="m[1]", pixels=pixels, **fields)
+@pytest.fixture(scope="module")
+def tight_workers():
+    workers = make_workers(memory_limit_bytes=2**23, max_pixels=10**7)
+    yield workers
+    workers.close()
+
+
+def source(content, **fields):
+    kind = "data" if isinstance(content, bytes) else "pixels"
+    return MediaSource(modality="image", where="m[1]", **{kind: content}, **fields)
 
 
 def pid_of(result):
@@ -66,7 +73,7 @@ def test_a_file_becomes_tensors(workers):
 
 def test_pixels_are_given_as_they_are(workers):
     for pixels in (PIXELS, PIXELS[:, ::-1]):
-        result = workers.run_sync(source(pixels=pixels))
+        result = workers.run_sync(source(pixels))
         np.testing.assert_array_equal(result.tensors["pixels"], pixels + 1)
 
 
@@ -82,38 +89,39 @@ def test_megabytes_come_back_and_no_file_stays_open(workers):
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("content", "message"),
     [
         (b"told", "m[1]: it is wrong"),
         (b"value", "m[1]: a processor does not take it"),
         (b"raise", "m[1]: it cannot be processed: 'a bug'"),
         (b"memory", "m[1]: there is not enough memory to process it. Send a smaller one"),
+        (np.zeros((1, 201, 3), np.uint8), "m[1]: it has 201 x 1 pixels: one edge is more than"),
         (b"%PDF-", "m[1]: it is a file of the format PDF; accepted are"),
     ],
 )
-def test_an_item_that_is_refused_leaves_the_process_alive(workers, data, message):
-    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+def test_an_item_that_is_refused_leaves_the_process_alive(workers, content, message):
+    pid = pid_of(workers.run_sync(source(PIXELS)))
     with pytest.raises(RequestError) as error:
-        workers.run_sync(source(data))
+        workers.run_sync(source(content))
     assert str(error.value).startswith(message)
     assert error.value.param == "m[1]"
-    assert pid_of(workers.run_sync(source(pixels=PIXELS))) == pid
+    assert pid_of(workers.run_sync(source(PIXELS))) == pid
 
 
 def test_a_process_that_ends_costs_one_item(workers):
     with pytest.raises(RequestError, match=r"m\[1\]: the process that decodes it has ended"):
         workers.run_sync(source(b"exit"))
-    assert workers.run_sync(source(pixels=PIXELS)).grid == PIXELS.shape[:2]
+    assert workers.run_sync(source(PIXELS)).grid == PIXELS.shape[:2]
 
 
 def test_a_killed_process_costs_one_item(workers):
-    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+    pid = pid_of(workers.run_sync(source(PIXELS)))
     timer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     timer.start()
     with pytest.raises(RequestError, match="the process that decodes it has ended"):
         workers.run_sync(source(b"sleep"))
     timer.join()
-    assert pid_of(workers.run_sync(source(pixels=PIXELS))) != pid
+    assert pid_of(workers.run_sync(source(PIXELS))) != pid
 
 
 def test_an_item_that_takes_too_long_costs_its_process_and_not_the_next_item():
@@ -123,10 +131,18 @@ def test_an_item_that_takes_too_long_costs_its_process_and_not_the_next_item():
     with pytest.raises(RequestError, match=r"m\[1\]: it was not processed within 0\.3 s"):
         workers.run_sync(source(b"sleep"))
     workers._timeout_s = 120.0
-    pid = pid_of(workers.run_sync(source(pixels=PIXELS)))
+    pid = pid_of(workers.run_sync(source(PIXELS)))
     workers.close()
     assert ends_within(pid, 50)
     assert_no_new_files(before)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF"])
+def test_an_image_that_needs_too_much_memory_is_refused(tight_workers, format):
+    data = save(Image.new("L", (3000, 3000)), format)
+    with pytest.raises(RequestError, match=r"m\[1\]: there is not enough memory to decode it"):
+        tight_workers.run_sync(source(data))
+    assert tight_workers.run_sync(source(PIXELS)).num_tokens == 7
 
 
 def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
@@ -135,7 +151,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
     async def run():
         sleeping = asyncio.ensure_future(workers.run(source(b"sleep")))
-        results = [await workers.run(source(pixels=PIXELS)) for _ in range(3)]
+        results = [await workers.run(source(PIXELS)) for _ in range(3)]
         waiting = asyncio.ensure_future(workers.run(source(b"sleep")))
         await asyncio.sleep(0)
         workers.close()
@@ -148,7 +164,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
 
 def test_a_job_that_cannot_start_is_told():
-    workers = make_workers(job="tests.multimodal.media_jobs:broken")
+    workers = make_workers("tests.multimodal.media_jobs:broken")
     with pytest.raises(ConfigError, match=r"cannot start: cannot start with \{'brightness': 1\}"):
         workers.start()
     workers.close()

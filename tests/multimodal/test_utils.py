@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vllm import envs
 from vllm.errors import RequestError
 from vllm.multimodal.utils import (
     encode_audio_base64,
@@ -70,6 +71,33 @@ def test_an_image_is_fetched_where_an_event_loop_runs():
         return fetch_image(data_url(png(Image.new("RGB", (3, 2)))))
 
     assert asyncio.run(fetch()).size == (3, 2)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables for one test."""
+
+    def set_variables(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        envs.get.cache_clear()
+
+    yield set_variables
+    monkeypatch.undo()
+    envs.get.cache_clear()
+
+
+def test_variables_limit_images_and_redirects(environment, web, tmp_path):
+    (tmp_path / "folder").mkdir()  # the server redirects to a URL with a slash at its end
+    (tmp_path / "folder" / "index.html").write_bytes(png(Image.new("RGB", (3, 2))))
+    fetch = functools.partial(fetch_image, f"{web}/folder", allowed_media_domains=["127.0.0.1"])
+    assert fetch().size == (3, 2)
+    environment(VLLM_MAX_IMAGE_PIXELS="5")
+    with pytest.raises(RequestError, match="image_url: it has 3 x 2 pixels, more than 5, the lim"):
+        fetch()
+    environment(VLLM_MEDIA_URL_ALLOW_REDIRECTS="0")
+    with pytest.raises(RequestError, match="redirects are not followed"):
+        fetch()
 
 
 def test_an_image_becomes_text_and_back():

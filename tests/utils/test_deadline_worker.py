@@ -17,6 +17,7 @@ from vllm.utils.process.deadline_worker import (
     WorkerDied,
     make_server,
 )
+from vllm.utils.process.memory_file import memory_file
 
 
 @pytest.fixture
@@ -81,6 +82,16 @@ def test_what_the_function_raises_reaches_the_caller_and_the_process_goes_on(wor
     with pytest.raises(CallFailed, match=text):
         worker.call(command, 120)
     assert worker.call(b"pid", 120) == pid
+
+
+def test_the_function_gets_copies_of_files_which_are_closed_after_the_call(worker):
+    files = [memory_file("a"), memory_file("b")]
+    counts = {worker.call(b"write", 120, files) for _ in range(3)}
+    assert len(counts) == 1
+    assert worker.call(b"x", 120) == b"<x"
+    for file in files:
+        assert os.pread(file, 99, 0) == b"<<<"
+        os.close(file)
 
 
 def test_a_setup_that_fails_is_told():

@@ -8,7 +8,7 @@ import time
 def echo(setup: bytes):
     """Answers with the setup and the argument; some arguments are commands."""
 
-    def handle(argument: bytes) -> bytes:
+    def handle(argument: bytes, files=()) -> bytes:
         match argument:
             case b"pid":
                 return str(os.getpid()).encode()
@@ -22,6 +22,10 @@ def echo(setup: bytes):
                 return str(len(bytearray(2**30))).encode()
             case b"raise":
                 raise ValueError("argument is wrong")
+            case b"write":
+                for file in files:
+                    os.write(file, setup)
+                return str(len(os.listdir("/proc/self/fd"))).encode()
             case b"print":
                 print("this is no answer", flush=True)
         return setup + argument

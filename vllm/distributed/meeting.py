@@ -21,6 +21,7 @@ from vllm.distributed.layout import RankLayout, ranks_text
 from vllm.distributed.pipeline import CardLink, GlooLink
 from vllm.distributed.store import has_no_answer, open_store
 from vllm.errors import CollectiveError, ConfigError
+from vllm.utils.process.memory_file import memory_file
 
 ARENA_HEADER_BYTES = 4096
 """Of the shared memory; see csrc/cpu/collectives.h. The first byte says that a rank has failed."""
@@ -61,7 +62,7 @@ class Meeting:
         Raises:
             ConfigError: the system has no memory without a name.
         """
-        arena_fd = _shared_memory("arena")
+        arena_fd = memory_file("arena")
         listener = open_listener("127.0.0.1")
         meeting = cls.of(parallel, 0, arena_fd, listener.getsockname()[1])
         meeting.is_host, meeting.listener = True, listener
@@ -145,7 +146,7 @@ class Meeting:
         first = self.rank - self.layout.tensor_rank(self.rank)
         found = -1
         if self.rank == first:
-            found = _shared_memory("arena")
+            found = memory_file("arena")
             os.ftruncate(found, self.arena_bytes)
             store.set(f"arena/{first}", f"/proc/{os.getpid()}/fd/{found}")
         else:
@@ -377,20 +378,3 @@ def open_listener(host: str) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=1024)
-
-
-def _shared_memory(name: str) -> int:
-    """A file descriptor of memory that processes can share, empty.
-
-    Args:
-        name: for `/proc`, it is in no folder.
-
-    Raises:
-        ConfigError: the system has no such memory.
-    """
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError(
-            "tensor_parallel_size and pipeline_parallel_size above 1 need Linux (memfd_create). "
-            "Leave them out here"
-        )
-    return os.memfd_create(name)

@@ -32,11 +32,13 @@ def normalize_host(host: str) -> str:
         raise ValueError("an address with a zone is not accepted")
     if ":" in text:
         return str(_parse(IPv6Address, text))
+    if len(text) > _MAX_NAME_CHARS + 1:  # with a trailing dot; encoding a long name takes long
+        raise ValueError("the name of a host has at most 253 characters")
     try:
         name = text.encode("idna").decode().lower().removesuffix(".")
     except UnicodeError:
         raise ValueError("it is not the name of a host") from None
-    if len(name) > _MAX_NAME_CHARS or not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name):
         raise ValueError("it is not the name of a host")
     if _NUMERIC_LABEL.fullmatch(name.rpartition(".")[2]):
         # The system's resolver would also read 127.1, 0x7f000001 and 2130706433.

@@ -5,6 +5,7 @@ import binascii
 from urllib.parse import unquote_to_bytes
 
 from vllm.errors import RequestError
+from vllm.multimodal.source import refuse
 
 _ALPHABET = "the standard base64 alphabet: letters, digits, '+' and '/'"
 
@@ -22,7 +23,7 @@ def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:
     """
     head, comma, text = url.partition(",")
     if not comma:
-        raise _refuse(where, "a data: URL must have a comma before its content")
+        raise refuse(where, "a data: URL must have a comma before its content")
     if head.rstrip().lower().endswith(";base64"):
         if "%" in text:
             text = unquote_to_bytes(text).decode("latin-1")
@@ -46,29 +47,25 @@ def decode_base64(text: str, *, where: str, max_bytes: int) -> bytes:
     try:
         raw = text.strip().encode("ascii").translate(None, b"\r\n\t")
     except UnicodeEncodeError:
-        raise _refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
+        raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
     if len(raw) // 4 * 3 > max_bytes + 3:
         raise _too_large(where, max_bytes)
     for name, found in (("URL-safe base64 ('-' and '_')", b"-_"), ("a space", b" ")):
         if any(character in raw for character in found):
-            raise _refuse(where, f"its base64 has {name}; accepted is {_ALPHABET}")
+            raise refuse(where, f"its base64 has {name}; accepted is {_ALPHABET}")
     digits = raw.removesuffix(b"=").removesuffix(b"=")
+    if b"=" in digits:
+        raise refuse(where, "its base64 has '=' before its end, or more than two of them")
     if len(digits) % 4 == 1:
-        raise _refuse(
-            where, f"its base64 has {len(digits)} digits: one is missing, or one too many"
-        )
+        raise refuse(where, f"its base64 has {len(digits)} digits: one is missing, or one too many")
     try:
         data = base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
     except binascii.Error:
-        raise _refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
+        raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
     if len(data) > max_bytes:
         raise _too_large(where, max_bytes)
     return data
 
 
-def _refuse(where: str, what: str) -> RequestError:
-    return RequestError(f"{where}: {what}", param=where)
-
-
 def _too_large(where: str, max_bytes: int) -> RequestError:
-    return _refuse(where, f"its content must have at most {max_bytes} bytes, and has more")
+    return refuse(where, f"its content must have at most {max_bytes} bytes, and has more")

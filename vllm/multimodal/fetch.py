@@ -9,17 +9,18 @@ import asyncio
 import contextvars
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError
 from vllm.multimodal.addresses import is_public, normalize_host
 from vllm.multimodal.base64_text import read_data_url
 from vllm.multimodal.http_get import HTTPError, Target, get
 from vllm.multimodal.local_file import local_path, read_below
+from vllm.multimodal.source import refuse
 
 MAX_BYTES = 256 * 2**20
 MAX_REDIRECTS = 5
@@ -38,8 +39,8 @@ class MediaFetcher:
     """Fetches URLs of clients.
 
     Each name is resolved once, and every address must be public. The fetcher connects to one of
-    these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is checked in
-    the same way. Proxies of the environment are not used.
+    these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is
+    checked in the same way. Proxies of the environment are not used.
 
     Args:
         allowed_local_media_path: folder whose files may be read by file: URLs. None or empty: none.
@@ -83,23 +84,24 @@ class MediaFetcher:
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.
         """
+        url = url.strip()
         shown = show_url(url)
-        scheme = url.partition(":")[0].strip().lower() if ":" in url else ""
+        scheme = url.partition(":")[0].lower() if ":" in url else ""
         if scheme == "data":
-            return await self._read_data_url(url.strip(), where)
+            return await self._read_data_url(url, where)
         timeout_s = self._timeout_s[modality]
         try:
             if scheme == "file":
-                return await asyncio.to_thread(self._read_file, url)
+                return await asyncio.wait_for(asyncio.to_thread(self._read_file, url), timeout_s)
             if scheme in ("http", "https"):
                 return await asyncio.wait_for(self._follow(url), timeout_s)
         except asyncio.TimeoutError:
-            _refuse(where, shown, f"it took longer than {timeout_s:g} s, the limit")
+            reason = f"it took longer than {timeout_s:g} s, the limit"
         except (HTTPError, OSError, ValueError) as error:
-            _refuse(where, shown, _describe(error))
-        raise RequestError(
-            f"{where}: {shown!r} must begin with http:, https:, data: or file:", param=where
-        )
+            reason = _describe(error)
+        else:
+            raise refuse(where, f"{shown!r} must begin with http:, https:, data: or file:")
+        raise refuse(where, f"cannot fetch {shown!r}: {reason}")
 
     def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
         """Return the same; blocks. May be called in a program that runs an event loop."""
@@ -166,7 +168,7 @@ class MediaFetcher:
 
 def show_url(url: str) -> str:
     """Return a URL as messages show it: shortened, and without the content of a data: URL."""
-    if url.lstrip()[:5].lower() == "data:":
+    if url[:5].lower() == "data:":
         return "data:..."
     return url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}..."
 
@@ -177,7 +179,7 @@ def _parse(url: str) -> Target:
     Raises:
         ValueError: it is malformed, or names a user.
     """
-    parts: SplitResult = urlsplit(url.strip())
+    parts: SplitResult = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError("it redirects to a URL that does not begin with http: or https:")
     if "@" in parts.netloc or "\\" in parts.netloc:
@@ -192,15 +194,16 @@ def _parse(url: str) -> Target:
 
 
 def _describe(error: Exception) -> str:
-    """Return the reason of an error of the system, without its number and file name."""
+    """Return the reason of an error, without the address or the path that the system tells."""
     if isinstance(error, socket.gaierror):
         return "the name of its host cannot be resolved"
-    reason = error.strerror if isinstance(error, OSError) else None
-    return reason or str(error) or type(error).__name__
-
-
-def _refuse(where: str, shown: str, reason: str) -> NoReturn:
-    raise RequestError(f"{where}: cannot fetch {shown!r}: {reason}", param=where) from None
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection can be made: {error.reason}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 def _checked_folder(path: str | None) -> Path | None:

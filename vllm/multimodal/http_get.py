@@ -8,13 +8,15 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from urllib.parse import quote
 
 import httptools
 
 _READ_BYTES = 2**16
 _MAX_HEAD_BYTES = 2**16
+_CONNECT_S = 1.0
+"""Until the next address of a host is tried: it may have one of IPv6 that cannot be reached."""
 _PORTS = {"http": 80, "https": 443}
 _PATH_CHARACTERS = "/%:@!$&'()*+,;=-._~?[]|^"
 """Characters of path and query that are sent as they are."""
@@ -87,10 +89,17 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            raise HTTPError("the answer is not valid HTTP") from None
+            if not self.is_complete:  # bytes after the end do not matter
+                raise HTTPError("the answer is not valid HTTP") from None
+
+    def close(self) -> None:
+        """Drop the parser, which refers to this object, so that the content is freed in time."""
+        del self._parser
 
     def on_message_begin(self) -> None:
         """Begin again, after an interim answer."""
+        if self.is_complete:
+            raise HTTPError("there are bytes after the answer")  # the parser stops, as it must
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -141,25 +150,36 @@ async def _connect(
     target: Target, addresses: Sequence[str]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     context = _tls() if target.scheme == "https" else None
-    name = target.host if context else None
-    failure: OSError = OSError("the name has no address")
-    for address in addresses:
+    connect = partial(
+        asyncio.open_connection,
+        port=target.connect_port(),
+        ssl=context,
+        server_hostname=target.host if context else None,
+    )
+    *others, last = addresses
+    for address in others:
         try:
-            return await asyncio.open_connection(
-                address, target.connect_port(), ssl=context, server_hostname=name
-            )
-        except OSError as error:
-            failure = error
-    raise failure
+            return await asyncio.wait_for(connect(address), _CONNECT_S)
+        except (OSError, asyncio.TimeoutError):
+            continue
+    return await connect(last)
 
 
 async def _read_answer(reader: asyncio.StreamReader, max_bytes: int) -> Answer:
     answer = Answer()
+    try:
+        await _read_into(answer, reader, max_bytes)
+    finally:
+        answer.close()
+    return answer
+
+
+async def _read_into(answer: Answer, reader: asyncio.StreamReader, max_bytes: int) -> None:
     num_head_bytes = 0
     while not answer.is_complete:
         if not (data := await reader.read(_READ_BYTES)):
             if answer.status and answer.ends_with_connection:
-                return answer
+                return
             raise HTTPError("the connection ended before the answer was complete")
         answer.feed(data)
         if not answer.status:
@@ -168,14 +188,13 @@ async def _read_answer(reader: asyncio.StreamReader, max_bytes: int) -> Answer:
                 raise HTTPError(f"the head of the answer has more than {_MAX_HEAD_BYTES} bytes")
             continue
         if answer.status != 200:
-            return answer
+            return
         if answer.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPError("the answer is compressed, which was not asked for")
         announced = answer.headers.get("content-length", "0").strip()
         # A number of any length may be announced, and int() refuses very long ones.
         if len(answer.body) > max_bytes or len(announced) > 18 or int(announced) > max_bytes:
             raise HTTPError(f"the answer must have at most {max_bytes} bytes, and has more")
-    return answer
 
 
 @cache

@@ -6,13 +6,14 @@ are asked, and the size in its header is checked before any pixel is decoded.
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
+from vllm.multimodal.source import MediaSource, refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,12 +55,29 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 _MARKUP = ((b"<svg", "SVG"), (b"<html", "HTML"), (b"<!doctype html", "HTML"), (b"<?xml", "XML"))
 _HEAD_BYTES = 1024
 
+_PNG_DEPTH = 24
+"""Offset of the bits of a sample in a PNG file; the color type follows."""
+_PNG_GRAY, _PNG_RGB = 0, 2
 _PILLOW_LIMIT = 2 * 89478485
 """Pixels above which Pillow refuses to open an image."""
+_MAX_REASON_CHARS = 200
+"""Of a message of Pillow, which may have bytes of the file in it."""
 _ORIENTATION = 0x0112
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}
 """Mode with colors multiplied by alpha -> the mode without that."""
+
+
+def load_decoders() -> None:
+    """Import Pillow and its decoders, as far as they are installed, for the children of this
+    process. Decoders of AVIF start no threads then, whose stacks would count as memory."""
+    with suppress(ImportError):
+        from PIL import Image as pillow
+
+        pillow.init()
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 def sniff(data: bytes) -> str | None:
@@ -98,10 +116,29 @@ def decode_image(
         RequestError: the format is not accepted, the file is damaged or incomplete, the image is
             too large, or Pillow is not installed.
     """
-    name, image = _open(data, max_pixels, where)
-    with _decoding(name, where):
-        image.load()
-        return np.array(to_rgb(image, background, where), np.uint8)
+    image = to_rgb(_open(data, max_pixels, where), background, where)
+    with _decoding(image.format, where):
+        return np.array(image)
+
+
+def image_pixels(
+    source: MediaSource, *, max_pixels: int, background: Color = WHITE
+) -> NDArray[np.uint8]:
+    """Return the pixels of an image of a request, [H, W, 3] in RGB.
+
+    Args:
+        source: a file, or pixels that have the size limits of a file.
+        max_pixels, background: the same as for `decode_image`.
+
+    Raises:
+        RequestError: the same as for `decode_image`.
+    """
+    if source.pixels is None:
+        data = source.data or b""
+        return decode_image(data, max_pixels=max_pixels, background=background, where=source.where)
+    height, width, _ = source.pixels.shape
+    _check_size(width, height, max_pixels, source.where)
+    return source.pixels
 
 
 def read_image(
@@ -118,34 +155,37 @@ def read_image(
     Raises:
         RequestError: the same as for `decode_image`.
     """
-    name, image = _open(data, max_pixels, where)
-    with _decoding(name, where):
-        image.load()
-        if mode != "RGB":
-            return _without_metadata(_upright(image).convert(mode))
+    image = _open(data, max_pixels, where)
+    if mode == "RGB":
         return to_rgb(image, where=where)
+    with _decoding(image.format, where):
+        return _without_metadata(_upright(image).convert(mode))
 
 
 def to_rgb(image: "Image", background: Color = WHITE, where: str = "the image") -> "Image":
-    """Return an image of Pillow in mode RGB, upright, without metadata. The given image does not change.
+    """Return an image of Pillow in mode RGB, upright, without metadata.
 
     Gray of 16 bits is scaled to 8: of the modes I;16 always, of the mode I if a value is above 255.
 
     Args:
-        image: of any mode but F.
+        image: of any mode but F; it does not change.
         background: color of transparent pixels.
         where: name of the item in error messages.
 
     Raises:
-        RequestError: its mode is F.
+        RequestError: its mode is F, or its file, which Pillow reads here, is damaged.
     """
+    with _decoding(image.format, where):
+        return _to_rgb(_upright(image), background, where)
+
+
+def _to_rgb(image: "Image", background: Color, where: str) -> "Image":
     from PIL import Image as pillow
 
-    image = _upright(image)
     if image.mode.startswith("I"):
         return pillow.fromarray(_gray16_to_rgb(image, background))
     if image.mode == "F":
-        raise _refuse(
+        raise refuse(
             where, "its pixels are floating-point values of unknown range. Convert it to 8 bits"
         )
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
@@ -175,9 +215,10 @@ def _without_metadata(image: "Image") -> "Image":
 
 
 def _upright(image: "Image") -> "Image":
-    """Return the image turned as its EXIF orientation says."""
+    """Return the image with its pixels read, turned as its EXIF orientation says."""
     from PIL import Image as pillow
 
+    image.load()
     turn = pillow.Transpose
     method = {
         2: turn.FLIP_LEFT_RIGHT,
@@ -199,8 +240,8 @@ def _orientation(image: "Image") -> int:
     return found if isinstance(found, int) else 1
 
 
-def _open(data: bytes, max_pixels: int, where: str) -> "tuple[str, Image]":
-    """Return the format of a file and its image, whose size is checked and no pixel decoded yet."""
+def _open(data: bytes, max_pixels: int, where: str) -> "Image":
+    """Return the image of a file. Its size is checked, and no pixel is decoded yet."""
     try:
         from PIL import Image as pillow
     except ImportError:
@@ -212,55 +253,64 @@ def _open(data: bytes, max_pixels: int, where: str) -> "tuple[str, Image]":
         what = (
             "an empty file" if not data else f"a file of the format {name}" if name else "no image"
         )
-        raise _refuse(where, f"it is {what}; accepted are {', '.join(ACCEPTED)}")
+        raise refuse(where, f"it is {what}; accepted are {', '.join(ACCEPTED)}")
     if max_pixels > _PILLOW_LIMIT:
         pillow.MAX_IMAGE_PIXELS = None  # the operator accepts more pixels than Pillow does
     with _decoding(name, where):
         try:
-            image = pillow.open(io.BytesIO(data), formats=(name,))
+            image: Image = pillow.open(io.BytesIO(data), formats=(name,))
         except pillow.DecompressionBombError:
             limit = min(max_pixels, 2 * (pillow.MAX_IMAGE_PIXELS or max_pixels))
-            raise _refuse(where, f"it has more than {limit} pixels, the limit") from None
+            raise refuse(where, f"it has more than {limit} pixels, the limit") from None
         except pillow.UnidentifiedImageError:
-            raise ValueError("Pillow cannot read it") from None
+            raise ValueError("Pillow cannot read it, or has too little memory") from None
         width, height = image.size
         _check_size(width, height, max_pixels, where)
-    return name, image
+    if image.format == "PNG" and "transparency" in image.info:
+        image.info["transparency"] = _color_key(data, image.info["transparency"])
+    return image
+
+
+def _color_key(data: bytes, key: Any) -> Any:
+    """Return the clear color of a PNG file in the range of the decoded pixels.
+
+    Pillow scales gray of 2 and 4 bits and colors of 16 bits to 8 bits, and leaves the key.
+    """
+    depth, color_type = data[_PNG_DEPTH : _PNG_DEPTH + 2]
+    if color_type == _PNG_GRAY and depth in (2, 4):
+        return key * 255 // (2**depth - 1)
+    if color_type == _PNG_RGB and depth == 16:
+        return tuple(value >> 8 for value in key)
+    return key
 
 
 def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
     size = f"it has {width} x {height} pixels"
     if min(width, height) < 1:
-        raise _refuse(where, f"{size}; both must be at least 1")
+        raise refuse(where, f"{size}; both must be at least 1")
     if width * height > max_pixels:
-        raise _refuse(
+        raise refuse(
             where,
             f"{size}, more than {max_pixels}, the limit of VLLM_MAX_IMAGE_PIXELS. Scale it down",
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise _refuse(
+        raise refuse(
             where,
             f"{size}: one edge is more than {MAX_ASPECT_RATIO} times as long as the other. Cut it",
         )
 
 
 @contextmanager
-def _decoding(name: str, where: str) -> Iterator[None]:
-    """Report what a decoder raises as an error of the request."""
+def _decoding(format: str | None, where: str) -> Iterator[None]:
+    """Report what a decoder raises as an error of the request. The format may be unknown."""
     try:
         yield
     except RequestError:
         raise
     except MemoryError:
-        raise _refuse(
+        raise refuse(
             where, "there is not enough memory to decode it. Send an image with fewer pixels"
         ) from None
     except Exception as error:  # a damaged file makes Pillow raise anything
-        raise _refuse(
-            where,
-            f"this {name} file cannot be decoded: {error}. Send a complete, undamaged file",
-        ) from error
-
-
-def _refuse(where: str, what: str) -> RequestError:
-    return RequestError(f"{where}: {what}", param=where)
+        reason = f"{str(error)[:_MAX_REASON_CHARS]}. Send a complete, undamaged file"
+        raise refuse(where, f"this {format or 'image'} file cannot be decoded: {reason}") from error

@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.config.families import family_of_architecture
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import EncoderInput, MediaFamily
-from vllm.multimodal.image import Color, decode_image
+from vllm.multimodal.image import Color, image_pixels
 from vllm.multimodal.settings import override_settings, read_processor_settings
-from vllm.multimodal.source import MediaSource
+from vllm.multimodal.source import MediaSource, refuse
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""
@@ -83,15 +83,10 @@ def make_job(
                 own = rules(config, override_settings(settings, source.overrides))
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
-        pixels = source.pixels
-        if source.data is not None:
-            pixels = decode_image(
-                source.data, max_pixels=max_pixels, background=background, where=source.where
-            )
-        assert pixels is not None
+        pixels = image_pixels(source, max_pixels=max_pixels, background=background)
         try:
             return own.process(pixels)
         except RequestError as error:
-            raise RequestError(f"{source.where}: {error}", param="messages") from error
+            raise refuse(source.where, str(error)) from error
 
     return read

@@ -50,8 +50,8 @@ def read_below(folder: Path, path: str, max_bytes: int) -> bytes:
 
 
 def _open_below(folder: Path, parts: tuple[str, ...]) -> int:
-    """Open a file one folder after the other, which refuses a link that has been made since the path was
-    resolved."""
+    """Open a file one folder after the other, which refuses a link that was made after the path
+    had been resolved."""
     descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
     for i, part in enumerate(parts):
         flags = _FILE_FLAGS if i == len(parts) - 1 else _FLAGS | os.O_DIRECTORY

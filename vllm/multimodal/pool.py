@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.multimodal.family import EncoderInput
-from vllm.multimodal.source import MediaSource
+from vllm.multimodal.image import load_decoders
+from vllm.multimodal.source import MediaSource, refuse
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -36,6 +37,7 @@ from vllm.utils.process.deadline_worker import (
     WorkerError,
     make_server,
 )
+from vllm.utils.process.memory_file import memory_file
 
 logger = init_logger(__name__)
 
@@ -44,6 +46,8 @@ Job = Callable[[MediaSource], EncoderInput]
 _TARGET = "vllm.multimodal.pool:_make_handler"
 _ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple of it."""
+_MAX_REASON_CHARS = 200
+"""Of the message of an unexpected error, which may have content of the item in it."""
 _KINDS = "biuf"
 """Of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -160,8 +164,8 @@ class MediaWorkers:
 
     def _run_in(self, worker: DeadlineWorker, source: MediaSource) -> EncoderInput:
         if self._is_closed:
-            raise RequestError(f"{source.where}: the server is stopping", param=source.where)
-        files = [os.memfd_create("media-source"), os.memfd_create("media-tensors")]
+            raise refuse(source.where, "the server is stopping")
+        files = [memory_file("media-source"), memory_file("media-tensors")]
         try:
             call = _write_source(source, files[0])
             answer = _decode_answer(worker.call(call, self._timeout_s, files))
@@ -176,12 +180,13 @@ class MediaWorkers:
                 f"than {self._memory_limit_bytes // 2**20} MiB. Send a smaller one"
             )
         except CallFailed as error:
-            logger.error("%s cannot be processed: %s", source.where, error)
-            reason = f"it cannot be processed: {error}"
+            what = str(error)[:_MAX_REASON_CHARS]
+            logger.error("%s cannot be processed: %s", source.where, what)
+            reason = f"it cannot be processed: {what}"
         finally:
             for file in files:
                 os.close(file)
-        raise RequestError(f"{source.where}: {reason}", param=source.where)
+        raise refuse(source.where, reason)
 
 
 # ---- content of sources and tensors, in files without a name -----------------------------------
@@ -287,6 +292,7 @@ def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
 
 def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
     """Make the handler of the worker: input and output are descriptions, with two files."""
+    load_decoders()  # a child would import them again for its first item
     start = msgspec.msgpack.decode(setup, type=_Setup)
     module, _, name = start.job.partition(":")
     job: Job = getattr(importlib.import_module(module), name)(**start.settings)

@@ -7,6 +7,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm.errors import RequestError
+
+
+def refuse(where: str, reason: str) -> RequestError:
+    """Return the error of an item that is not accepted.
+
+    Args:
+        where: name of the item.
+        reason: what is wrong, and what is accepted; without content of the item.
+    """
+    return RequestError(f"{where}: {reason}", param=where)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaSource:
