@@ -50,6 +50,13 @@ def gemma3():
     )
 
 
+def idefics3(name="Idefics3"):
+    kind = f"{name.lower()}_vision"
+    return make_model(
+        name, vision_config={"model_type": kind, **TOWER}, text_config=LLAMA, scale_factor=2
+    )
+
+
 def llava_next_items():
     """Return images of many shapes, one of which has more padding than patches."""
     settings = {"image_processor_type": "LlavaNextImageProcessor", "crop_size": SIDE}
@@ -68,6 +75,9 @@ def llava_next_items():
 
 def features_of(model, items):
     """Return the embeddings of each image."""
+    if hasattr(model.model, "connector"):
+        pixels = [normalised(item)[None].to(model.dtype) for item in items]
+        return [model.get_image_features(each).pooler_output[0] for each in pixels]
     pixels = torch.cat([normalised(item) for item in items]).to(model.dtype)
     more = {}
     if "size" in items[0]:
@@ -104,6 +114,8 @@ FAMILIES = {
         llava,
         {"vision": {"patch_size": 8}},
     ),
+    "Idefics3": ("idefics3", idefics3, {}),
+    "SmolVLM": ("idefics3", idefics3, {"name": "SmolVLM"}),
     "Gemma 3": ("gemma3", gemma3, {}),
     "LLaVA-NeXT": ("llava_next", llava_next, {}),
     "Granite Vision": (
@@ -123,7 +135,8 @@ def case(request):
     """Family, model of transformers, encoder, images."""
     family, make, options = FAMILIES[request.param]
     model = make(**options)
-    items = llava_next_items() if family == "llava_next" else make_items([1, 1, 1])
+    tiles = [3, 1, 5] if family == "idefics3" else [1, 1, 1]
+    items = llava_next_items() if family == "llava_next" else make_items(tiles)
     return family, model, make_encoder(family, model), items
 
 

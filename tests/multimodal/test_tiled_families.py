@@ -10,6 +10,7 @@ import torch
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.vision.layers import normalize
+from vllm.multimodal.families.idefics3 import newline_tokens
 from vllm.multimodal.settings import (
     DEFAULTS,
     override_settings,
@@ -20,7 +21,18 @@ from vllm.multimodal.settings import (
 pytest.importorskip("PIL", reason="image processors need Pillow")
 
 TOKENS = ["<unk>", "<pad>", "a", "b", "<image>"]
-SIZES = [(50, 40), (161, 184), (28, 28), (1, 1), (7, 300), (300, 7), (3, 5), (200, 3)]
+SIZES = [
+    (50, 40),
+    (161, 184),
+    (28, 28),
+    (1, 1),
+    (7, 300),
+    (300, 7),
+    (3, 5),
+    (200, 3),
+    (168, 224),
+    (300, 300),
+]
 """Height and width of images."""
 
 
@@ -138,6 +150,26 @@ def gemma3(settings=None, **config):
     return family, Gemma3Processor(make_image_processor(settings), tokenizer, image_seq_length=4)
 
 
+def idefics3(settings=None, kind="idefics3_vision", **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import Idefics3Processor
+
+    config = {"vision_config": {"model_type": kind, **TOWER}, "scale_factor": 2, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "max_image_size": {"longest_edge": SIDE},
+            "size": {"longest_edge": 4 * SIDE},
+            **(settings or {}),
+        }
+    )
+    edges = ["\n", "\n\n", "<fake_token_around_image>", "<global-img>"]
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = make_tokenizer([*TOKENS, *edges, *tiles])
+    family = make_family("idefics3", config, settings)
+    return family, Idefics3Processor(make_image_processor(settings), tokenizer, image_seq_len=4)
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -151,6 +183,13 @@ FAMILIES = {
         vision_feature_select_strategy="full",
     ),
     "LLaVA-NeXT": lambda: llava_next(),
+    "Idefics3": lambda: idefics3(),
+    "Idefics3, odd size": lambda: idefics3({"size": {"longest_edge": 3 * SIDE + 1}}),
+    "Idefics3, size of a tile": lambda: idefics3({"size": {"longest_edge": SIDE}}),
+    "Idefics3, without tiles": lambda: idefics3({"do_image_splitting": False}),
+    "SmolVLM": lambda: idefics3(
+        {"image_processor_type": "SmolVLMImageProcessor"}, "smolvlm_vision"
+    ),
     "Gemma 3": lambda: gemma3(),
     "Granite Vision": lambda: llava_next(
         {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
@@ -164,7 +203,8 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pixels_and_tokens_are_those_of_the_processor(name):
     family, processor = FAMILIES[name]()
-    largest = family.largest().tensors["pixels"]
+    largest = len(family.largest().tensors["pixels"])
+    found = []
     for height, width in random_sizes(8):
         image = make_pixels(height, width)
         want = processor(
@@ -176,13 +216,14 @@ def test_pixels_and_tokens_are_those_of_the_processor(name):
         got = family.process(image)
         pixels = got.tensors["pixels"]
         assert pixels.dtype == np.uint8
-        assert len(pixels) <= len(largest)
+        found.append(len(pixels))
         statistics = torch.from_numpy(got.tensors["statistics"]).expand(len(pixels), -1, -1)
         ours = normalize(torch.from_numpy(pixels), statistics, torch.float32).numpy()
         theirs = want["pixel_values"].reshape(ours.shape)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         tokens = tokens_of(family, got.grid, processor.tokenizer)
         assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
+    assert max(found) == largest
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -316,6 +357,36 @@ def test_layouts_that_cannot_be_used_are_named(settings, message):
 def test_values_that_gemma_3_cannot_use_are_named(settings, config, message):
     with pytest.raises(ConfigError, match=message):
         gemma3(settings, **config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"max_image_size": {"longest_edge": 56}}, {}, "max_image_size is .*'longest_edge': 28}"),
+        ({"do_resize": False}, {}, "do_resize is False.*bounds the number of tiles"),
+        ({"size": {"height": 28, "width": 28}}, {}, "size is .*bounds the number of tiles"),
+        ({}, {"scale_factor": 3}, "scale_factor is 3.*divisor of 4"),
+    ],
+)
+def test_values_that_idefics3_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        idefics3(settings, **config)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "want"),
+    [(["\n", "\n\n"], [1]), (["\n"], [0, 0]), (["Ċ", "ĊĊ"], [1]), (["Ċ"], [0, 0])],
+)
+def test_line_breaks_are_one_token_where_the_vocabulary_has_it(vocabulary, want):
+    def token_id(text):
+        if text not in vocabulary:
+            raise ConfigError(text)
+        return vocabulary.index(text)
+
+    assert newline_tokens(token_id, 2) == want
+    with pytest.raises(ConfigError, match="no token for a line break"):
+        vocabulary.clear()
+        newline_tokens(token_id, 1)
 
 
 def test_the_layouts_need_an_embedding_for_each_patch():

@@ -1,7 +1,7 @@
 """The sizes of a vision tower, from `vision_config` of config.json. Knows no weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.multimodal.checks import config_object, config_whole, is_number, wrong_config
@@ -38,11 +38,25 @@ _CLIP = TowerConfig(
     model_type="clip_vision_model", patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5
 )
 _SIGLIP = TowerConfig(model_type="siglip_vision_model")
+_IDEFICS3 = replace(
+    _SIGLIP,
+    model_type="idefics3_vision",
+    hidden_size=1152,
+    num_attention_heads=16,
+    patch_size=32,
+)
 _DEFAULTS = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
+    "idefics3_vision": _IDEFICS3,
+    "smolvlm_vision": replace(_IDEFICS3, model_type="smolvlm_vision"),
 }
-_OLD_NAMES = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+_OLD_NAMES = {
+    "clip": "clip_vision_model",
+    "siglip": "siglip_vision_model",
+    "idefics3": "idefics3_vision",
+    "smolvlm": "smolvlm_vision",
+}
 
 
 def read_tower_config(
