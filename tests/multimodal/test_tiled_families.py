@@ -170,6 +170,30 @@ def idefics3(settings=None, kind="idefics3_vision", **config):
     return family, Idefics3Processor(make_image_processor(settings), tokenizer, image_seq_len=4)
 
 
+def internvl(settings=None, **config):
+    """Return a family, and a stand-in for the Processor of transformers, which needs torchvision
+    because it can also read videos."""
+    config = {"vision_config": TOWER, "downsample_ratio": 0.5, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            **(settings or {}),
+        }
+    )
+    image_processor = make_image_processor({**settings, "crop_to_patches": True})
+    tokenizer = make_tokenizer([*TOKENS[:4], "<img>", "<IMG_CONTEXT>", "</img>"])
+
+    def process(images, text, **options):
+        found = image_processor(images, **options)
+        soft = "<IMG_CONTEXT>" * 4 * int(found["num_patches"][0])
+        text = text.replace("<IMG_CONTEXT>", f"<img>{soft}</img>")
+        return {**found, "input_ids": tokenizer(text, return_tensors="np")["input_ids"]}
+
+    process.tokenizer = tokenizer
+    return make_family("internvl", config, settings), process
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -183,6 +207,9 @@ FAMILIES = {
         vision_feature_select_strategy="full",
     ),
     "LLaVA-NeXT": lambda: llava_next(),
+    "InternVL": lambda: internvl({"crop_to_patches": False, "max_patches": 5}),
+    "InternVL, one tile": lambda: internvl({"max_patches": 1}),
+    "InternVL, at least 3": lambda: internvl({"min_patches": 3, "size": SIDE}),
     "Idefics3": lambda: idefics3(),
     "Idefics3, odd size": lambda: idefics3({"size": {"longest_edge": 3 * SIDE + 1}}),
     "Idefics3, size of a tile": lambda: idefics3({"size": {"longest_edge": SIDE}}),
@@ -387,6 +414,22 @@ def test_line_breaks_are_one_token_where_the_vocabulary_has_it(vocabulary, want)
     with pytest.raises(ConfigError, match="no token for a line break"):
         vocabulary.clear()
         newline_tokens(token_id, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"max_patches": 0}, {}, "max_patches is 0.*from 1 to 1024"),
+        ({"max_patches": 2, "min_patches": 3}, {}, "min_patches is 3.*max_patches"),
+        ({"size": {"height": 30, "width": 30}}, {}, "size is .*must be 28 x 28 pixels"),
+        ({}, {"downsample_ratio": 0.3}, "downsample_ratio is 0.3.*divisor of 4"),
+        ({}, {"downsample_ratio": 0}, "downsample_ratio is 0;.*divisor of 4"),
+        ({}, {"vision_config": TOWER | {"image_size": [28, 56]}}, "image_size is .*two equal"),
+    ],
+)
+def test_values_that_internvl_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        internvl(settings, **config)
 
 
 def test_the_layouts_need_an_embedding_for_each_patch():
