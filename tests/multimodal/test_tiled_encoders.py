@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.multimodal.tiled_models import (
     LLAMA,
@@ -193,6 +194,19 @@ def test_neither_padding_nor_other_images_change_embeddings(case):
     for index, item in enumerate(items):
         torch.testing.assert_close(encoder.split(whole, items)[index], together[index])
         torch.testing.assert_close(encoder([item])[0], together[index])
+
+
+def test_shapes_do_not_depend_on_values(case):
+    _, _, encoder, items = case
+    size = sum(encoder.size_of(item) for item in items)
+    tensors = encoder.prepare(items, size + 1)
+    assert {name: t.shape for name, t in encoder.prepare(items[::-1], size + 1).items()} == {
+        name: t.shape for name, t in tensors.items()
+    }
+    # Tensors without values: an operator that needs them raises.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        without = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+        assert encoder.run(**without).shape[1] == TEXT["hidden_size"]
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The pixels and tokens of families whose images are tiles, against transformers."""
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 
 import numpy as np
@@ -10,16 +11,21 @@ import torch
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.vision.layers import normalize
+from vllm.multimodal.families import idefics3 as idefics3_family
+from vllm.multimodal.families import internvl as internvl_family
 from vllm.multimodal.families.idefics3 import newline_tokens
+from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
 from vllm.multimodal.settings import (
     DEFAULTS,
     override_settings,
     read_processor_settings,
     with_defaults,
 )
+from vllm.multimodal.tower_config import read_tower_config
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 
+KINDS = (*CLIP_OR_SIGLIP, *idefics3_family.TOWERS, *internvl_family.TOWERS)
 TOKENS = ["<unk>", "<pad>", "a", "b", "<image>"]
 SIZES = [
     (50, 40),
@@ -268,6 +274,16 @@ def test_images_that_are_too_long_are_refused(name, size):
     family, _ = FAMILIES[name]()
     with pytest.raises(RequestError, match=f"{size[1]} x {size[0]} pixels.*at most 200 times"):
         family.process(make_pixels(*size))
+
+
+def test_defaults_of_towers_are_those_of_transformers():
+    from transformers import AutoConfig
+
+    for kind in KINDS:
+        want = AutoConfig.for_model(kind)
+        for field, value in asdict(read_tower_config({}, (kind,))).items():
+            theirs = getattr(want, field)
+            assert value == (theirs[0] if isinstance(theirs, tuple | list) else theirs), field
 
 
 def test_defaults_are_those_of_transformers():

@@ -41,7 +41,7 @@ class Idefics3Family(TiledFamily):
     towers: ClassVar[tuple[str, ...]] = TOWERS
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        super().__init__(config, {**settings, "return_row_col_info": True})
+        super().__init__(config, settings)
         self._tokens_of_tile = (
             self.tower.patches_per_side // merged_patches(config, self.tower)
         ) ** 2
@@ -64,7 +64,7 @@ class Idefics3Family(TiledFamily):
             )
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
-        found = self.processor(pixels)
+        found = self.processor(pixels, return_row_col_info=True)
         grid = (int(found["rows"].item()), int(found["cols"].item()))
         return self._input(found["pixel_values"][0], grid)
 
