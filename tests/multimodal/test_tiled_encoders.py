@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.multimodal.tiled_models import (
     LLAMA,
@@ -50,6 +51,23 @@ def gemma3():
     )
 
 
+def idefics3(name="Idefics3"):
+    kind = f"{name.lower()}_vision"
+    return make_model(
+        name, vision_config={"model_type": kind, **TOWER}, text_config=LLAMA, scale_factor=2
+    )
+
+
+def internvl(vision=None, **config):
+    square = {"image_size": [28, 28], "patch_size": [7, 7]}
+    return make_model(
+        "InternVL",
+        vision_config={**TOWER, **square, **(vision or {})},
+        text_config=LLAMA,
+        **config,
+    )
+
+
 def llava_next_items():
     """Return images of many shapes, one of which has more padding than patches."""
     settings = {"image_processor_type": "LlavaNextImageProcessor", "crop_size": SIDE}
@@ -68,13 +86,16 @@ def llava_next_items():
 
 def features_of(model, items):
     """Return the embeddings of each image."""
-    pixels = torch.cat([normalised(item) for item in items]).to(model.dtype)
-    more = {}
-    if "size" in items[0]:
-        more["image_sizes"] = torch.stack([item["size"] for item in items])
-    found = model.get_image_features(pixels, **more)
-    found = getattr(found, "pooler_output", found)
-    return [each.flatten(0, -2) for each in found]
+    found = []
+    for item in items:
+        pixels = normalised(item).to(model.dtype)
+        if hasattr(model.model, "connector"):
+            pixels = pixels[None]
+        sizes = {"image_sizes": item["size"][None]} if "size" in item else {}
+        features = model.get_image_features(pixels, **sizes)
+        features = getattr(features, "pooler_output", features)
+        found.append(torch.cat([each.flatten(0, -2) for each in features]))
+    return found
 
 
 FAMILIES = {
@@ -104,6 +125,29 @@ FAMILIES = {
         llava,
         {"vision": {"patch_size": 8}},
     ),
+    "InternVL": ("internvl", internvl, {}),
+    "InternVL, RMS norm": (
+        "internvl",
+        internvl,
+        {
+            "vision": {
+                "norm_type": "rms_norm",
+                "use_qk_norm": True,
+                "attention_bias": True,
+                "use_mean_pooling": False,
+                "use_mask_token": True,
+            },
+            "downsample_ratio": 0.25,
+            "projector_hidden_act": "silu",
+        },
+    ),
+    "InternVL, not the last layer": (
+        "internvl",
+        internvl,
+        {"vision": {"use_mean_pooling": False}, "vision_feature_layer": -2},
+    ),
+    "Idefics3": ("idefics3", idefics3, {}),
+    "SmolVLM": ("idefics3", idefics3, {"name": "SmolVLM"}),
     "Gemma 3": ("gemma3", gemma3, {}),
     "LLaVA-NeXT": ("llava_next", llava_next, {}),
     "Granite Vision": (
@@ -123,7 +167,8 @@ def case(request):
     """Family, model of transformers, encoder, images."""
     family, make, options = FAMILIES[request.param]
     model = make(**options)
-    items = llava_next_items() if family == "llava_next" else make_items([1, 1, 1])
+    tiles = [3, 1, 5] if family in ("idefics3", "internvl") else [1, 1, 1]
+    items = llava_next_items() if family == "llava_next" else make_items(tiles)
     return family, model, make_encoder(family, model), items
 
 
@@ -149,6 +194,19 @@ def test_neither_padding_nor_other_images_change_embeddings(case):
     for index, item in enumerate(items):
         torch.testing.assert_close(encoder.split(whole, items)[index], together[index])
         torch.testing.assert_close(encoder([item])[0], together[index])
+
+
+def test_shapes_do_not_depend_on_values(case):
+    _, _, encoder, items = case
+    size = sum(encoder.size_of(item) for item in items)
+    tensors = encoder.prepare(items, size + 1)
+    assert {name: t.shape for name, t in encoder.prepare(items[::-1], size + 1).items()} == {
+        name: t.shape for name, t in tensors.items()
+    }
+    # Tensors without values: an operator that needs them raises.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        without = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+        assert encoder.run(**without).shape[1] == TEXT["hidden_size"]
 
 
 @torch.inference_mode()
@@ -187,6 +245,25 @@ def test_patches_are_those_of_a_convolution():
     pixels = torch.randn(2, 3, 13, 10)
     want = convolution(pixels).flatten(2).transpose(1, 2)
     torch.testing.assert_close(patches(pixels), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_feature_select_strategy": "full"}, "strategy is 'full'; it must be 'default'"),
+        ({"vision_feature_layer": [1]}, r"vision_feature_layer is \[1\].*from -4 to 3"),
+        ({"vision_config": TOWER | {"norm_type": "batch"}}, "norm_type is 'batch'"),
+        (
+            {"vision_config": TOWER | {"use_absolute_position_embeddings": False}},
+            "use_absolute_position_embeddings is False; it must be true",
+        ),
+    ],
+)
+def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
+    from vllm.model_executor.vision.internvl import Encoder
+
+    with pytest.raises(ConfigError, match=message):
+        Encoder({"vision_config": TOWER, **change}, 24)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The pixels and tokens of families whose images are tiles, against transformers."""
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 
 import numpy as np
@@ -10,17 +11,34 @@ import torch
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.vision.layers import normalize
+from vllm.multimodal.families import idefics3 as idefics3_family
+from vllm.multimodal.families import internvl as internvl_family
+from vllm.multimodal.families.idefics3 import newline_tokens
+from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
 from vllm.multimodal.settings import (
     DEFAULTS,
     override_settings,
     read_processor_settings,
     with_defaults,
 )
+from vllm.multimodal.tower_config import read_tower_config
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 
+KINDS = (*CLIP_OR_SIGLIP, *idefics3_family.TOWERS, *internvl_family.TOWERS)
 TOKENS = ["<unk>", "<pad>", "a", "b", "<image>"]
-SIZES = [(50, 40), (161, 184), (28, 28), (1, 1), (7, 300), (300, 7), (3, 5), (200, 3)]
+SIZES = [
+    (50, 40),
+    (161, 184),
+    (28, 28),
+    (1, 1),
+    (7, 300),
+    (300, 7),
+    (3, 5),
+    (200, 3),
+    (168, 224),
+    (300, 300),
+]
 """Height and width of images."""
 
 
@@ -138,6 +156,50 @@ def gemma3(settings=None, **config):
     return family, Gemma3Processor(make_image_processor(settings), tokenizer, image_seq_length=4)
 
 
+def idefics3(settings=None, kind="idefics3_vision", **config):
+    """Return a family, and the Processor of transformers."""
+    from transformers import Idefics3Processor
+
+    config = {"vision_config": {"model_type": kind, **TOWER}, "scale_factor": 2, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "max_image_size": {"longest_edge": SIDE},
+            "size": {"longest_edge": 4 * SIDE},
+            **(settings or {}),
+        }
+    )
+    edges = ["\n", "\n\n", "<fake_token_around_image>", "<global-img>"]
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = make_tokenizer([*TOKENS, *edges, *tiles])
+    family = make_family("idefics3", config, settings)
+    return family, Idefics3Processor(make_image_processor(settings), tokenizer, image_seq_len=4)
+
+
+def internvl(settings=None, **config):
+    """Return a family, and a stand-in for the Processor of transformers, which needs torchvision
+    because it can also read videos."""
+    config = {"vision_config": TOWER, "downsample_ratio": 0.5, **config}
+    settings = with_defaults(
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            **(settings or {}),
+        }
+    )
+    image_processor = make_image_processor({**settings, "crop_to_patches": True})
+    tokenizer = make_tokenizer([*TOKENS[:4], "<img>", "<IMG_CONTEXT>", "</img>"])
+
+    def process(images, text, **options):
+        found = image_processor(images, **options)
+        soft = "<IMG_CONTEXT>" * 4 * int(found["num_patches"][0])
+        text = text.replace("<IMG_CONTEXT>", f"<img>{soft}</img>")
+        return {**found, "input_ids": tokenizer(text, return_tensors="np")["input_ids"]}
+
+    process.tokenizer = tokenizer
+    return make_family("internvl", config, settings), process
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -151,6 +213,16 @@ FAMILIES = {
         vision_feature_select_strategy="full",
     ),
     "LLaVA-NeXT": lambda: llava_next(),
+    "InternVL": lambda: internvl({"crop_to_patches": False, "max_patches": 5}),
+    "InternVL, one tile": lambda: internvl({"max_patches": 1}),
+    "InternVL, at least 3": lambda: internvl({"min_patches": 3, "size": SIDE}),
+    "Idefics3": lambda: idefics3(),
+    "Idefics3, odd size": lambda: idefics3({"size": {"longest_edge": 3 * SIDE + 1}}),
+    "Idefics3, size of a tile": lambda: idefics3({"size": {"longest_edge": SIDE}}),
+    "Idefics3, without tiles": lambda: idefics3({"do_image_splitting": False}),
+    "SmolVLM": lambda: idefics3(
+        {"image_processor_type": "SmolVLMImageProcessor"}, "smolvlm_vision"
+    ),
     "Gemma 3": lambda: gemma3(),
     "Granite Vision": lambda: llava_next(
         {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
@@ -164,7 +236,8 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pixels_and_tokens_are_those_of_the_processor(name):
     family, processor = FAMILIES[name]()
-    largest = family.largest().tensors["pixels"]
+    largest = len(family.largest().tensors["pixels"])
+    found = []
     for height, width in random_sizes(8):
         image = make_pixels(height, width)
         want = processor(
@@ -176,13 +249,14 @@ def test_pixels_and_tokens_are_those_of_the_processor(name):
         got = family.process(image)
         pixels = got.tensors["pixels"]
         assert pixels.dtype == np.uint8
-        assert len(pixels) <= len(largest)
+        found.append(len(pixels))
         statistics = torch.from_numpy(got.tensors["statistics"]).expand(len(pixels), -1, -1)
         ours = normalize(torch.from_numpy(pixels), statistics, torch.float32).numpy()
         theirs = want["pixel_values"].reshape(ours.shape)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         tokens = tokens_of(family, got.grid, processor.tokenizer)
         assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
+    assert max(found) == largest
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -200,6 +274,16 @@ def test_images_that_are_too_long_are_refused(name, size):
     family, _ = FAMILIES[name]()
     with pytest.raises(RequestError, match=f"{size[1]} x {size[0]} pixels.*at most 200 times"):
         family.process(make_pixels(*size))
+
+
+def test_defaults_of_towers_are_those_of_transformers():
+    from transformers import AutoConfig
+
+    for kind in KINDS:
+        want = AutoConfig.for_model(kind)
+        for field, value in asdict(read_tower_config({}, (kind,))).items():
+            theirs = getattr(want, field)
+            assert value == (theirs[0] if isinstance(theirs, tuple | list) else theirs), field
 
 
 def test_defaults_are_those_of_transformers():
@@ -316,6 +400,52 @@ def test_layouts_that_cannot_be_used_are_named(settings, message):
 def test_values_that_gemma_3_cannot_use_are_named(settings, config, message):
     with pytest.raises(ConfigError, match=message):
         gemma3(settings, **config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"max_image_size": {"longest_edge": 56}}, {}, "max_image_size is .*'longest_edge': 28}"),
+        ({"do_resize": False}, {}, "do_resize is False.*bounds the number of tiles"),
+        ({"size": {"height": 28, "width": 28}}, {}, "size is .*bounds the number of tiles"),
+        ({}, {"scale_factor": 3}, "scale_factor is 3.*divisor of 4"),
+    ],
+)
+def test_values_that_idefics3_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        idefics3(settings, **config)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "want"),
+    [(["\n", "\n\n"], [1]), (["\n"], [0, 0]), (["Ċ", "ĊĊ"], [1]), (["Ċ"], [0, 0])],
+)
+def test_line_breaks_are_one_token_where_the_vocabulary_has_it(vocabulary, want):
+    def token_id(text):
+        if text not in vocabulary:
+            raise ConfigError(text)
+        return vocabulary.index(text)
+
+    assert newline_tokens(token_id, 2) == want
+    with pytest.raises(ConfigError, match="no token for a line break"):
+        vocabulary.clear()
+        newline_tokens(token_id, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"max_patches": 0}, {}, "max_patches is 0.*from 1 to 1024"),
+        ({"max_patches": 2, "min_patches": 3}, {}, "min_patches is 3.*max_patches"),
+        ({"size": {"height": 30, "width": 30}}, {}, "size is .*must be 28 x 28 pixels"),
+        ({}, {"downsample_ratio": 0.3}, "downsample_ratio is 0.3.*divisor of 4"),
+        ({}, {"downsample_ratio": 0}, "downsample_ratio is 0;.*divisor of 4"),
+        ({}, {"vision_config": TOWER | {"image_size": [28, 56]}}, "image_size is .*two equal"),
+    ],
+)
+def test_values_that_internvl_cannot_use_are_named(settings, config, message):
+    with pytest.raises(ConfigError, match=message):
+        internvl(settings, **config)
 
 
 def test_the_layouts_need_an_embedding_for_each_patch():

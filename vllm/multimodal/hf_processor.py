@@ -36,11 +36,14 @@ class HfImageProcessor:
             name, {**given, "do_rescale": False, "do_normalize": False}
         )
 
-    def __call__(self, pixels: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+    def __call__(
+        self, pixels: npt.NDArray[np.uint8], **options: bool
+    ) -> dict[str, npt.NDArray[Any]]:
         """Return what the processor makes of one image, by name.
 
         Args:
             pixels: [height, width, 3] in RGB.
+            options: that are no settings of the class.
 
         Raises:
             RequestError: one side is more than MAX_RATIO times the other, or the processor does
@@ -50,7 +53,7 @@ class HfImageProcessor:
         height, width = pixels.shape[:2]
         try:
             found = self._processor.preprocess(
-                images=[pixels], input_data_format="channels_last", return_tensors="np"
+                images=[pixels], input_data_format="channels_last", return_tensors="np", **options
             )
         except ValueError as error:
             raise RequestError(

@@ -148,7 +148,7 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults of the class that they name, also instead of null.
+    """Return settings with the defaults of the class that they name. A default replaces null.
 
     Raises:
         ConfigError: there is no such class.

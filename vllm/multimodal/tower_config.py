@@ -1,10 +1,10 @@
 """The sizes of a vision tower, from `vision_config` of config.json. Knows no weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.multimodal.checks import config_object, config_whole, is_number, wrong_config
+from vllm.multimodal.checks import config_object, config_whole, is_number, is_whole, wrong_config
 from vllm.multimodal.settings import MAX_PIXELS
 
 _MAX_WIDTH = 2**16
@@ -38,11 +38,36 @@ _CLIP = TowerConfig(
     model_type="clip_vision_model", patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5
 )
 _SIGLIP = TowerConfig(model_type="siglip_vision_model")
+_IDEFICS3 = replace(
+    _SIGLIP,
+    model_type="idefics3_vision",
+    hidden_size=1152,
+    num_attention_heads=16,
+    patch_size=32,
+)
+_INTERNVL = TowerConfig(
+    model_type="internvl_vision",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=448,
+    patch_size=14,
+    hidden_act="gelu",
+)
 _DEFAULTS = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
+    "idefics3_vision": _IDEFICS3,
+    "smolvlm_vision": replace(_IDEFICS3, model_type="smolvlm_vision"),
+    "internvl_vision": _INTERNVL,
 }
-_OLD_NAMES = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+_OLD_NAMES = {
+    "clip": "clip_vision_model",
+    "siglip": "siglip_vision_model",
+    "idefics3": "idefics3_vision",
+    "smolvlm": "smolvlm_vision",
+}
 
 
 def read_tower_config(
@@ -71,6 +96,14 @@ def read_tower_config(
     def whole(key: str, largest: int) -> int:
         return config_whole(vision, key, getattr(known, key), largest, "vision_config.")
 
+    def square(key: str) -> int:
+        value = vision.get(key)
+        if not isinstance(value, list | tuple):
+            return whole(key, MAX_PIXELS)
+        if len(value) != 2 or value[0] != value[1] or not is_whole(value[0], MAX_PIXELS):
+            raise wrong_config(f"vision_config.{key}", value, "an integer, or two equal integers")
+        return int(value[0])
+
     activation = vision.get("hidden_act") or known.hidden_act
     if not isinstance(activation, str):
         raise wrong_config("vision_config.hidden_act", activation, "the name of a function")
@@ -85,8 +118,8 @@ def read_tower_config(
         num_hidden_layers=whole("num_hidden_layers", _MAX_LAYERS),
         num_attention_heads=whole("num_attention_heads", _MAX_WIDTH),
         num_channels=whole("num_channels", 3),
-        image_size=whole("image_size", MAX_PIXELS),
-        patch_size=whole("patch_size", MAX_PIXELS),
+        image_size=square("image_size"),
+        patch_size=square("patch_size"),
         hidden_act=activation,
         layer_norm_eps=float(eps),
     )

@@ -3,6 +3,7 @@
 B images or tiles, N patches of each, C channels of a patch.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -165,3 +166,15 @@ def normalize(pixels: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
     """
     mean, deviation = statistics[:, :, :, None, None].unbind(1)
     return ((pixels.float() - mean) / deviation).to(dtype)
+
+
+def merge_patches(x: Tensor, scale: int) -> Tensor:
+    """Join squares of patches: [B, N, C] to [B, N / scale^2, scale^2 * C].
+
+    Args:
+        x: patches of a square image, row by row.
+        scale: height and width of a square; divides the height and width of the image.
+    """
+    side = math.isqrt(x.shape[1]) // scale
+    x = x.unflatten(1, (side, scale, side, scale)).transpose(2, 3)
+    return x.flatten(3).flatten(1, 2)

@@ -50,14 +50,15 @@ def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
     if not name.startswith(prefix):
         return name
     within = name.removeprefix(prefix).removeprefix("vision_model.")
-    is_optional = within.startswith(("encoder.layers.", "post_layernorm.", "head."))
-    if within.endswith(".position_ids") or (is_optional and not _has_module(tower, within)):
+    is_optional = within.startswith(("encoder.layer", "post_layernorm.", "layernorm.", "head."))
+    is_unused = within.endswith((".position_ids", ".mask_token"))
+    if is_unused or (is_optional and not _has_module(tower, within)):
         return None
     return prefix + within
 
 
 def _has_module(tower: nn.Module, name: str) -> bool:
     """Return whether a tower has the module of a tensor, or for layers the layer."""
-    levels = 3 if name.startswith("encoder.layers.") else 1
+    levels = 3 if name.startswith("encoder.layer") else 1
     module = ".".join(name.split(".")[:levels])
     return any(found == module for found, _ in tower.named_modules())
