@@ -38,9 +38,19 @@ _CLIP = TowerConfig(
     model_type="clip_vision_model", patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5
 )
 _SIGLIP = TowerConfig(model_type="siglip_vision_model")
+_PIXTRAL = TowerConfig(
+    model_type="pixtral",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=1024,
+    hidden_act="gelu",
+)
 _DEFAULTS = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
+    "pixtral": _PIXTRAL,
 }
 _OLD_NAMES = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 

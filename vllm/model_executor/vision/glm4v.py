@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import LayerNorm, RMSNorm
 from vllm.model_executor.vision.grid_encoder import (
+    FlatConvolution,
     GatedTowerMLP,
     GridAttention,
     GridEncoder,
@@ -18,6 +18,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridPatchEmbedding,
     GridSizes,
     grid_of,
+    join_blocks,
     read_sizes,
 )
 from vllm.model_executor.vision.interpolated_table import InterpolatedTable, four_neighbours
@@ -41,25 +42,6 @@ class _Merger(GatedTowerMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.gelu(self.post_projection_norm(self.proj(x))))
-
-
-class _Downsample(nn.Module):
-    """A convolution over blocks that do not overlap, as a matmul.
-
-    Shape: [N, C] -> [N / patches of a block, hidden_size]
-    """
-
-    def __init__(self, sizes: GridSizes, hidden_size: int) -> None:
-        super().__init__()
-        self.block = sizes.block
-        side = sizes.merge_size
-        weight = torch.empty(hidden_size, sizes.hidden_size, side, side)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = x.unflatten(0, (-1, self.block)).transpose(1, 2).flatten(1)
-        return F.linear(blocks, self.weight.flatten(1), self.bias)
 
 
 class _Embeddings(nn.Module):
@@ -93,7 +75,8 @@ class _Tower(nn.Module):
             for _ in range(sizes.depth)
         )
         self.post_layernorm = RMSNorm(width, eps)
-        self.downsample = _Downsample(sizes, hidden_size)
+        block = (width, sizes.merge_size, sizes.merge_size)
+        self.downsample = FlatConvolution(block, hidden_size, has_bias=True)
         self.merger = _Merger(hidden_size, inner, activation)
 
 
@@ -123,7 +106,8 @@ class Glm4vEncoder(GridEncoder):
         attend = partial(attend_within, groups=tensors.get("frames"))
         for layer in tower.blocks:
             x = layer(x, tensors["rotations"], attend)
-        return tower.merger(tower.downsample(tower.post_layernorm(x)))
+        blocks = join_blocks(tower.post_layernorm(x), self.sizes.block)
+        return tower.merger(tower.downsample(blocks))
 
 
 Encoder = Glm4vEncoder
