@@ -80,6 +80,12 @@ KINDS = {
         {**_QWEN, "patch_size": 16},
         {"head_dim": 12},
     ),
+    "qwen3_5": _Kind(
+        "Qwen3_5ForConditionalGeneration",
+        {**_GRID, "patch_size": 16, "num_position_embeddings": 36},
+        {**_QWEN, "patch_size": 16},
+        {"head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    ),
     "glm4v": _Kind(
         "Glm4vForConditionalGeneration",
         {**_GRID, "image_size": 70, "attention_bias": True},

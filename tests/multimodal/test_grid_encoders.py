@@ -9,7 +9,7 @@ from vllm.model_executor.vision.packed_attention import attend_within, attend_wi
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "mistral3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "pixtral", "mistral3")
 SIZES = [(100, 300), (40, 50), (336, 336), (28, 400)]
 
 

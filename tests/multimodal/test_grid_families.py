@@ -10,7 +10,7 @@ from vllm.multimodal.family import PlacedItem
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 TOKEN_ID = 7
 SIZES = [(100, 300), (40, 50), (336, 336), (30, 5900), (700, 28), (28, 28), (61, 3), (1200, 900)]
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -109,10 +109,14 @@ class Qwen3VLEncoder(GridEncoder):
     that layer.
     """
 
+    has_deep_layers: ClassVar[bool] = True
+    """Whether the language model also reads some layers of the tower."""
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size, read_sizes(config, patch_size=16))
         vision = config_object(config, "vision_config")
-        self.deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
+        deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
+        self.deep_layers = deep_layers if self.has_deep_layers else ()
         num_deep = len(self.deep_layers)
         self.visual = _Tower(vision, self.sizes, hidden_size, num_deep)
 
