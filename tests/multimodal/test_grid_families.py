@@ -7,6 +7,7 @@ import torch
 from tests.multimodal.grid_models import KINDS, grid_model, images, tensors_of
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import PlacedItem
+from vllm.multimodal.settings import override_settings, with_defaults
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
@@ -169,6 +170,18 @@ def test_limits_have_two_spellings():
         found = known.make_family(**settings)
         assert found.largest().grid == (1, 2, 92)  # of a very long image
         assert found.process(images((300, 300))[0]).grid == (1, 6, 6)
+
+
+def test_an_override_of_the_size_replaces_both_spellings():
+    known = grid_model("qwen2_vl")
+    named = {"image_processor_type": "Qwen2_5_VLImageProcessor", "max_pixels": 9999}
+    settings = with_defaults(named)
+    assert settings["image_processor_type"] == "Qwen2VLImageProcessor"
+    size = {"shortest_edge": 4 * 784, "longest_edge": 11 * 784}
+    family = known.family(known.config, override_settings(settings, {"size": size}))
+    assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
+    family = known.family(known.config, override_settings(settings, {"max_pixels": 11 * 784}))
+    assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
 
 
 @pytest.mark.parametrize("name", KINDS)
