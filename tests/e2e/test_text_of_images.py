@@ -107,6 +107,13 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
         {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
+    "Glm4vMoeForConditionalGeneration": (
+        "glm4v_moe",
+        _DECODER
+        | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": _HALF_SECTIONS}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"vision_config": _QWEN_VISION | {"image_size": 8}},
+    ),
     "Qwen3_5ForConditionalGeneration": (
         "qwen3_5",
         _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},

@@ -1,12 +1,18 @@
 """Images as grids of patches have the pixels, tokens and positions of transformers."""
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import numpy as np
 import pytest
 import torch
 
 from tests.multimodal.grid_models import KINDS, grid_model, images, tensors_of
 from vllm.errors import ConfigError, RequestError
-from vllm.multimodal.family import PlacedItem
+from vllm.model_executor import vision
+from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.multimodal import families
+from vllm.multimodal.family import MediaFamily, PlacedItem
 from vllm.multimodal.settings import override_settings, with_defaults
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -182,6 +188,16 @@ def test_an_override_of_the_size_replaces_both_spellings():
     assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
     family = known.family(known.config, override_settings(settings, {"max_pixels": 11 * 784}))
     assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
+
+
+def test_every_family_has_an_encoder_of_its_name():
+    names = {module.name for module in iter_modules(families.__path__)}
+    assert {*KINDS, "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"} <= names
+    for name in names:
+        family = import_module(f"{families.__name__}.{name}").Family
+        encoder = import_module(f"{vision.__name__}.{name}").Encoder
+        assert issubclass(family, MediaFamily)
+        assert issubclass(encoder, MediaEncoder)
 
 
 @pytest.mark.parametrize("name", KINDS)
