@@ -198,7 +198,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                 if part == "language_model" and not rest.startswith(("model.", "lm_head.")):
                     rest = f"model.{rest}"
                 if layout == "before":
-                    name = f"{part}.{rest}"
+                    is_flat = part == "language_model" and "text_config" not in config
+                    name = rest if is_flat else f"{part}.{rest}"
                 elif part == "language_model":
                     head = rest.startswith("lm_head.")
                     name = rest if head else f"model.language_model.{rest.removeprefix('model.')}"
@@ -206,7 +207,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                     name = f"model.{part}.{rest}"
                 break
         else:
-            name = f"language_model.{name}" if layout == "before" else name
+            has_level = layout == "before" and "text_config" in config
+            name = f"language_model.{name}" if has_level else name
         if layout == "before" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             is_transposed = config["model_type"] == "qwen3_vl_moe"
             tensor = tensor.transpose(1, 2).contiguous() if is_transposed else tensor

@@ -113,6 +113,7 @@ WRONG = [
     ("qwen3_vl", {"deepstack_visual_indexes": 3}, "a list of indices of layers, in ascending"),
     ("pixtral", {"hidden_size": 72}, r"hidden_size is 72; .* a multiple of 4 \* num_attention_h"),
     ("mistral3", {"model_type": "clip"}, "model_type is 'clip_vision_model'; it must be pixtral"),
+    ("qwen2_5_vl", {"hidden_act": 5}, "hidden_act is 5; it must be the name of a function"),
     ("glm4v", {"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
 ]
 

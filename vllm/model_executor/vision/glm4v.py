@@ -19,6 +19,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridSizes,
     grid_of,
     join_blocks,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.interpolated_table import InterpolatedTable, four_neighbours
@@ -62,7 +63,7 @@ class _Tower(nn.Module):
         image_size = config_whole(vision, "image_size", 336, 2**14, within)
         eps = config_number(vision, "rms_norm_eps", 1e-5, within)
         has_bias = config_bool(vision, "attention_bias", False, within)
-        activation = vision.get("hidden_act") or "silu"
+        activation = read_activation(vision, "silu")
         self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
         self.post_conv_layernorm = RMSNorm(width, eps)
         self.embeddings = _Embeddings((image_size // sizes.patch_size) ** 2, width)

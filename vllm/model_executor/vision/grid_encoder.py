@@ -104,6 +104,18 @@ def read_sizes(
     return sizes
 
 
+def read_activation(vision: Mapping[str, Any], default: str) -> str:
+    """Read the name of the activation of the MLPs in `vision_config`.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    name = vision.get("hidden_act")
+    if name is not None and not isinstance(name, str):
+        raise wrong_config("vision_config.hidden_act", name, "the name of a function")
+    return name or default
+
+
 class FlatConvolution(nn.Module):
     """A convolution over pieces that do not overlap, as a matmul.
 
@@ -278,6 +290,7 @@ class GridEncoder(MediaEncoder):
 
 
 def grid_of(item: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Return frames, rows and columns of the patches of an image."""
     frames, rows, columns = (int(n) for n in item["grid"])
     return frames, rows, columns
 

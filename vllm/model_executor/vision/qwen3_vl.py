@@ -18,6 +18,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridSizes,
     grid_of,
     layer_indices,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.interpolated_table import InterpolatedTable, two_neighbours
@@ -84,7 +85,7 @@ class _Tower(nn.Module):
         width = sizes.hidden_size
         inner = config_whole(vision, "intermediate_size", 4304, 2**20, "vision_config.")
         positions = config_whole(vision, "num_position_embeddings", 2304, 2**24, "vision_config.")
-        activation = get_activation(vision.get("hidden_act") or "gelu_pytorch_tanh")
+        activation = get_activation(read_activation(vision, "gelu_pytorch_tanh"))
         self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
         self.pos_embed = InterpolatedTable(positions, width)
         self.blocks = nn.ModuleList(
