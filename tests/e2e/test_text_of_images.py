@@ -107,6 +107,13 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _DECODER | {"head_dim": 16, "rope_parameters": _HALF_SECTIONS},
         {"vision_config": _QWEN_VISION | {"image_size": 8}},
     ),
+    "Glm4vMoeForConditionalGeneration": (
+        "glm4v_moe",
+        _DECODER
+        | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": _HALF_SECTIONS}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"vision_config": _QWEN_VISION | {"image_size": 8}},
+    ),
     "Qwen3_5ForConditionalGeneration": (
         "qwen3_5",
         _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE},
@@ -191,7 +198,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                 if part == "language_model" and not rest.startswith(("model.", "lm_head.")):
                     rest = f"model.{rest}"
                 if layout == "before":
-                    name = f"{part}.{rest}"
+                    is_flat = part == "language_model" and "text_config" not in config
+                    name = rest if is_flat else f"{part}.{rest}"
                 elif part == "language_model":
                     head = rest.startswith("lm_head.")
                     name = rest if head else f"model.language_model.{rest.removeprefix('model.')}"
@@ -199,7 +207,8 @@ def with_names(folder: Path, target: Path, layout: str) -> Path:
                     name = f"model.{part}.{rest}"
                 break
         else:
-            name = f"language_model.{name}" if layout == "before" else name
+            has_level = layout == "before" and "text_config" in config
+            name = f"language_model.{name}" if has_level else name
         if layout == "before" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             is_transposed = config["model_type"] == "qwen3_vl_moe"
             tensor = tensor.transpose(1, 2).contiguous() if is_transposed else tensor

@@ -1,6 +1,6 @@
 """Tiny seeded models with images, made with transformers, and their image processors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -33,6 +33,18 @@ _GRID = {
 }
 _LIMITS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 100 * 28 * 28}
 _QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "size": _LIMITS}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "patch_size": 8,
+}
+_PIXTRAL_SETTINGS = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 200},
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class _Kind:
     vision: dict[str, Any]
     settings: dict[str, Any]
     text: dict[str, Any]
+    whole: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
@@ -67,11 +80,31 @@ KINDS = {
         {**_QWEN, "patch_size": 16},
         {"head_dim": 12},
     ),
+    "qwen3_5": _Kind(
+        "Qwen3_5ForConditionalGeneration",
+        {**_GRID, "patch_size": 16, "num_position_embeddings": 36},
+        {**_QWEN, "patch_size": 16},
+        {"head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    ),
     "glm4v": _Kind(
         "Glm4vForConditionalGeneration",
         {**_GRID, "image_size": 70, "attention_bias": True},
         {"image_processor_type": "Glm4vImageProcessor", "size": _LIMITS},
         {},
+    ),
+    "pixtral": _Kind(
+        "LlavaForConditionalGeneration",
+        _PIXTRAL,
+        {**_PIXTRAL_SETTINGS, "patch_size": {"height": 8, "width": 8}},
+        {"model_type": "mistral"},
+        {"vision_feature_layer": [1, -1], "vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": _Kind(
+        "Mistral3ForConditionalGeneration",
+        _PIXTRAL,
+        {**_PIXTRAL_SETTINGS, "patch_size": {"height": 16, "width": 16}},
+        {"model_type": "mistral"},
+        {"vision_feature_layer": -2, "spatial_merge_size": 2},
     ),
 }
 """Family -> its tiny model."""
@@ -103,15 +136,17 @@ class GridModel:
             encoder = self.encoder_class(self.config, HIDDEN_SIZE)
         finally:
             torch.set_default_dtype(before)
-        encoder.load_state_dict(self.weights())
+        encoder.load_state_dict(self.weights(encoder))
         return encoder.eval()
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self, encoder: Any) -> dict[str, torch.Tensor]:
         """Return the weights of the encoder by their names in checkpoints, without `model.`."""
-        prefixes = self.encoder_class.prefixes
-        names = {name.removeprefix("model."): name for name in self.model.state_dict()}
-        known = self.model.state_dict()
-        return {name: known[long] for name, long in names.items() if name.startswith(prefixes)}
+        found = {}
+        for long, tensor in self.model.state_dict().items():
+            name = long.removeprefix("model.")
+            if name.startswith(encoder.prefixes) and encoder.parameter_name(name):
+                found[encoder.parameter_name(name)] = tensor
+        return found
 
 
 @cache
@@ -120,7 +155,9 @@ def grid_model(name: str) -> GridModel:
     kind = KINDS[name]
     torch.manual_seed(1)
     model_class = getattr(transformers, kind.architecture)
-    config = model_class.config_class(vision_config=kind.vision, text_config=_TEXT | kind.text)
+    config = model_class.config_class(
+        vision_config=kind.vision, text_config=_TEXT | kind.text, **kind.whole
+    )
     model = model_class(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(std=0.1)

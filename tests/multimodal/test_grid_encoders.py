@@ -9,7 +9,7 @@ from vllm.model_executor.vision.packed_attention import attend_within, attend_wi
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "pixtral", "mistral3")
 SIZES = [(100, 300), (40, 50), (336, 336), (28, 400)]
 
 
@@ -17,7 +17,8 @@ def embeddings_of(name: str) -> list[torch.Tensor]:
     """What transformers makes of the images."""
     known = grid_model(name)
     given = known.processor.preprocess(images=images(*SIZES), return_tensors="pt")
-    found = known.model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+    name = "image_grid_thw" if "image_grid_thw" in given else "image_sizes"
+    found = known.model.model.get_image_features(given["pixel_values"], **{name: given[name]})
     wanted = found.pooler_output
     counts = [len(each) for each in wanted]
     deep = getattr(found, "deepstack_features", None) or ()
@@ -45,7 +46,7 @@ def test_embeddings_are_those_of_transformers(name):
     for number, item in enumerate(items):  # without the other images
         assert_near(encoder([item]), wanted[number : number + 1], 1e-5)
     sizes = [encoder.size_of(item) for item in items]
-    for size in (sum(sizes), sum(sizes) + 3, 1024):
+    for size in (sum(sizes), sum(sizes) + 3, 1200):
         arguments = encoder.prepare(items[::-1], size)
         found = encoder.split(encoder.run(**arguments), items[::-1])
         assert_near(found, wanted[::-1], 1e-5)
@@ -58,17 +59,19 @@ def test_embeddings_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_have_the_names_of_checkpoints(name):
     known = grid_model(name)
-    shapes = {key: value.shape for key, value in known.make_encoder().state_dict().items()}
-    assert shapes == {key: value.shape for key, value in known.weights().items()}
-    rest = [key for key in known.model.state_dict() if "language_model" not in key]
-    assert len(rest) == len(shapes) + ("lm_head.weight" in rest)
+    encoder = known.make_encoder()
+    shapes = {key: value.shape for key, value in encoder.state_dict().items()}
+    assert shapes == {key: value.shape for key, value in known.weights(encoder).items()}
+    names = {key.removeprefix("model.") for key in known.model.state_dict()}
+    rest = {key for key in names if not key.startswith(("language_model.", "lm_head."))}
+    assert all(key.startswith(encoder.prefixes) for key in rest)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_padded_batch_of_one_size_has_one_shape(name):
     encoder, items = grid_model(name).make_encoder(), items_of(name)
     shapes = [
-        {key: tuple(value.shape) for key, value in encoder.prepare(some, 1024).items()}
+        {key: tuple(value.shape) for key, value in encoder.prepare(some, 1200).items()}
         for some in (items, items[:1], items[2:])
     ]
     assert shapes[0] == shapes[1] == shapes[2]
@@ -77,9 +80,9 @@ def test_a_padded_batch_of_one_size_has_one_shape(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_shape_follows_from_values(name):
     encoder, items = grid_model(name).make_encoder(), items_of(name)
-    arguments = encoder.prepare(items, 1024)
+    arguments = encoder.prepare(items, 1200)
     on_meta = {key: value.to("meta") for key, value in arguments.items()}
-    assert encoder.to("meta").run(**on_meta).shape[0] == 1024 // 4
+    assert encoder.to("meta").run(**on_meta).shape[0] == 1200 // encoder.sizes.block
 
 
 def test_windows_are_read_as_groups_are():
@@ -108,6 +111,9 @@ WRONG = [
     ("qwen2_5_vl", {"window_size": 13}, "window_size is 13; it must be an integer from 28"),
     ("qwen2_5_vl", {"fullatt_block_indexes": [3, 1]}, "a list of indices of layers, in ascending"),
     ("qwen3_vl", {"deepstack_visual_indexes": 3}, "a list of indices of layers, in ascending"),
+    ("pixtral", {"hidden_size": 72}, r"hidden_size is 72; .* a multiple of 4 \* num_attention_h"),
+    ("mistral3", {"model_type": "clip"}, "model_type is 'clip_vision_model'; it must be pixtral"),
+    ("qwen2_5_vl", {"hidden_act": 5}, "hidden_act is 5; it must be the name of a function"),
     ("glm4v", {"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
 ]
 

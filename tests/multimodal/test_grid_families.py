@@ -1,16 +1,23 @@
 """Images as grids of patches have the pixels, tokens and positions of transformers."""
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import numpy as np
 import pytest
 import torch
 
 from tests.multimodal.grid_models import KINDS, grid_model, images, tensors_of
 from vllm.errors import ConfigError, RequestError
-from vllm.multimodal.family import PlacedItem
+from vllm.model_executor import vision
+from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.multimodal import families
+from vllm.multimodal.family import MediaFamily, PlacedItem
+from vllm.multimodal.settings import override_settings, with_defaults
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 TOKEN_ID = 7
 SIZES = [(100, 300), (40, 50), (336, 336), (30, 5900), (700, 28), (28, 28), (61, 3), (1200, 900)]
 
@@ -91,6 +98,58 @@ def test_images_next_to_each_other_follow_each_other():
     assert found.tolist() == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
 
 
+ROW_FAMILIES = ("pixtral", "mistral3")
+ROW_TOKENS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+
+
+@pytest.mark.parametrize("name", ROW_FAMILIES)
+def test_rows_of_an_image_end_with_a_token(name):
+    known = grid_model(name)
+    family, side = known.make_family(), known.settings["patch_size"]["height"]
+    for image in images(*SIZES):
+        wanted = known.processor.preprocess(images=[image], return_tensors="pt")
+        found = family.process(image)
+        height, width = (int(n) for n in wanted["image_sizes"][0])
+        assert found.grid == (1, height // 8, width // 8)
+        assert family.positions(100, [PlacedItem(3, 50, found.grid)]) is None
+        tensors = tensors_of(found)
+        mean, deviation = tensors["statistics"][:, :, None]
+        scaled = (tensors["pixels"].unflatten(1, (3, -1)).float() - mean) / deviation
+        blocks = wanted["pixel_values"][0].unflatten(2, (-1, side // 8, 8))
+        blocks = blocks.unflatten(1, (-1, side // 8, 8)).permute(1, 4, 2, 5, 0, 3, 6)
+        pixels = blocks.flatten(0, 3).flatten(1)
+        torch.testing.assert_close(scaled.flatten(1), pixels, rtol=0, atol=2e-6)
+        expansion = family.expand(found.grid, ROW_TOKENS.__getitem__)
+        row = [10] * (width // side) + [12]
+        assert expansion.token_ids == [*(row * (height // side))[:-1], 13]
+        assert expansion.is_embedding == [token == 10 for token in expansion.token_ids]
+        assert sum(expansion.is_embedding) * (side // 8) ** 2 == len(tensors["pixels"])
+
+
+@pytest.mark.parametrize("size", [{"longest_edge": 200}, {"height": 120, "width": 230}, 97])
+@pytest.mark.parametrize("name", ROW_FAMILIES)
+def test_no_image_has_more_tokens_than_the_largest(name, size):
+    family = grid_model(name).make_family(size=size)
+    largest = family.largest()
+    count = len(largest.tensors["pixels"])
+    sizes = [(120, 230), (230, 120), (97, 97), (200, 200), (199, 200), (400, 777), (5, 100)]
+    seen = [len(family.process(image).tensors["pixels"]) for image in images(*sizes)]
+    assert max(seen) == count
+
+
+WRONG_OF_ROWS = [
+    ({"size": {"shortest_edge": 9}}, "size is .* must be an object with longest_edge, or with hei"),
+    ({"do_resize": None}, "do_resize is None; it must be true"),
+    ({"do_center_crop": True}, "do_center_crop is True; it must be false"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_OF_ROWS)
+def test_a_setting_of_pixtral_that_cannot_be_used_is_named(settings, message):
+    with pytest.raises(ConfigError, match=f"processor_config.json: {message}"):
+        grid_model("pixtral").make_family(**settings)
+
+
 WRONG = [
     ({"size": {"shortest_edge": 0, "longest_edge": 9}}, "size.shortest_edge is 0; it must be pix"),
     ({"size": {"shortest_edge": 9}}, "size.longest_edge is None; it must be pixels"),
@@ -119,11 +178,29 @@ def test_limits_have_two_spellings():
         assert found.process(images((300, 300))[0]).grid == (1, 6, 6)
 
 
-@pytest.mark.parametrize("name", GRID_FAMILIES)
+def test_an_override_of_the_size_replaces_both_spellings():
+    known = grid_model("qwen2_vl")
+    named = {"image_processor_type": "Qwen2_5_VLImageProcessor", "max_pixels": 9999}
+    settings = with_defaults(named)
+    assert settings["image_processor_type"] == "Qwen2VLImageProcessor"
+    size = {"shortest_edge": 4 * 784, "longest_edge": 11 * 784}
+    family = known.family(known.config, override_settings(settings, {"size": size}))
+    assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
+    family = known.family(known.config, override_settings(settings, {"max_pixels": 11 * 784}))
+    assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
+
+
+def test_every_family_has_an_encoder_of_its_name():
+    names = {module.name for module in iter_modules(families.__path__)}
+    assert {*KINDS, "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"} <= names
+    for name in names:
+        family = import_module(f"{families.__name__}.{name}").Family
+        encoder = import_module(f"{vision.__name__}.{name}").Encoder
+        assert issubclass(family, MediaFamily)
+        assert issubclass(encoder, MediaEncoder)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_an_image_that_is_too_long_is_refused(name):
     with pytest.raises(RequestError, match=r"6000 x 29 pixels cannot be used: .* 200 times"):
         grid_model(name).make_family().process(images((29, 6000))[0])
-
-
-def test_every_family_of_this_kind_is_tested():
-    assert {*GRID_FAMILIES} <= {*KINDS}

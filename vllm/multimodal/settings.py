@@ -112,6 +112,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Class in transformers, without the endings Fast and Pil -> its settings and their defaults."""
 
+_RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
+"""Class that released transformers do not have -> the class that replaced it."""
 _CLASS = "image_processor_type"
 _OLD_CLASS = "feature_extractor_type"
 _NOT_SETTINGS = (_CLASS, _OLD_CLASS, "processor_class", "auto_map")
@@ -159,6 +161,7 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = name
     for ending in ("Fast", "Pil"):
         known = known.removesuffix(ending) if isinstance(known, str) else known
+    known = _RENAMED.get(known, known) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
         raise wrong_setting(_CLASS, name, f"one of {', '.join(DEFAULTS)}")
     given = {
@@ -186,7 +189,9 @@ def override_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any])
                 f"mm_processor_kwargs: {settings[_CLASS]} has no setting {key!r}; it has "
                 f"{', '.join(sorted(known))}"
             )
-    return {**settings, **overrides}
+    of_size = ("min_pixels", "max_pixels") if "size" in overrides else ()
+    replaced = {key: None for key in of_size if key in settings}
+    return {**settings, **replaced, **overrides}
 
 
 def pixel_statistics(settings: Mapping[str, Any]) -> npt.NDArray[np.float32]:

@@ -55,12 +55,22 @@ _INTERNVL = TowerConfig(
     patch_size=14,
     hidden_act="gelu",
 )
+_PIXTRAL = TowerConfig(
+    model_type="pixtral",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=1024,
+    hidden_act="gelu",
+)
 _DEFAULTS = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
     "idefics3_vision": _IDEFICS3,
     "smolvlm_vision": replace(_IDEFICS3, model_type="smolvlm_vision"),
     "internvl_vision": _INTERNVL,
+    "pixtral": _PIXTRAL,
 }
 _OLD_NAMES = {
     "clip": "clip_vision_model",

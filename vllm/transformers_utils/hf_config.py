@@ -252,8 +252,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
-    of_whole = raw.get("model_type") == family_of_architecture(str(name)).model_type
-    if text is None and of_whole and _SIZES & raw.keys():
+    is_named = raw.get("model_type") == family_of_architecture(str(name)).model_type
+    if text is None and is_named and _SIZES & raw.keys():
         return {**raw, "model_type": wanted}
     if not isinstance(text, Mapping):
         raise ConfigError(

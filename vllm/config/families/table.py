@@ -651,6 +651,8 @@ _OTHERS = (
     ),
     Family(
         model_type="glm4_moe",
+        also_typed=("glm4v_moe_text",),
+        values_of_type={"glm4v_moe_text": {"attention_bias": True}},
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
         tokenizer=_GENERIC,
@@ -1024,6 +1026,13 @@ _WITH_IMAGES = (
         architectures=("Glm4vForConditionalGeneration",),
         text_type="glm4v_text",
         media="glm4v",
+        tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="glm4v_moe",
+        module="text_of_images",
+        architectures=("Glm4vMoeForConditionalGeneration",),
+        text_type="glm4v_moe_text",
         tokenizer=_GENERIC,
     ),
     Family(

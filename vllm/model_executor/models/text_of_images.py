@@ -25,6 +25,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 from vllm.model_executor.vision.encoder import MediaEncoder
 
@@ -171,6 +172,10 @@ class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
 
 class Glm4vForConditionalGeneration(_LanguageModel, Glm4ForCausalLM):
     """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006), of which text input is served."""
+
+
+class Glm4vMoeForConditionalGeneration(_LanguageModel, Glm4MoeForCausalLM):
+    """GLM-4.5V and GLM-4.6V (arXiv 2507.01006), of which text input is served."""
 
 
 class _Qwen(_LanguageModel):

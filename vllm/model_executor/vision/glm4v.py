@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import LayerNorm, RMSNorm
 from vllm.model_executor.vision.grid_encoder import (
+    FlatConvolution,
     GatedTowerMLP,
     GridAttention,
     GridEncoder,
@@ -18,6 +18,8 @@ from vllm.model_executor.vision.grid_encoder import (
     GridPatchEmbedding,
     GridSizes,
     grid_of,
+    join_blocks,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.interpolated_table import InterpolatedTable, four_neighbours
@@ -43,25 +45,6 @@ class _Merger(GatedTowerMLP):
         return super().forward(F.gelu(self.post_projection_norm(self.proj(x))))
 
 
-class _Downsample(nn.Module):
-    """A convolution over blocks that do not overlap, as a matmul.
-
-    Shape: [N, C] -> [N / patches of a block, hidden_size]
-    """
-
-    def __init__(self, sizes: GridSizes, hidden_size: int) -> None:
-        super().__init__()
-        self.block = sizes.block
-        side = sizes.merge_size
-        weight = torch.empty(hidden_size, sizes.hidden_size, side, side)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = x.unflatten(0, (-1, self.block)).transpose(1, 2).flatten(1)
-        return F.linear(blocks, self.weight.flatten(1), self.bias)
-
-
 class _Embeddings(nn.Module):
     """The name that checkpoints have for the table of positions."""
 
@@ -80,7 +63,7 @@ class _Tower(nn.Module):
         image_size = config_whole(vision, "image_size", 336, 2**14, within)
         eps = config_number(vision, "rms_norm_eps", 1e-5, within)
         has_bias = config_bool(vision, "attention_bias", False, within)
-        activation = vision.get("hidden_act") or "silu"
+        activation = read_activation(vision, "silu")
         self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
         self.post_conv_layernorm = RMSNorm(width, eps)
         self.embeddings = _Embeddings((image_size // sizes.patch_size) ** 2, width)
@@ -93,7 +76,8 @@ class _Tower(nn.Module):
             for _ in range(sizes.depth)
         )
         self.post_layernorm = RMSNorm(width, eps)
-        self.downsample = _Downsample(sizes, hidden_size)
+        block = (width, sizes.merge_size, sizes.merge_size)
+        self.downsample = FlatConvolution(block, hidden_size, has_bias=True)
         self.merger = _Merger(hidden_size, inner, activation)
 
 
@@ -123,7 +107,8 @@ class Glm4vEncoder(GridEncoder):
         attend = partial(attend_within, groups=tensors.get("frames"))
         for layer in tower.blocks:
             x = layer(x, tensors["rotations"], attend)
-        return tower.merger(tower.downsample(tower.post_layernorm(x)))
+        blocks = join_blocks(tower.post_layernorm(x), self.sizes.block)
+        return tower.merger(tower.downsample(blocks))
 
 
 Encoder = Glm4vEncoder

@@ -104,33 +104,56 @@ def read_sizes(
     return sizes
 
 
-class _Projection(nn.Module):
-    """The weights of a convolution over patches that do not overlap."""
+def read_activation(vision: Mapping[str, Any], default: str) -> str:
+    """Read the name of the activation of the MLPs in `vision_config`.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    name = vision.get("hidden_act")
+    if name is not None and not isinstance(name, str):
+        raise wrong_config("vision_config.hidden_act", name, "the name of a function")
+    return name or default
+
+
+class FlatConvolution(nn.Module):
+    """A convolution over pieces that do not overlap, as a matmul.
+
+    Args:
+        size: of a piece: channels first.
+        output_size: channels of the result.
+        has_bias: whether it has one.
+
+    Shape: [..., elements of a piece] -> [..., output_size]
+    """
 
     weight: nn.Parameter
-    """[C, 3, frames, patch_size, patch_size]"""
+    """[output_size, *size], as checkpoints have it."""
     bias: nn.Parameter | None
 
-    def __init__(self, sizes: GridSizes, has_bias: bool) -> None:
+    def __init__(self, size: tuple[int, ...], output_size: int, has_bias: bool) -> None:
         super().__init__()
-        weight = torch.empty(sizes.hidden_size, 3, sizes.frames, *(sizes.patch_size,) * 2)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        bias = nn.Parameter(torch.empty(sizes.hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(output_size, *size), requires_grad=False)
+        bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
         self.register_parameter("bias", bias if has_bias else None)
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        return F.linear(pieces, self.weight.flatten(1), self.bias)
 
 
 class GridPatchEmbedding(nn.Module):
-    """A convolution over patches that do not overlap, as a matmul.
+    """The embedding of patches, with the name of Qwen-VL.
 
     Shape: [N, 3 * frames * patch_size * patch_size] -> [N, C]
     """
 
     def __init__(self, sizes: GridSizes, has_bias: bool = False) -> None:
         super().__init__()
-        self.proj = _Projection(sizes, has_bias)
+        patch = (3, sizes.frames, sizes.patch_size, sizes.patch_size)
+        self.proj = FlatConvolution(patch, sizes.hidden_size, has_bias)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        return self.proj(patches)
 
 
 class GridAttention(nn.Module):
@@ -249,8 +272,12 @@ class GridEncoder(MediaEncoder):
     def _rotations(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         merge_size = self.sizes.merge_size
         places = torch.cat([block_coordinates(grid, merge_size) for grid in grids])
+        return rotations_of(places, *self.frequencies())
+
+    def frequencies(self) -> tuple[Tensor, Tensor]:
+        """Return the angle per row of each pair that rows rotate, and the same of columns."""
         frequencies = axial_frequencies(self.sizes.head_size, self.sizes.theta)
-        return rotations_of(places, frequencies, frequencies)
+        return frequencies, frequencies
 
     def scaled(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return normalised pixels [N, ...] of this encoder's dtype, the first part of `run`."""
@@ -263,6 +290,7 @@ class GridEncoder(MediaEncoder):
 
 
 def grid_of(item: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Return frames, rows and columns of the patches of an image."""
     frames, rows, columns = (int(n) for n in item["grid"])
     return frames, rows, columns
 
@@ -285,6 +313,19 @@ def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...])
         accepted = "a list of indices of layers, in ascending order"
         raise wrong_config(f"vision_config.{key}", given, accepted)
     return tuple(given)
+
+
+def join_blocks(x: Tensor, block: int) -> Tensor:
+    """Return the channels of all patches of each block, channel after channel.
+
+    Args:
+        x: [N, C], block after block.
+        block: patches of a block.
+
+    Returns:
+        [N / block, C * block]
+    """
+    return x.unflatten(0, (-1, block)).transpose(1, 2).flatten(1)
 
 
 def group_numbers(lengths: Sequence[int]) -> Tensor:

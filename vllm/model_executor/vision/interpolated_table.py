@@ -5,6 +5,7 @@ N patches, K positions of the table that decide the embedding of one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from math import isqrt
 
 import torch
@@ -37,8 +38,10 @@ class InterpolatedTable(nn.Module):
         self.weight = nn.Parameter(table, requires_grad=False)
 
     def forward(self, neighbours: Tensor, weights: Tensor) -> Tensor:
-        found = self.weight.index_select(0, neighbours.flatten()).unflatten(0, neighbours.shape)
-        return (found.float() * weights[:, :, None]).sum(1).to(self.weight.dtype)
+        pairs = zip(neighbours.unbind(1), weights[:, :, None].unbind(1), strict=True)
+        # One neighbour after the other: all at once are K times the memory of the result.
+        parts = (self.weight.index_select(0, index).float() * weight for index, weight in pairs)
+        return reduce(torch.add, parts).to(self.weight.dtype)
 
     def neighbours(
         self,

@@ -18,6 +18,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridSizes,
     grid_of,
     layer_indices,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.packed_attention import attend_within, attend_within_windows
@@ -34,7 +35,7 @@ class _Tower(nn.Module):
         super().__init__()
         width = sizes.hidden_size
         inner = config_whole(vision, "intermediate_size", 3420, 2**20, "vision_config.")
-        activation = get_activation(vision.get("hidden_act") or "silu")
+        activation = get_activation(read_activation(vision, "silu"))
         self.patch_embed = GridPatchEmbedding(sizes)
         self.blocks = nn.ModuleList(
             GridLayer(

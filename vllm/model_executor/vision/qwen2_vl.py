@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.vision.grid_encoder import (
     GridAttention,
@@ -14,6 +13,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridLayer,
     GridPatchEmbedding,
     GridSizes,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.layers import TowerLinear, TowerMLP
@@ -56,8 +56,7 @@ class _Tower(nn.Module):
         super().__init__()
         width = sizes.hidden_size
         inner = int(width * config_number(vision, "mlp_ratio", 4, "vision_config."))
-        activation = vision.get("hidden_act") or "quick_gelu"
-        get_activation(activation)
+        activation = read_activation(vision, "quick_gelu")
         self.patch_embed = GridPatchEmbedding(sizes)
         self.blocks = nn.ModuleList(
             GridLayer(

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from vllm.model_executor.vision.grid_encoder import (
     GridSizes,
     grid_of,
     layer_indices,
+    read_activation,
     read_sizes,
 )
 from vllm.model_executor.vision.interpolated_table import InterpolatedTable, two_neighbours
@@ -84,7 +85,7 @@ class _Tower(nn.Module):
         width = sizes.hidden_size
         inner = config_whole(vision, "intermediate_size", 4304, 2**20, "vision_config.")
         positions = config_whole(vision, "num_position_embeddings", 2304, 2**24, "vision_config.")
-        activation = get_activation(vision.get("hidden_act") or "gelu_pytorch_tanh")
+        activation = get_activation(read_activation(vision, "gelu_pytorch_tanh"))
         self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
         self.pos_embed = InterpolatedTable(positions, width)
         self.blocks = nn.ModuleList(
@@ -109,10 +110,14 @@ class Qwen3VLEncoder(GridEncoder):
     that layer.
     """
 
+    has_deep_layers: ClassVar[bool] = True
+    """Whether the language model also reads some layers of the tower."""
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size, read_sizes(config, patch_size=16))
         vision = config_object(config, "vision_config")
-        self.deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
+        deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
+        self.deep_layers = deep_layers if self.has_deep_layers else ()
         num_deep = len(self.deep_layers)
         self.visual = _Tower(vision, self.sizes, hidden_size, num_deep)
 

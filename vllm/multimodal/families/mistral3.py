@@ -1,0 +1,14 @@
+"""Images of Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025)."""
+
+from vllm.multimodal.checks import config_whole
+from vllm.multimodal.families.pixtral import PixtralFamily
+
+
+class Mistral3Family(PixtralFamily):
+    """A token for each block of patches of an image, and one after each row."""
+
+    def read_merge_size(self) -> int:
+        return config_whole(self.config, "spatial_merge_size", 2, 2**10)
+
+
+Family = Mistral3Family
