@@ -74,7 +74,7 @@ class TinyImages:
     processor: dict[str, Any]
     """Values of `preprocessor_config.json`."""
     text: dict[str, Any]
-    """Values of `text_config`, besides those of all families."""
+    """Values of `text_config`, in addition to `TEXT`."""
     image: str = "<image>"
     """Token of one image, before it is expanded."""
     others: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
         family: one of `FAMILIES`.
         folder: created when it is not there.
         seed: of the weights.
-        text: values of `text_config` in place of the family's.
+        text: values of `text_config` instead of the family's.
     """
     made = FAMILIES[family]
     tokenizer = make_tokenizer(made.image, *made.others, chat_image=made.image)
@@ -195,7 +195,7 @@ def expected_outputs(
 
     Args:
         folder: of a model.
-        prompts: tokens with those of all images, and the images.
+        prompts: tokens, with the tokens of all images, and the images.
         max_tokens: of each output.
     """
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Images in prompts: tokens are those of transformers, whatever else happens in the batch."""
+"""Images in prompts: transformers gives the same tokens, whatever else happens in the batch."""
 
 import pytest
 

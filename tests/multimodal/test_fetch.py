@@ -75,7 +75,7 @@ async def serving(answers, tls=None):
 
 
 def serve_and_fetch(answers, path="/a.png", *, name=NAME, tls=None, **options):
-    """What is fetched from such a server, and the requests that it got."""
+    """Return the answer of such a server, and the requests that it got."""
 
     async def run():
         fetcher = make_fetcher([name], resolve=local, **options)

@@ -14,7 +14,7 @@ SIZES = [(100, 300), (40, 50), (336, 336), (28, 400)]
 
 
 def embeddings_of(name: str) -> list[torch.Tensor]:
-    """What transformers makes of the images."""
+    """Return the embeddings that transformers makes of the images."""
     known = grid_model(name)
     given = known.processor.preprocess(images=images(*SIZES), return_tensors="pt")
     name = "image_grid_thw" if "image_grid_thw" in given else "image_sizes"

@@ -16,7 +16,7 @@ def encoder_sizes(
         largest: units of the largest image.
         unit: "images" or "patches".
         multiple: every size is a multiple of it.
-        given: sizes that the user asks for, in place of the usual ones. Sizes that are missing for
+        given: sizes that the user asks for, instead of the usual ones. Sizes that are missing for
             the largest image are added.
 
     >>> encoder_sizes(1, 1, "images")
@@ -75,10 +75,10 @@ def split_into_sizes(counts: Sequence[int], sizes: Sequence[int]) -> list[tuple[
     return groups
 
 
-def share_of_padding(counts: Sequence[int], sizes: Sequence[int]) -> float:
-    """Return the share of padding of forward passes with one image each.
+def fraction_of_padding(counts: Sequence[int], sizes: Sequence[int]) -> float:
+    """Return the fraction of padding of forward passes with one image each.
 
-    >>> share_of_padding([3, 4], (4,))
+    >>> fraction_of_padding([3, 4], (4,))
     0.125
     """
     padded = sum(_least(count, sizes) for count in counts)

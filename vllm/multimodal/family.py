@@ -87,7 +87,7 @@ class MediaFamily(ABC):
 
     @abstractmethod
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
-        """Return the tokens that take the place of the placeholder of an image.
+        """Return the tokens that replace the placeholder of an image.
 
         Args:
             grid: of its `EncoderInput`.

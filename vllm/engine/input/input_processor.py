@@ -179,7 +179,7 @@ class InputProcessor:
         return tokenized.text, request
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Return the tokens of a prompt, those of its images included.
+        """Return the tokens of a prompt, with the tokens of its images.
 
         Args:
             prompt: of any prompt type but embeddings. Images that are not read yet are read here.

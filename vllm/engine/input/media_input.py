@@ -1,4 +1,4 @@
-"""Images of prompts: reads them, and puts the tokens that represent them in their places.
+"""Images of prompts: reads them, and inserts the tokens that represent them.
 
 Reading an image (decode, cut, resize) takes long, and a server does it in other processes. So a
 prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its images, and
@@ -141,7 +141,7 @@ class MediaInput:
         return list(uuids)
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Return the images of a prompt. Those that are not read yet are decoded in this process.
+        """Return the images of a prompt. Images that have not been read are decoded in this process.
 
         Raises:
             RequestError: one cannot be read; names it.
@@ -163,7 +163,7 @@ class MediaInput:
         is_text: bool,
         literal: Sequence[int] | None = None,
     ) -> PlacedMedia | None:
-        """Put the tokens of images in the places of their placeholders.
+        """Replace the placeholders of images by their tokens.
 
         Args:
             token_ids: of the prompt.
@@ -192,18 +192,18 @@ class MediaInput:
             starts = _find_expanded(token_ids, expansions, placeholder)
             if starts is not None:
                 return self._placed(token_ids, items, expansions, starts)
-        places = [index for index, token in enumerate(token_ids) if token == placeholder]
-        kept = set(range(len(places)) if literal is None and is_text else literal or ())
-        if len(places) - len(kept) != len(items):
+        found_at = [index for index, token in enumerate(token_ids) if token == placeholder]
+        kept = set(range(len(found_at)) if literal is None and is_text else literal or ())
+        if len(found_at) - len(kept) != len(items):
             raise _refused(
                 f"the prompt must have as many placeholders {family.placeholder} as images: it has "
-                f"{len(places) - len(kept)}, and {len(items)} images are given"
+                f"{len(found_at) - len(kept)}, and {len(items)} images are given"
             )
         of_text = _as_text(tokenizer, family.placeholder) if kept else []
         found: list[int] = []
         starts, before = [], 0
         waiting = iter(expansions)
-        for number, index in enumerate(places):
+        for number, index in enumerate(found_at):
             found += token_ids[before:index]
             before = index + 1
             if number in kept:

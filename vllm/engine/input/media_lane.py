@@ -1,6 +1,6 @@
 """Reads the images of requests in processes that can be killed, and keeps the newest results.
 
-An image that comes again is not decoded again, also while it is being decoded.
+An image that comes several times is decoded once, even if it comes while it is decoded.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ logger = init_logger(__name__)
 _MULTIPLE = 16
 """Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
 _SMALL = 64
-"""Pixels of each side of an image that stands for small ones."""
+"""Pixels of each side of the small image with which forward passes are warmed up."""
 
 
 class CardEncoder:
@@ -79,8 +79,8 @@ class CardEncoder:
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
-                f"an image has {max(counts)} {self._encoder.unit}, and the largest forward pass of "
-                f"the encoder {self.sizes[-1]}"
+                f"an image must have at most {self.sizes[-1]} {self._encoder.unit}, as the largest "
+                f"forward pass of the encoder, got {max(counts)}"
             )
         found: list[Tensor] = []
         for indices, size in split_into_sizes(counts, self.sizes):

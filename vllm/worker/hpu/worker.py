@@ -416,7 +416,7 @@ class HPUWorker(WorkerBase):
                 format_bytes(encoder_bytes),
                 len(self._encoder.sizes),
             )
-        # One runs at a time, and the workspace is that of all.
+        # One runs at a time, in the same workspace.
         return max(launch_bytes, encoder_bytes)
 
     @property
