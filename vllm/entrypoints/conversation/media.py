@@ -26,6 +26,7 @@ MEDIA_TYPES = frozenset((*_FIELDS, *_OTHER_MEDIA, *_EMBEDDINGS))
 """Types of parts that are not text."""
 _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
+_MAX_SCHEME_CHARS = max(map(len, _SCHEMES))
 _MAX_UUID_CHARS = 256
 _MAX_WHERE_CHARS = 100
 
@@ -44,7 +45,7 @@ class MediaPart:
     uuid: str | None = None
     """Identifies the image in caches, instead of its content."""
     detail: str | None = None
-    """Resolution that the client asks for: auto, low, high or original."""
+    """Resolution that the client asks for: low, high or original; None: auto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,8 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
-    return MediaPart(_read_source(name, key, given, is_local), where, uuid, detail)
+    source = _read_source(name, key, given, is_local)
+    return MediaPart(source, where, uuid, None if detail == "auto" else detail)
 
 
 def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
@@ -169,7 +171,7 @@ def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
     if isinstance(given, Path):
         given = str(given)
     if isinstance(given, str) and given:
-        if given.lower().startswith(_SCHEMES):
+        if given[:_MAX_SCHEME_CHARS].lower().startswith(_SCHEMES):
             return given
         if key in ("path", "image") and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()
