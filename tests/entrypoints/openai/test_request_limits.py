@@ -25,7 +25,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients, running
-from vllm.config import ModelConfig, PoolerConfig
+from vllm.config import ModelConfig, MultiModalConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
 from vllm.entrypoints.openai.chat import prompt

@@ -36,7 +36,7 @@ def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> Image
 
 
 class MediaSources(Protocol):
-    """Where images may come from: a config, or the arguments of an engine."""
+    """Allowed sources of images: a config, or the arguments of an engine."""
 
     @property
     def allowed_local_media_path(self) -> str: ...
