@@ -11,11 +11,10 @@ import pytest
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
-    ImageRules,
     render_with_images,
     rendering_arguments,
 )
-from vllm.entrypoints.conversation.media import ImageText, MediaParts
+from vllm.entrypoints.conversation.media import ImageRules, ImageText, MediaParts
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.openai.chat import template_worker
 from vllm.errors import RequestError

@@ -21,8 +21,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
-from vllm.entrypoints.chat_utils import ImageRules
-from vllm.entrypoints.conversation.media import ImageText
+from vllm.entrypoints.conversation.media import ImageRules, ImageText
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.server import app
 from vllm.entrypoints.server.app import IMAGE_PATHS

@@ -61,6 +61,28 @@ class ImageText:
         assert len(self.placeholder) > 1 and self.text.count(self.placeholder) == 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """Limits of a model for the images of a conversation, and their text."""
+
+    text: ImageText
+    max_images: int
+    """That a conversation may have."""
+    is_local: bool = False
+    """The program itself has made the conversation: relative paths of files are resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text, and its images."""
+
+    text: str
+    images: list[MediaPart]
+    """In the order of their placeholders in the text."""
+    literals: list[int]
+    """Indices of the placeholders, of all in the text, that a user has written."""
+
+
 class MediaParts:
     """The images of one conversation.
 
