@@ -72,6 +72,27 @@ ARGUMENTS = each(
 )
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ note }}" + LISTS
 
+COUNTED = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' or 'image' in p or 'image_url' in p %}{% set ns.n = ns.n + 1 %}"
+    "{% if add_vision_id %}Picture {{ ns.n }}: {% endif %}<image>"
+    "{% elif 'text' in p %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+"""Counts images, as Qwen2-VL does."""
+PREFIXED = (
+    "{% if messages[0].role == 'system' %}{% if messages[0].content is string %}"
+    "{% set first = messages[0].content + '|' %}{% else %}"
+    "{% set first = messages[0].content[0].text + '|' %}{% endif %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{{ m.role }}="
+    "{{ first if loop.first else '' }}{% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>"
+    "{% else %}{{ p.text | trim }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+"""Puts the system message into the first turn, and requires that roles alternate, as Gemma 3."""
+
 TWO = message("user", text("x"), image(A), text("y"), image(B))
 CALLS = {
     "role": "assistant",
@@ -108,6 +129,20 @@ CASES = {
         "user=u;assistant=;tool=<image>;assistant=;tool=<image>;",
         [A, B],
         [],
+    ),
+    "counted images": (
+        COUNTED,
+        [message("system", "s"), TWO, message("assistant", "a"), message("user", image(C))],
+        "<|system|>s<|user|>x<image>y<image><|assistant|>a<|user|><image>",
+        [A, B, C],
+        [],
+    ),
+    "messages that are joined": (
+        PREFIXED,
+        [message("system", "s<image>"), message("user", "u "), TWO, message("assistant", "a")],
+        "user=s<image>|ux<image>y<image>;assistant=a;",
+        [A, B],
+        [0],
     ),
     "text of the user": (LISTS, [LITERAL], "user=<image>;", [], [0]),
     "text of the user around an image": (
@@ -175,6 +210,11 @@ def test_images_and_the_text_of_users_stay_apart(name):
     assert [each.source for each in chat.images] == urls
     assert chat.literals == literals
     assert chat.text.count("<image>") == len(urls) + len(literals)
+
+
+def test_a_template_may_number_its_images():
+    chat = on_both_paths(COUNTED, [TWO], template_kwargs={"add_vision_id": True})
+    assert chat.text == "<|user|>xPicture 1: <image>yPicture 2: <image>"
 
 
 def test_tools_and_variables_have_text_of_the_user_too():
