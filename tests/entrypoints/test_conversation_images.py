@@ -4,6 +4,8 @@ Every case is rendered by both paths: as the template of the model, and by the h
 process for templates of requests.
 """
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
@@ -84,7 +86,7 @@ PREFIXED = (
     "{% if messages[0].role == 'system' %}{% if messages[0].content is string %}"
     "{% set first = messages[0].content + '|' %}{% else %}"
     "{% set first = messages[0].content[0].text + '|' %}{% endif %}"
-    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
     "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('must alternate') }}{% endif %}{{ m.role }}="
     "{{ first if loop.first else '' }}{% if m.content is string %}{{ m.content | trim }}"
@@ -251,6 +253,31 @@ def test_a_template_that_loses_an_image_is_an_error():
     for template, number in (("{{ messages[0].role }}", 0), (LISTS + "<image>", 2)):
         with pytest.raises(RequestError, match=f"each of the 1 images, and writes {number}"):
             on_both_paths(template, [message("user", image(A))])
+
+
+@pytest.mark.parametrize("template", [LISTS, STRINGS, PREFIXED, ARGUMENTS])
+def test_text_without_images_is_rendered_as_for_a_model_that_reads_text(template):
+    pieces = [
+        "<image>",
+        "<ima",
+        "ge>",
+        "<",
+        "\ue001",
+        "\ue000",
+        "\ue0010\ue001",
+        " ",
+        "\\u003c",
+        "é",
+    ]
+    choice = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(choice.choices(pieces, k=4)) for _ in range(3)]
+        messages = [message("user", *map(text, texts)), message("assistant", texts[0], texts[1])]
+        made = ChatOptions(chat_template=template)
+        plain = render_with_images(byte_level(), messages, made, None)
+        chat = render_with_images(byte_level(), messages, made, RULES)
+        assert chat.text == plain.text
+        assert chat.literals == list(range(plain.text.count("<image>")))
 
 
 def test_a_model_that_reads_text_only_is_told_nothing_about_placeholders():
