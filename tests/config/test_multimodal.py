@@ -78,3 +78,13 @@ def test_settings_have_the_values_that_the_engine_reads():
     assert MultiModalConfig(disable_mm_preprocessor_cache=True).processor_cache_bytes == 0
     black = {"image": {"rgba_background_color": [0, 0, 0]}, "video": {"num_frames": 40}}
     assert MultiModalConfig(media_io_kwargs=black).background == (0, 0, 0)
+
+
+def test_settings_of_images_have_no_effect_on_a_model_that_reads_text(capsys):
+    config = EngineArgs(limit_mm_per_prompt="image=2", mm_processor_cache_gb=1)
+    assert config.create_engine_config().multimodal.image_limit.count == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "reads text only" in line]
+    assert [line.split("] ")[1].split(" ")[0] for line in lines] == [
+        "limit_mm_per_prompt",
+        "mm_processor_cache_gb",
+    ]

@@ -4,6 +4,8 @@ Every case is rendered by both paths: as the template of the model, and by the h
 process for templates of requests.
 """
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,11 +13,10 @@ import pytest
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
-    ImageRules,
     render_with_images,
     rendering_arguments,
 )
-from vllm.entrypoints.conversation.media import ImageText, MediaParts
+from vllm.entrypoints.conversation.media import ImageRules, ImageText, MediaParts
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.openai.chat import template_worker
 from vllm.errors import RequestError
@@ -73,6 +74,27 @@ ARGUMENTS = each(
 )
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ note }}" + LISTS
 
+COUNTED = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' or 'image' in p or 'image_url' in p %}{% set ns.n = ns.n + 1 %}"
+    "{% if add_vision_id %}Picture {{ ns.n }}: {% endif %}<image>"
+    "{% elif 'text' in p %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+"""Counts images, as Qwen2-VL does."""
+PREFIXED = (
+    "{% if messages[0].role == 'system' %}{% if messages[0].content is string %}"
+    "{% set first = messages[0].content + '|' %}{% else %}"
+    "{% set first = messages[0].content[0].text + '|' %}{% endif %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{{ m.role }}="
+    "{{ first if loop.first else '' }}{% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>"
+    "{% else %}{{ p.text | trim }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+"""Puts the system message into the first turn, and requires that roles alternate, as Gemma 3."""
+
 TWO = message("user", text("x"), image(A), text("y"), image(B))
 CALLS = {
     "role": "assistant",
@@ -109,6 +131,20 @@ CASES = {
         "user=u;assistant=;tool=<image>;assistant=;tool=<image>;",
         [A, B],
         [],
+    ),
+    "counted images": (
+        COUNTED,
+        [message("system", "s"), TWO, message("assistant", "a"), message("user", image(C))],
+        "<|system|>s<|user|>x<image>y<image><|assistant|>a<|user|><image>",
+        [A, B, C],
+        [],
+    ),
+    "messages that are joined": (
+        PREFIXED,
+        [message("system", "s<image>"), message("user", "u "), TWO, message("assistant", "a")],
+        "user=s<image>|ux<image>y<image>;assistant=a;",
+        [A, B],
+        [0],
     ),
     "text of the user": (LISTS, [LITERAL], "user=<image>;", [], [0]),
     "text of the user around an image": (
@@ -178,6 +214,11 @@ def test_images_and_the_text_of_users_stay_apart(name):
     assert chat.text.count("<image>") == len(urls) + len(literals)
 
 
+def test_a_template_may_number_its_images():
+    chat = on_both_paths(COUNTED, [TWO], template_kwargs={"add_vision_id": True})
+    assert chat.text == "<|user|>xPicture 1: <image>yPicture 2: <image>"
+
+
 def test_tools_and_variables_have_text_of_the_user_too():
     chat = on_both_paths(
         TOOLS, [TWO], tools=[TOOL], template_kwargs={"note": "<image>", "<image>": 1}
@@ -212,6 +253,31 @@ def test_a_template_that_loses_an_image_is_an_error():
     for template, number in (("{{ messages[0].role }}", 0), (LISTS + "<image>", 2)):
         with pytest.raises(RequestError, match=f"each of the 1 images, and writes {number}"):
             on_both_paths(template, [message("user", image(A))])
+
+
+@pytest.mark.parametrize("template", [LISTS, STRINGS, PREFIXED, ARGUMENTS])
+def test_text_without_images_is_rendered_as_for_a_model_that_reads_text(template):
+    pieces = [
+        "<image>",
+        "<ima",
+        "ge>",
+        "<",
+        "\ue001",
+        "\ue000",
+        "\ue0010\ue001",
+        " ",
+        "\\u003c",
+        "é",
+    ]
+    choice = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(choice.choices(pieces, k=4)) for _ in range(3)]
+        messages = [message("user", *map(text, texts)), message("assistant", texts[0], texts[1])]
+        made = ChatOptions(chat_template=template)
+        plain = render_with_images(byte_level(), messages, made, None)
+        chat = render_with_images(byte_level(), messages, made, RULES)
+        assert chat.text == plain.text
+        assert chat.literals == list(range(plain.text.count("<image>")))
 
 
 def test_a_model_that_reads_text_only_is_told_nothing_about_placeholders():

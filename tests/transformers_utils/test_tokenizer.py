@@ -20,6 +20,20 @@ def test_the_tokenizer_of_a_folder_is_loaded(mode):
     assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "<s>import os"
 
 
+def test_the_chat_template_of_a_processor_is_read(tmp_path):
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": "one"}))
+    assert get_tokenizer(str(folder)).chat_template == "one"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "two"}))
+    assert get_tokenizer(str(folder)).chat_template == "two"
+    (folder / "chat_template.jinja").write_text("three")
+    assert get_tokenizer(str(folder)).chat_template == "three"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"chat_template.json is not valid JSON"):
+        get_tokenizer(str(folder))
+
+
 def test_a_folder_without_a_tokenizer_is_named_with_what_to_do(tmp_path):
     shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
     with pytest.raises(ConfigError) as failure:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.errors import ConfigError
@@ -71,6 +71,12 @@ class MultiModalConfig:
             raise ConfigError(
                 f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb!r}"
             )
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the settings that do not have their default."""
+        usual = MultiModalConfig()
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
 
     @property
     def image_limit(self) -> ItemLimit:

@@ -36,5 +36,4 @@ def _lora(adapter: Any) -> str:
 _REASONS: dict[str, Callable[[Any], str]] = {
     "lora_request": _lora,
     "prompt_adapter_request": lambda _: ": prompt adapters are not supported. Leave it out",
-    "mm_processor_kwargs": lambda _: ": this version reads text only. Leave it out",
 }

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.conversation.media import ImageText, MediaPart, MediaParts
+from vllm.entrypoints.conversation.media import (
+    ImageRules,
+    MediaPart,
+    MediaParts,
+    RenderedChat,
+)
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
 from vllm.entrypoints.conversation.thinking import with_all_switches
 from vllm.errors import RequestError
@@ -82,28 +87,6 @@ class ChatOptions:
                 f"of these names",
                 param="chat_template_kwargs",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageRules:
-    """Limits of a model for the images of a conversation, and their text."""
-
-    text: ImageText
-    max_images: int
-    """That a conversation may have."""
-    is_local: bool = False
-    """The program itself has made the conversation: relative paths of files are resolved."""
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedChat:
-    """A conversation as text, and its images."""
-
-    text: str
-    images: list[MediaPart]
-    """In the order of their placeholders in the text."""
-    literals: list[int]
-    """Indices of the placeholders, of all in the text, that a user has written."""
 
 
 def render_chat(

@@ -207,10 +207,12 @@ class LLM(PoolingMethods):
             tools=tools,
             template_kwargs=chat_template_kwargs or {},
         )
-        return [
-            self._chat_prompt(conversation, options, mm_processor_kwargs)
-            for conversation in _as_conversations(messages)
-        ]
+        prompts = []
+        conversations = _as_conversations(messages)
+        for index, conversation in enumerate(conversations):
+            with naming_prompt(index, len(conversations)):
+                prompts.append(self._chat_prompt(conversation, options, mm_processor_kwargs))
+        return prompts
 
     def beam_search(
         self,

@@ -5,6 +5,10 @@ The engine here expands images by a rule of this test; how models do it is teste
 
 import asyncio
 import base64
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +21,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
-from vllm.entrypoints.chat_utils import ImageRules
-from vllm.entrypoints.conversation.media import ImageText
+from vllm.entrypoints.conversation.media import ImageRules, ImageText
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.server import app
 from vllm.entrypoints.server.app import IMAGE_PATHS
@@ -26,6 +29,7 @@ from vllm.errors import RequestError
 
 READS_IMAGES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
 TOKENS_OF_IMAGE = 7
+EXAMPLE = Path(__file__).parents[3] / "examples" / "online_serving" / "image.py"
 URL = "http://pictures.example/a.png"
 DATA = f"data:image/png;base64,{base64.b64encode(b'b').decode()}"
 
@@ -380,6 +384,20 @@ def test_images_are_not_in_the_log(caplog):
     assert "data:image/png;base64,... (823 characters)" in lines[0]
     assert '"data": "... (800 characters)"' in lines[1]
     assert "data: is a plural, they say" in lines[2]
+
+
+def test_the_example_asks_about_its_own_drawing(monkeypatch, capsys):
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("PIL")
+    fetcher = FakeFetcher()
+    _, client = serve(fetcher=fetcher)
+    make = partial(openai.OpenAI, http_client=client)
+    monkeypatch.setattr(openai, "OpenAI", make)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--url", "http://testserver/v1"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out.startswith("ok\n")
+    (drawing,) = fetcher.fetched
+    assert base64.b64decode(drawing.partition(",")[2]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

@@ -25,7 +25,7 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients, running
-from vllm.config import ModelConfig, PoolerConfig
+from vllm.config import ModelConfig, MultiModalConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input.sampling_input import SamplingInput
 from vllm.entrypoints.openai.chat import prompt
@@ -492,7 +492,9 @@ def test_the_page_about_limits_names_every_limit_with_its_default():
     rows = re.findall(r"\| ([\d,]+)(?: MiB)? \| `--([\w-]+)` \|", page)
     defaults = {name.replace("-", "_"): int(most.replace(",", "")) for most, name in rows}
     assert defaults.pop("max_logprobs") == ModelConfig(model="a").max_logprobs
-    assert defaults.pop("max_request_bytes") << 20 == ARGS.max_request_bytes
+    for name in ("max_request_bytes", "max_image_request_bytes"):
+        assert defaults.pop(name) << 20 == getattr(ARGS, name)
+    assert defaults.pop("limit_mm_per_prompt") == MultiModalConfig().image_limit.count
     assert {name: getattr(ARGS, name) for name in defaults} == defaults
     of_fields = [limits for kind in kinds_of_bodies() for limits in limits_of(kind).values()]
     settings = {limit.setting for limits in of_fields for limit in limits}

@@ -229,8 +229,12 @@ def _structured_output(settings: Mapping[str, Any]) -> StructuredOutputConfig:
     return _section(StructuredOutputConfig, settings)
 
 
-def _multimodal(settings: Mapping[str, Any]) -> MultiModalConfig:
-    return _section(MultiModalConfig, settings)
+def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalConfig:
+    multimodal = _section(MultiModalConfig, settings)
+    if getattr(model.resolved_arch, "media_config", None) is None:
+        for name in multimodal.given:
+            logger.warning("%s has no effect: '%s' reads text only", name, model.model)
+    return multimodal
 
 
 def _with_weights(config: VllmConfig, load: LoadConfig) -> VllmConfig:

@@ -26,6 +26,7 @@ MEDIA_TYPES = frozenset((*_FIELDS, *_OTHER_MEDIA, *_EMBEDDINGS))
 """Types of parts that are not text."""
 _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
+_MAX_SCHEME_CHARS = max(map(len, _SCHEMES))
 _MAX_UUID_CHARS = 256
 _MAX_WHERE_CHARS = 100
 
@@ -44,7 +45,7 @@ class MediaPart:
     uuid: str | None = None
     """Identifies the image in caches, instead of its content."""
     detail: str | None = None
-    """Resolution that the client asks for: auto, low, high or original."""
+    """Resolution that the client asks for: low, high or original; None: auto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,28 @@ class ImageText:
 
     def __post_init__(self) -> None:
         assert len(self.placeholder) > 1 and self.text.count(self.placeholder) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """Limits of a model for the images of a conversation, and their text."""
+
+    text: ImageText
+    max_images: int
+    """That a conversation may have."""
+    is_local: bool = False
+    """The program itself has made the conversation: relative paths of files are resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text, and its images."""
+
+    text: str
+    images: list[MediaPart]
+    """In the order of their placeholders in the text."""
+    literals: list[int]
+    """Indices of the placeholders, of all in the text, that a user has written."""
 
 
 class MediaParts:
@@ -161,7 +184,8 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
-    return MediaPart(_read_source(name, key, given, is_local), where, uuid, detail)
+    source = _read_source(name, key, given, is_local)
+    return MediaPart(source, where, uuid, None if detail == "auto" else detail)
 
 
 def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
@@ -169,7 +193,7 @@ def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
     if isinstance(given, Path):
         given = str(given)
     if isinstance(given, str) and given:
-        if given.lower().startswith(_SCHEMES):
+        if given[:_MAX_SCHEME_CHARS].lower().startswith(_SCHEMES):
             return given
         if key in ("path", "image") and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()

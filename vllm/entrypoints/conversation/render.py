@@ -91,6 +91,8 @@ def render_conversation(
     if marks is None:
         return Rendering(text)
     text, literals, num_images = marks.remove(text)
+    if not order:  # a user may also have written half of a placeholder at the end of a text
+        return Rendering(text, literals=list(range(len(literals) + num_images)))
     if num_images != len(order):
         raise CannotRenderError(
             f"it must write one placeholder for each of the {len(order)} images, and writes "

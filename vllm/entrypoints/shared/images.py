@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.entrypoints.chat_utils import ImageRules, RenderedChat
-from vllm.entrypoints.conversation.media import ImageText, MediaPart
+from vllm.entrypoints.conversation.media import (
+    ImageRules,
+    ImageText,
+    MediaPart,
+    RenderedChat,
+)
 from vllm.errors import RequestError
 from vllm.inputs import TextPrompt
 
@@ -36,7 +40,7 @@ def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> Image
 
 
 class MediaSources(Protocol):
-    """Where images may come from: a config, or the arguments of an engine."""
+    """Allowed sources of images: a config, or the arguments of an engine."""
 
     @property
     def allowed_local_media_path(self) -> str: ...

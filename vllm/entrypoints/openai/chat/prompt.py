@@ -15,13 +15,12 @@ import msgspec
 
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
-    ImageRules,
     Message,
-    RenderedChat,
     render_with_images,
     rendering_arguments,
     with_images,
 )
+from vllm.entrypoints.conversation.media import ImageRules, RenderedChat
 from vllm.entrypoints.conversation.thinking import merge_switches
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.protocol.chat import ChatFields
