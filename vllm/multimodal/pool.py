@@ -169,7 +169,7 @@ class MediaWorkers:
             call = _write_source(source, files[0])
             answer = _decode_answer(worker.call(call, self._timeout_s, files))
             if answer.refusal is None:
-                return _read_result(answer, files[1])
+                return _read_result(answer, files[1], self._memory_limit_bytes)
             reason = answer.refusal
         except DeadlineExceeded:
             reason = f"it was not processed within {self._timeout_s:g} s. Send a smaller one"
@@ -234,22 +234,29 @@ def _decode_answer(data: bytes) -> _Answer:
         raise WorkerDied from None
 
 
-def _read_result(answer: _Answer, file: int) -> ProcessedMedia:
+def _read_result(answer: _Answer, file: int, max_bytes: int) -> ProcessedMedia:
     """Return the tensors in memory of this process.
 
+    Args:
+        answer: description by the process, which may have been taken over.
+        file: with the content.
+        max_bytes: limit of all tensors together. A process has no memory for more.
+
     Raises:
-        WorkerDied: the description does not fit the file, as a damaged process may have written it.
+        WorkerDied: the description does not fit the file or the limit.
     """
     tensors: dict[str, NDArray[Any]] = {}
     num_bytes = os.fstat(file).st_size
+    left_bytes = max_bytes
     for each in answer.tensors:
         try:
             dtype = np.dtype(each.dtype)
         except TypeError:
             raise WorkerDied from None
         size = math.prod(each.shape) * dtype.itemsize
+        left_bytes -= size
         is_inside = min(each.offset, *each.shape, 0) == 0 and each.offset + size <= num_bytes
-        if dtype.kind not in _KINDS or not is_inside:
+        if dtype.kind not in _KINDS or not is_inside or left_bytes < 0:
             raise WorkerDied
         tensors[each.name] = _read(file, size, each.offset).view(dtype).reshape(each.shape)
     return ProcessedMedia(tensors=tensors, num_tokens=answer.num_tokens, sizes=answer.sizes)
