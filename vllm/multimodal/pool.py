@@ -18,6 +18,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ _ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple of it."""
 _MAX_REASON_CHARS = 200
 """Of the message of an unexpected error, which may have content of the item in it."""
+_LOOK_S = 0.05
+"""Between two attempts to end the items at work."""
 _KINDS = "biuf"
 """Of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -147,12 +150,16 @@ class MediaWorkers:
         """Kill all processes. Items that they work on, or that wait for them, are refused."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            if worker.pid is not None:
+        num_idle = 0
+        while num_idle < len(self._workers):
+            if all(worker.pid is None for worker in self._workers):
+                self._server.close()  # ends a start, for which a worker may wait
+            for worker in self._workers:
                 worker.close()
-        self._server.close()  # ends a start, for which a worker may wait
-        for worker in self._workers:
-            worker.close()
+            self._server.close()
+            with suppress(queue.Empty):  # one that was about to fork has started another server
+                self._idle.get(timeout=_LOOK_S)
+                num_idle += 1
 
     def _run(self, source: MediaSource) -> ProcessedMedia:
         worker = self._idle.get()  # there is one, as there are as many threads
