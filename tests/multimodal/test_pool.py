@@ -161,6 +161,7 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
         return results, await asyncio.gather(sleeping, waiting, return_exceptions=True)
 
     results, ended = asyncio.run(run())
+    workers.close()  # once more
     assert len({pid_of(result) for result in results}) == 1
     assert all(isinstance(error, (RequestError, asyncio.CancelledError)) for error in ended)
     assert ends_within(pid_of(results[0]), 50)

@@ -150,16 +150,17 @@ class MediaWorkers:
         """Kill all processes. Items that they work on, or that wait for them, are refused."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        num_idle = 0
-        while num_idle < len(self._workers):
+        idle: list[DeadlineWorker] = []
+        while len(idle) < len(self._workers):
             if all(worker.pid is None for worker in self._workers):
                 self._server.close()  # ends a start, for which a worker may wait
             for worker in self._workers:
                 worker.close()
             self._server.close()
             with suppress(queue.Empty):  # one that was about to fork has started another server
-                self._idle.get(timeout=_LOOK_S)
-                num_idle += 1
+                idle.append(self._idle.get(timeout=_LOOK_S))
+        for worker in idle:  # for items that find out then that it is closed
+            self._idle.put(worker)
 
     def _run(self, source: MediaSource) -> ProcessedMedia:
         worker = self._idle.get()  # there is one, as there are as many threads
