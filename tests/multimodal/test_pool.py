@@ -13,8 +13,11 @@ from tests.multimodal.test_image import PICTURE, PIXELS, save
 from tests.shared_memory import assert_no_new_files, named_files
 from tests.utils.test_deadline_worker import ends_within
 from vllm.errors import ConfigError, RequestError
+from vllm.multimodal import pool
 from vllm.multimodal.pool import MediaWorkers
 from vllm.multimodal.source import MediaSource
+from vllm.utils.process.deadline_worker import WorkerDied
+from vllm.utils.process.memory_file import memory_file
 
 JOB = "tests.multimodal.media_jobs:decode"
 
@@ -158,9 +161,35 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
         return results, await asyncio.gather(sleeping, waiting, return_exceptions=True)
 
     results, ended = asyncio.run(run())
+    workers.close()  # once more
     assert len({pid_of(result) for result in results}) == 1
     assert all(isinstance(error, (RequestError, asyncio.CancelledError)) for error in ended)
     assert ends_within(pid_of(results[0]), 50)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "offset", "num_tensors"),
+    [
+        ("|u1", (65,), 0, 1),  # beyond the end of the file
+        ("|u1", (1,), 64, 1),
+        ("|u1", (2**40,), 0, 1),
+        ("<f4", (2, 9), 0, 1),
+        ("|u1", (-1,), 0, 1),
+        ("|u1", (-4, -4), 0, 1),
+        ("|u1", (4,), -4, 1),
+        ("|O", (1,), 0, 1),
+        ("|S4", (1,), 0, 1),
+        ("nonsense", (1,), 0, 1),
+        ("|u1", (64,), 0, 3),  # more than the limit together
+    ],
+)
+def test_a_description_that_does_not_fit_its_file_is_refused(dtype, shape, offset, num_tensors):
+    tensors = [pool._Tensor(str(i), dtype, shape, offset) for i in range(num_tensors)]
+    file = memory_file("tensors")
+    os.write(file, bytes(64))
+    with pytest.raises(WorkerDied):
+        pool._read_result(pool._Answer(tensors=tensors), file, 128)
+    os.close(file)
 
 
 def test_a_job_that_cannot_start_is_told():

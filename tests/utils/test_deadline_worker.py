@@ -122,6 +122,46 @@ def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
         assert ends_within(pid, 120)
 
 
+@pytest.mark.parametrize("is_server_alive", [True, False])
+def test_closing_ends_a_call_whose_process_is_forked_meanwhile(monkeypatch, is_server_alive):
+    worker = DeadlineWorker(make_server("tests.utils.workers:echo"))
+    server = worker._server
+    fork, may_fork, forks = server.fork, threading.Event(), threading.Event()
+    closing = threading.Event()
+
+    def late_fork():
+        forks.set()
+        may_fork.wait()
+        child = fork()
+        if not is_server_alive:
+            server.close()
+        return child
+
+    monkeypatch.setattr(server, "fork", late_fork)
+    errors = []
+
+    def call():
+        try:
+            worker.call(b"sleep", 120)
+        except WorkerDied as error:
+            errors.append(error)
+
+    end_call = worker._end_call
+    monkeypatch.setattr(worker, "_end_call", lambda: (end_call(), closing.set()))
+    threads = [threading.Thread(target=call), threading.Thread(target=worker.close)]
+    threads[0].start()
+    forks.wait()
+    threads[1].start()
+    closing.wait()  # it has found no process
+    started = time.monotonic()
+    may_fork.set()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 1
+    assert time.monotonic() - started < 50, "it sleeps for 60 s"
+    server.close()
+
+
 @pytest.mark.parametrize("command", ["pid", "sleep"])
 def test_the_process_ends_when_its_parent_is_killed(command):
     """Also in the middle of a call, by its own alarm."""

@@ -18,6 +18,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -48,6 +49,8 @@ _ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple of it."""
 _MAX_REASON_CHARS = 200
 """Of the message of an unexpected error, which may have content of the item in it."""
+_LOOK_S = 0.05
+"""Between two attempts to end the items at work."""
 _KINDS = "biuf"
 """Of dtypes: booleans, integers and floats. An object would be an address."""
 
@@ -148,12 +151,17 @@ class MediaWorkers:
         """Kill all processes. Items that they work on, or that wait for them, are refused."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            if worker.pid is not None:
+        idle: list[DeadlineWorker] = []
+        while len(idle) < len(self._workers):
+            if all(worker.pid is None for worker in self._workers):
+                self._server.close()  # ends a start, for which a worker may wait
+            for worker in self._workers:
                 worker.close()
-        self._server.close()  # ends a start, for which a worker may wait
-        for worker in self._workers:
-            worker.close()
+            self._server.close()
+            with suppress(queue.Empty):  # one that was about to fork has started another server
+                idle.append(self._idle.get(timeout=_LOOK_S))
+        for worker in idle:  # for items that find out then that it is closed
+            self._idle.put(worker)
 
     def _run(self, source: MediaSource) -> EncoderInput:
         worker = self._idle.get()  # there is one, as there are as many threads
@@ -170,7 +178,7 @@ class MediaWorkers:
             call = _write_source(source, files[0])
             answer = _decode_answer(worker.call(call, self._timeout_s, files))
             if answer.refusal is None:
-                return _read_result(answer, files[1])
+                return _read_result(answer, files[1], self._memory_limit_bytes)
             reason = answer.refusal
         except DeadlineExceeded:
             reason = f"it was not processed within {self._timeout_s:g} s. Send a smaller one"
@@ -243,22 +251,29 @@ def _decode_answer(data: bytes) -> _Answer:
         raise WorkerDied from None
 
 
-def _read_result(answer: _Answer, file: int) -> EncoderInput:
+def _read_result(answer: _Answer, file: int, max_bytes: int) -> EncoderInput:
     """Return the tensors in memory of this process.
 
+    Args:
+        answer: description by the process, which may have been taken over.
+        file: with the content.
+        max_bytes: limit of all tensors together. A process has no memory for more.
+
     Raises:
-        WorkerDied: the description does not fit the file, as a damaged process may have written it.
+        WorkerDied: the description does not fit the file or the limit.
     """
     tensors: dict[str, NDArray[Any]] = {}
     num_bytes = os.fstat(file).st_size
+    left_bytes = max_bytes
     for each in answer.tensors:
         try:
             dtype = np.dtype(each.dtype)
         except TypeError:
             raise WorkerDied from None
         size = math.prod(each.shape) * dtype.itemsize
+        left_bytes -= size
         is_inside = min(each.offset, *each.shape, 0) == 0 and each.offset + size <= num_bytes
-        if dtype.kind not in _KINDS or not is_inside:
+        if dtype.kind not in _KINDS or not is_inside or left_bytes < 0:
             raise WorkerDied
         tensors[each.name] = _read(file, size, each.offset).view(dtype).reshape(each.shape)
     return EncoderInput(tensors, answer.grid)

@@ -13,6 +13,7 @@ it ends when its connection does, and the kernel's alarm ends it if the parent d
 a call.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -50,6 +51,8 @@ __all__ = [
 _LIMITS = struct.Struct("<dQ")
 """Of a call: seconds until the alarm, and bytes that the address space may grow by."""
 _MAX_ANSWER_BYTES = 2**28
+_LOOK_S = 0.05
+"""Between two attempts to end a call."""
 _MAX_FILES = 8
 """Of one call."""
 
@@ -119,11 +122,20 @@ class DeadlineWorker:
 
     def close(self) -> None:
         """Kill the process, even during a call. A later call starts another one."""
-        if (child := self._child) is not None:
-            # Ends a running call, and so the wait for the lock.
-            self._server.kill(child)
-        with self._lock:
+        self._end_call()
+        while not self._lock.acquire(timeout=_LOOK_S):
+            self._end_call()  # its process may have been forked meanwhile
+        try:
             self._kill()
+        finally:
+            self._lock.release()
+
+    def _end_call(self) -> None:
+        """End a running call, and so the wait for the lock."""
+        if (child := self._child) is not None:
+            self._server.kill(child)
+            with contextlib.suppress(OSError):  # closed already
+                child.connection.shutdown(socket.SHUT_RDWR)  # if the server has ended
 
     def _ready_child(self) -> Child:
         if self._child is not None and _is_open(self._child.connection):
