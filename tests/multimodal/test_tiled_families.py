@@ -1,6 +1,7 @@
 """The pixels and tokens of families whose images are tiles, against transformers."""
 
 import json
+import sys
 from dataclasses import asdict
 from importlib import import_module
 
@@ -15,6 +16,7 @@ from vllm.multimodal.families import idefics3 as idefics3_family
 from vllm.multimodal.families import internvl as internvl_family
 from vllm.multimodal.families.idefics3 import newline_tokens
 from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
+from vllm.multimodal.hf_processor import make_image_processor as make_hf_processor
 from vllm.multimodal.settings import (
     DEFAULTS,
     override_settings,
@@ -343,6 +345,24 @@ def test_folders_without_usable_settings(tmp_path, files, message):
         (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         read_processor_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("TinyImageProcessor", {}, "has no TinyImageProcessor: install a later version"),
+        ("CLIPImageProcessor", {"size": "large"}, "CLIPImageProcessor .* does not accept"),
+    ],
+)
+def test_image_processors_that_cannot_be_made(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_hf_processor(name, settings)
+
+
+def test_without_pillow_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match="pip install pillow"):
+        make_hf_processor("CLIPImageProcessor", {})
 
 
 def test_overrides_replace_settings_and_unknown_ones_are_refused():
