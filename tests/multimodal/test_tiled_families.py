@@ -86,46 +86,21 @@ def tokens_of(family, grid, tokenizer):
     return expansion.token_ids
 
 
-def llava(settings=None, **config):
-    """Return a family, and the Processor of transformers."""
-    from transformers import LlavaProcessor
+def make_llava(name, settings, **config):
+    """Return a family of LLaVA, and the Processor of transformers."""
+    import transformers
 
     config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
     settings = with_defaults(
         {
-            "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": SIDE},
-            "crop_size": {"height": SIDE, "width": SIDE},
-            **(settings or {}),
-        }
-    )
-    family = make_family("llava", config, settings)
-    processor = LlavaProcessor(
-        make_image_processor(settings),
-        make_tokenizer(),
-        patch_size=TOWER["patch_size"],
-        vision_feature_select_strategy=config.get("vision_feature_select_strategy", "default"),
-        num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
-    )
-    return family, processor
-
-
-def llava_next(settings=None, **config):
-    """Return a family, and the Processor of transformers."""
-    from transformers import LlavaNextProcessor
-
-    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
-    settings = with_defaults(
-        {
-            "image_processor_type": "LlavaNextImageProcessor",
             "size": {"shortest_edge": SIDE},
             "crop_size": {"height": SIDE, "width": SIDE},
             "image_grid_pinpoints": PINPOINTS,
-            **(settings or {}),
+            **settings,
         }
     )
-    family = make_family("llava_next", config, settings)
-    processor = LlavaNextProcessor(
+    family = make_family({"Llava": "llava", "LlavaNext": "llava_next"}[name], config, settings)
+    processor = getattr(transformers, f"{name}Processor")(
         make_image_processor(settings),
         make_tokenizer(),
         patch_size=TOWER["patch_size"],
@@ -133,6 +108,16 @@ def llava_next(settings=None, **config):
         num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
     )
     return family, processor
+
+
+def llava(settings=None, **config):
+    settings = {"image_processor_type": "CLIPImageProcessor", **(settings or {})}
+    return make_llava("Llava", settings, **config)
+
+
+def llava_next(settings=None, **config):
+    settings = {"image_processor_type": "LlavaNextImageProcessor", **(settings or {})}
+    return make_llava("LlavaNext", settings, **config)
 
 
 def gemma3(settings=None, **config):
