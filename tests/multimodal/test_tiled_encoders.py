@@ -18,9 +18,12 @@ from tests.multimodal.tiled_models import (
     normalised,
 )
 from vllm.errors import ConfigError
-from vllm.model_executor.vision.layers import PatchEmbedding
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.vision.layers import PatchEmbedding, TowerLinear
 from vllm.multimodal.families.llava_next import Family
 from vllm.multimodal.settings import with_defaults
+from vllm.ops.cpu.library import load_cpu_kernels
 
 
 def llava(kind="clip_vision_model", vision=None, **config):
@@ -218,6 +221,25 @@ def test_rounding_is_no_worse_than_that_of_transformers(case):
     assert ours.dtype == torch.bfloat16
     theirs = torch.cat(features_of(deepcopy(model).bfloat16(), items))
     assert (ours - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@torch.inference_mode()
+def test_packed_weights_round_no_worse_than_dense_ones():
+    model, items = llava(vision={"hidden_size": 64, "intermediate_size": 128}), make_items([1, 1])
+    want = torch.cat(features_of(model, items))
+    encoder = make_encoder("llava", model, dtype=torch.bfloat16)
+    dense = torch.cat(encoder(items))
+    layers = [layer for layer in encoder.modules() if isinstance(layer, TowerLinear)]
+    for layer in layers:
+        weight = layer.weight.data
+        assert Quantization().method_of("", layer) is None
+        layer.use_method(CPUPacked().method_of("", layer))
+        layer.weight.data = weight
+        layer.finish()
+    assert any(layer.method.packed is not None for layer in layers)
+    packed = torch.cat(encoder(items))
+    assert (packed - want).abs().mean() < 1.2 * (dense - want).abs().mean()
 
 
 @pytest.mark.parametrize(

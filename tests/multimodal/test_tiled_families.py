@@ -1,6 +1,7 @@
 """The pixels and tokens of families whose images are tiles, against transformers."""
 
 import json
+import sys
 from dataclasses import asdict
 from importlib import import_module
 
@@ -15,6 +16,7 @@ from vllm.multimodal.families import idefics3 as idefics3_family
 from vllm.multimodal.families import internvl as internvl_family
 from vllm.multimodal.families.idefics3 import newline_tokens
 from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
+from vllm.multimodal.hf_processor import make_image_processor as make_hf_processor
 from vllm.multimodal.settings import (
     DEFAULTS,
     override_settings,
@@ -84,46 +86,21 @@ def tokens_of(family, grid, tokenizer):
     return expansion.token_ids
 
 
-def llava(settings=None, **config):
-    """Return a family, and the Processor of transformers."""
-    from transformers import LlavaProcessor
+def make_llava(name, settings, **config):
+    """Return a family of LLaVA, and the Processor of transformers."""
+    import transformers
 
     config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
     settings = with_defaults(
         {
-            "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": SIDE},
-            "crop_size": {"height": SIDE, "width": SIDE},
-            **(settings or {}),
-        }
-    )
-    family = make_family("llava", config, settings)
-    processor = LlavaProcessor(
-        make_image_processor(settings),
-        make_tokenizer(),
-        patch_size=TOWER["patch_size"],
-        vision_feature_select_strategy=config.get("vision_feature_select_strategy", "default"),
-        num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
-    )
-    return family, processor
-
-
-def llava_next(settings=None, **config):
-    """Return a family, and the Processor of transformers."""
-    from transformers import LlavaNextProcessor
-
-    config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **config}
-    settings = with_defaults(
-        {
-            "image_processor_type": "LlavaNextImageProcessor",
             "size": {"shortest_edge": SIDE},
             "crop_size": {"height": SIDE, "width": SIDE},
             "image_grid_pinpoints": PINPOINTS,
-            **(settings or {}),
+            **settings,
         }
     )
-    family = make_family("llava_next", config, settings)
-    processor = LlavaNextProcessor(
+    family = make_family({"Llava": "llava", "LlavaNext": "llava_next"}[name], config, settings)
+    processor = getattr(transformers, f"{name}Processor")(
         make_image_processor(settings),
         make_tokenizer(),
         patch_size=TOWER["patch_size"],
@@ -131,6 +108,16 @@ def llava_next(settings=None, **config):
         num_additional_image_tokens=int("clip" in config["vision_config"]["model_type"]),
     )
     return family, processor
+
+
+def llava(settings=None, **config):
+    settings = {"image_processor_type": "CLIPImageProcessor", **(settings or {})}
+    return make_llava("Llava", settings, **config)
+
+
+def llava_next(settings=None, **config):
+    settings = {"image_processor_type": "LlavaNextImageProcessor", **(settings or {})}
+    return make_llava("LlavaNext", settings, **config)
 
 
 def gemma3(settings=None, **config):
@@ -343,6 +330,24 @@ def test_folders_without_usable_settings(tmp_path, files, message):
         (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         read_processor_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("TinyImageProcessor", {}, "has no TinyImageProcessor: install a later version"),
+        ("CLIPImageProcessor", {"size": "large"}, "CLIPImageProcessor .* does not accept"),
+    ],
+)
+def test_image_processors_that_cannot_be_made(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_hf_processor(name, settings)
+
+
+def test_without_pillow_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match="pip install pillow"):
+        make_hf_processor("CLIPImageProcessor", {})
 
 
 def test_overrides_replace_settings_and_unknown_ones_are_refused():

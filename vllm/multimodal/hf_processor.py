@@ -6,6 +6,7 @@ one is made.
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -86,15 +87,10 @@ def make_image_processor(name: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: as `HfImageProcessor`.
     """
-    try:
-        import PIL
-    except ImportError:
-        raise ConfigError(
-            "images need Pillow, which is not installed: pip install pillow"
-        ) from None
+    if find_spec("PIL") is None:
+        raise ConfigError("images need Pillow, which is not installed: pip install pillow")
     import transformers
 
-    del PIL
     # transformers 5 has two classes; in version 4 the one with the plain name works with Pillow.
     class_ = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)
     if class_ is None:

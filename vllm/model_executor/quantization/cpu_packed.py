@@ -32,6 +32,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.vision.layers import TowerLinear
 from vllm.ops.cpu.library import load_cpu_kernels
 
 logger = init_logger(__name__)
@@ -51,6 +52,9 @@ class CPUPacked(Quantization):
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         return _head_method(layer, self.head_stored_as)
+
+    def tower_method(self, name: str, layer: TowerLinear) -> LinearMethod | None:
+        return CPULinear()
 
 
 def _head_method(layer: VocabParallelEmbedding, stored_as: StoredAs) -> EmbeddingMethod | None:

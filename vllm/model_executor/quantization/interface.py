@@ -11,6 +11,7 @@ from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelE
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
+from vllm.model_executor.vision.layers import TowerLinear
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Quantization:
         """A method for the experts of this name; None: not in this format."""
         return None
 
+    def tower_method(self, name: str, layer: TowerLinear) -> LinearMethod | None:
+        """Return a method for a linear layer of an encoder of images; None: not in this format."""
+        return None
+
     def finish_model(self, model: nn.Module) -> None:
         """Called once, when all layers have their weights and are finished.
 
@@ -69,11 +74,13 @@ class Quantization:
         """
 
     def method_of(self, name: str, layer: MethodLayer) -> WeightMethod[Any] | None:
-        """`linear_method`, `embedding_method` or `experts_method`, as the layer is."""
+        """Return the method of one of the functions above, as the layer is."""
         if isinstance(layer, ParallelLinear):
             return self.linear_method(name, layer)
         if isinstance(layer, VocabParallelEmbedding):
             return self.embedding_method(name, layer)
         if isinstance(layer, Experts):
             return self.experts_method(name, layer)
+        if isinstance(layer, TowerLinear):
+            return self.tower_method(name, layer)
         return None

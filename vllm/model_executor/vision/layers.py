@@ -5,30 +5,46 @@ B images or tiles, N patches of each, C channels of a patch.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm.distributed import TPGroup
 from vllm.model_executor.layers.activation import get_activation
+from vllm.model_executor.layers.linear import UnquantizedLinear
 from vllm.model_executor.layers.norm import LayerNorm
+from vllm.model_executor.layers.slice import Slice
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.vision.attention import attend
 
 
-class TowerLinear(nn.Linear):
+class TowerLinear(MethodLayer):
     """y = x @ W.T + b, whole on every rank. All matmuls of towers and projectors are of this class.
 
-    Its parameters are not initialised: a checkpoint fills them.
+    Formats of checkpoints and of `--quantization` leave it dense; a device may rearrange it.
 
     Shape: [..., input_size] -> [..., output_size]
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = True) -> None:
-        super().__init__(input_size, output_size, bias)
-        self.requires_grad_(False)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    method: Any
+    """Methods of linear layers fit: they use no other attributes."""
 
-    def reset_parameters(self) -> None:
-        """Leave the parameters as they are."""
+    def __init__(self, input_size: int, output_size: int, bias: bool = True) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.output_size = output_size
+        self.feature_slices = {"": Slice(0, 0, output_size, output_size)}
+        self.tp = TPGroup()
+        of_features = nn.Parameter(torch.empty(output_size), requires_grad=False)
+        self.register_parameter("bias", of_features if bias else None)
+        self.use_method(UnquantizedLinear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x, self.bias)
 
 
 class PatchEmbedding(nn.Module):

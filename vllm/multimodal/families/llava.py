@@ -1,5 +1,6 @@
 """LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): every image is one square of a fixed size."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,13 +70,25 @@ def read_features(config: Mapping[str, Any], tower: TowerConfig) -> TowerFeature
     return TowerFeatures(passed, strategy == "default")
 
 
-class LlavaFamily(TiledFamily):
-    """Images of LLaVA 1.5: each has the same number of tokens."""
+class RepeatedToken(TiledFamily):
+    """Images of a LLaVA, of any version: one token, repeated."""
 
     placeholder = "<image>"
     text_of_image = "<image>\n"
     towers: ClassVar[tuple[str, ...]] = CLIP_OR_SIGLIP
     default_tower: ClassVar[TowerConfig | None] = CLIP_LARGE
+
+    @abstractmethod
+    def num_tokens(self, grid: tuple[int, ...]) -> int:
+        """Return how many tokens an image has."""
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        num_tokens = self.num_tokens(grid)
+        return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
+
+
+class LlavaFamily(RepeatedToken):
+    """Images of LLaVA 1.5: each has the same number of tokens."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
@@ -86,9 +99,8 @@ class LlavaFamily(TiledFamily):
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
 
-    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
-        (num_tokens,) = grid
-        return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
+    def num_tokens(self, grid: tuple[int, ...]) -> int:
+        return grid[0]
 
     def largest(self) -> EncoderInput:
         return self.encoder_input(self.black_tiles(1), self._grid)

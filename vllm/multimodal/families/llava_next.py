@@ -1,18 +1,17 @@
 """LLaVA-NeXT (Liu et al. 2024) and Granite Vision: a small copy of the image, and tiles of it."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.errors import RequestError
 from vllm.multimodal.checks import is_whole, wrong_config, wrong_setting
-from vllm.multimodal.families.llava import CLIP_LARGE, CLIP_OR_SIGLIP, read_features
-from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
+from vllm.multimodal.families.llava import RepeatedToken, read_features
+from vllm.multimodal.family import EncoderInput
 from vllm.multimodal.hf_processor import check_ratio
 from vllm.multimodal.settings import MAX_PIXELS, check_fixed_size
-from vllm.multimodal.tiles import TiledFamily
 from vllm.multimodal.tower_config import TowerConfig
 
 _MAX_LAYOUTS = 2**10
@@ -44,13 +43,8 @@ class Layout(NamedTuple):
         return side * side + self.rows * (self.columns + 1)
 
 
-class LlavaNextFamily(TiledFamily):
+class LlavaNextFamily(RepeatedToken):
     """Images of LLaVA-NeXT. The tiles are the ones, of several layouts, that waste the least."""
-
-    placeholder = "<image>"
-    text_of_image = "<image>\n"
-    towers: ClassVar[tuple[str, ...]] = CLIP_OR_SIGLIP
-    default_tower: ClassVar[TowerConfig | None] = CLIP_LARGE
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
@@ -126,9 +120,8 @@ class LlavaNextFamily(TiledFamily):
             left = (columns - int(round(width * (rows / height), 7))) // 2
         return Layout(tile_rows, tile_columns, top, left, rows - 2 * top, columns - 2 * left)
 
-    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
-        num_tokens = Layout(*grid).num_tokens(self.tower.patches_per_side)
-        return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
+    def num_tokens(self, grid: tuple[int, ...]) -> int:
+        return Layout(*grid).num_tokens(self.tower.patches_per_side)
 
     def largest(self) -> EncoderInput:
         side = self.tower.patches_per_side
