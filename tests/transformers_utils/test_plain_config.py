@@ -77,6 +77,7 @@ ROBERTA = BERT | {"architectures": ["RobertaModel"], "model_type": "roberta"}
 XLM_ROBERTA = BERT | {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"}
 CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+SECTIONS = {"mrope_section": [2, 3, 3]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 MODEL_NAMES = {
@@ -165,6 +166,9 @@ def without(raw, *names):
         QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]},
         QWEN2 | {"architectures": ["Qwen2ForProcessRewardModel"]},
         without(QWEN2, "eos_token_id"),
+        QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **SECTIONS}},
+        without(QWEN2, "rope_parameters")
+        | {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **SECTIONS}},
         QWEN3,
         QWEN3 | {"tie_word_embeddings": True, "head_dim": 16},
         without(QWEN3, "head_dim"),

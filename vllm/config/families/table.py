@@ -638,7 +638,7 @@ _OTHERS = (
     Family(
         model_type="glm4",
         also_typed=("glm4v_text",),
-        values_of_type={"glm4v_text": {"attention_bias": True}},
+        values_of_type={"glm4v_text": {"attention_bias": True, "rms_norm_eps": 1e-5}},
         module="glm",
         architectures=("Glm4ForCausalLM",),
         tokenizer=_GENERIC,

@@ -1,6 +1,6 @@
 """The vision tower of GLM-4.1V (arXiv 2507.01006)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from vllm.model_executor.vision.grid_encoder import (
     GridLayer,
     GridPatchEmbedding,
     GridSizes,
-    grid_of,
     join_blocks,
     read_activation,
     read_sizes,
@@ -50,7 +49,7 @@ class _Embeddings(nn.Module):
 
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()
-        self.position_embedding = InterpolatedTable(num_positions, hidden_size)
+        self.position_embedding = InterpolatedTable(num_positions, hidden_size, four_neighbours)
 
 
 class _Tower(nn.Module):
@@ -88,17 +87,8 @@ class Glm4vEncoder(GridEncoder):
         super().__init__(config, hidden_size, read_sizes(config))
         self.visual = _Tower(config_object(config, "vision_config"), self.sizes, hidden_size)
 
-    def prepare(
-        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return what `GridEncoder.prepare` does, and `neighbours` and `weights` [N, 16] of the
-        table of positions."""
-        tensors = super().prepare(items, size)
-        grids = [grid_of(item) for item in items]
-        of_table = self.visual.embeddings.position_embedding.neighbours(
-            grids, self.sizes.merge_size, len(tensors["pixels"]), four_neighbours
-        )
-        return tensors | of_table
+    def position_table(self) -> InterpolatedTable:
+        return self.visual.embeddings.position_embedding
 
     def run(self, **tensors: Tensor) -> Tensor:
         tower = self.visual

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.model_executor.vision.interpolated_table import InterpolatedTable
 from vllm.model_executor.vision.layers import TowerLinear, normalize
 from vllm.model_executor.vision.rotations import (
     axial_frequencies,
@@ -248,7 +249,8 @@ class GridEncoder(MediaEncoder):
         """Return `pixels` [N, ...], `statistics` [N, 2, 3], `rotations` [2, N, D / 2], and
         `frames` [N], the number of the frame of each patch.
 
-        `frames` is left out where a single frame is not padded.
+        `frames` is left out where a single frame is not padded. With a `position_table`:
+        `neighbours` and `weights` [N, K] of its positions.
         """
         pixels = torch.cat([item["pixels"] for item in items])
         grids = [grid_of(item) for item in items]
@@ -267,12 +269,19 @@ class GridEncoder(MediaEncoder):
         }
         if size is not None or len(lengths) > 1:
             tensors["frames"] = group_numbers([*lengths, padding])
+        table = self.position_table()
+        if table is not None:
+            tensors |= table.neighbours(grids, self.sizes.merge_size, len(tensors["pixels"]))
         return tensors
 
     def _rotations(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         merge_size = self.sizes.merge_size
         places = torch.cat([block_coordinates(grid, merge_size) for grid in grids])
         return rotations_of(places, *self.frequencies())
+
+    def position_table(self) -> InterpolatedTable | None:
+        """Return the learned embeddings of positions; None: positions only rotate."""
+        return None
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
         """Return the angle per row of each pair that rows rotate, and the same of columns."""

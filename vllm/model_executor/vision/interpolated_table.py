@@ -24,6 +24,7 @@ class InterpolatedTable(nn.Module):
     Args:
         num_positions: of the table, a square.
         hidden_size: C.
+        along: finds neighbours along one axis.
 
     Shape: neighbours [N, K] and their weights [N, K] -> [N, C], of the dtype of the table.
     """
@@ -31,8 +32,9 @@ class InterpolatedTable(nn.Module):
     weight: nn.Parameter
     """[num_positions, C]"""
 
-    def __init__(self, num_positions: int, hidden_size: int) -> None:
+    def __init__(self, num_positions: int, hidden_size: int, along: Neighbours) -> None:
         super().__init__()
+        self.along = along
         self.side = isqrt(num_positions)
         table = torch.empty(num_positions, hidden_size)
         self.weight = nn.Parameter(table, requires_grad=False)
@@ -44,11 +46,7 @@ class InterpolatedTable(nn.Module):
         return reduce(torch.add, parts).to(self.weight.dtype)
 
     def neighbours(
-        self,
-        grids: Sequence[tuple[int, int, int]],
-        merge_size: int,
-        num_padded: int,
-        along: Neighbours,
+        self, grids: Sequence[tuple[int, int, int]], merge_size: int, num_padded: int
     ) -> dict[str, Tensor]:
         """Return what `forward` takes, by name.
 
@@ -56,13 +54,12 @@ class InterpolatedTable(nn.Module):
             grids: frames, rows and columns of each image.
             merge_size: rows and columns of a block; blocks follow each other.
             num_padded: N.
-            along: neighbours along one axis.
         """
         neighbours, weights = [], []
         for grid in grids:
             row, column = block_coordinates(grid, merge_size).unbind(1)
-            rows, of_rows = along(row, grid[1], self.side)
-            columns, of_columns = along(column, grid[2], self.side)
+            rows, of_rows = self.along(row, grid[1], self.side)
+            columns, of_columns = self.along(column, grid[2], self.side)
             neighbours.append((rows[:, :, None] * self.side + columns[:, None, :]).flatten(1))
             weights.append((of_rows[:, :, None] * of_columns[:, None, :]).flatten(1))
         found = {"neighbours": torch.cat(neighbours), "weights": torch.cat(weights)}

@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL (arXiv 2511.21631): its language model also reads some of its layers
 (DeepStack, arXiv 2406.04334)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from vllm.model_executor.vision.grid_encoder import (
     GridLayer,
     GridPatchEmbedding,
     GridSizes,
-    grid_of,
     layer_indices,
     read_activation,
     read_sizes,
@@ -87,7 +86,7 @@ class _Tower(nn.Module):
         positions = config_whole(vision, "num_position_embeddings", 2304, 2**24, "vision_config.")
         activation = get_activation(read_activation(vision, "gelu_pytorch_tanh"))
         self.patch_embed = GridPatchEmbedding(sizes, has_bias=True)
-        self.pos_embed = InterpolatedTable(positions, width)
+        self.pos_embed = InterpolatedTable(positions, width, two_neighbours)
         self.blocks = nn.ModuleList(
             GridLayer(
                 (LayerNorm(width, _NORM_EPS), LayerNorm(width, _NORM_EPS)),
@@ -121,29 +120,19 @@ class Qwen3VLEncoder(GridEncoder):
         num_deep = len(self.deep_layers)
         self.visual = _Tower(vision, self.sizes, hidden_size, num_deep)
 
-    def prepare(
-        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return what `GridEncoder.prepare` does, and `neighbours` and `weights` [N, 4] of the
-        table of positions."""
-        tensors = super().prepare(items, size)
-        grids = [grid_of(item) for item in items]
-        of_table = self.visual.pos_embed.neighbours(
-            grids, self.sizes.merge_size, len(tensors["pixels"]), two_neighbours
-        )
-        return tensors | of_table
+    def position_table(self) -> InterpolatedTable:
+        return self.visual.pos_embed
 
     def run(self, **tensors: Tensor) -> Tensor:
         x = self.visual.patch_embed(self.scaled(tensors))
         x = x + self.visual.pos_embed(tensors["neighbours"], tensors["weights"])
         attend = partial(attend_within, groups=tensors.get("frames"))
-        deep = {}
+        deep: list[Tensor] = []
         for index, layer in enumerate(self.visual.blocks):
             x = layer(x, tensors["rotations"], attend)
             if index in self.deep_layers:
-                number = self.deep_layers.index(index)
-                deep[number] = self.visual.deepstack_merger_list[number](x)
-        return torch.cat([self.visual.merger(x), *deep.values()], dim=1)
+                deep.append(self.visual.deepstack_merger_list[len(deep)](x))
+        return torch.cat([self.visual.merger(x), *deep], dim=1)
 
 
 Encoder = Qwen3VLEncoder

@@ -46,7 +46,8 @@ class PixtralFamily(MediaFamily):
     def processor(self) -> HfImageProcessor:
         """The image processor, made when the first image comes."""
         cell = {"height": self._cell, "width": self._cell}
-        return HfImageProcessor({**self.settings, "patch_size": cell})
+        edges = setting_edges(self.settings, "size")
+        return HfImageProcessor({**self.settings, "patch_size": cell, "size": edges})
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         (found,) = self.processor(pixels)["pixel_values"]
