@@ -44,8 +44,11 @@ class ModuleEncoder:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode images together."""
-        return [each.contiguous() for each in self._encoder(items)]
+        """Encode images one by one, as attention over the patches of several images compares all
+        of them; images of one size together."""
+        if self._encoder.unit == "images":
+            return [each.clone() for each in self._encoder(items)]
+        return [self._encoder([item])[0] for item in items]
 
 
 def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
