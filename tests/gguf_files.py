@@ -84,7 +84,11 @@ _NAMES |= {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "bert.pooler.dense": "cls",
+    "classifier": "cls.output",
 }
+_LEFT_OUT = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+"""Tensors that files of encoders lack."""
 _EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S+\.experts)\.0\.(\w+)\.weight")
 _EXPERT_NAMES = {
     "gate_proj": "gate",
@@ -138,7 +142,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch)
     values = _metadata(arch, config)
     if (source / "tokenizer.json").is_file():
-        values |= byte_level_metadata(source)
+        is_bert = arch == "bert"
+        values |= word_piece_metadata(source) if is_bert else byte_level_metadata(source)
     values |= {name.replace("__", "."): value for name, value in metadata.items()}
     for name, value in values.items():
         if value is not None:
@@ -158,6 +163,9 @@ def write_gguf(
     known = gguf.get_tensor_name_map(_ARCH_NUMBERS[arch], 64)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     for name, tensor in weights.items():
+        if name in _LEFT_OUT:
+            dense[name] = tensor
+            continue
         stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES, known)
         values = tensor.float()
         if "shared_expert_gate" in name:
@@ -394,6 +402,26 @@ def byte_level_metadata(folder: Path) -> dict[str, Any]:
     }
 
 
+def word_piece_metadata(folder: Path) -> dict[str, Any]:
+    """Of the tokenizer of a BERT: a space before pieces that begin a word, and no signs before
+    others."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = []
+    for piece in sorted(vocabulary, key=vocabulary.__getitem__):
+        is_kept = piece in special or piece.startswith("[unused")
+        tokens.append(piece if is_kept else f"\u2581{piece}".replace("\u2581##", ""))
+    ids = {"unknown": "[UNK]", "seperator": "[SEP]", "padding": "[PAD]", "mask": "[MASK]"}
+    named = {name: special[token] for name, token in (ids | {"cls": "[CLS]"}).items()}
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        **{f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()},
+    }
+
+
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)
@@ -416,7 +444,7 @@ def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> s
     if stem.startswith("model.layers."):
         _, _, index, part = stem.split(".", 3)
         found = names.get(part) and f"blk.{index}.{names[part]}"
-    if names is _NAMES:
+    if names is _NAMES and not stem.startswith("classifier"):
         found = _by_package(stem, known) or found
     assert found is not None, name
     return f"{found}.{kind}"
@@ -424,7 +452,10 @@ def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> s
 
 def _by_package(stem: str, known: gguf.TensorNameMap) -> str | None:
     """The package does not know every spelling of the levels."""
-    spellings = (stem, f"transformer.{stem}", stem.removeprefix("transformer."))
+    spellings = (
+        *(stem, f"transformer.{stem}", stem.removeprefix("transformer.")),
+        stem.removeprefix("bert."),
+    )
     found: str | None = next((n for n in map(known.get_name, spellings) if n is not None), None)
     return found
 

@@ -4,19 +4,31 @@ import itertools
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
-from tests.model_executor.helpers import load, logits_of, prompt_of, read_arch, reference_logits
+from tests.model_executor.helpers import (
+    load,
+    logits_of,
+    make_config,
+    prompt_of,
+    read_arch,
+    reference_logits,
+)
 from tests.model_executor.test_quantized_checkpoints import weight_of
 from tests.tiny_models import make_tiny_model
+from tests.tiny_pooling_models import class_logits, hidden_states, make_pooling_model
+from vllm.config.pooler import PoolerConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
 from vllm.model_executor.quantization.gguf.blocks import needs_package
 from vllm.ops import get_ops, set_ops
@@ -195,6 +207,40 @@ def test_logits_are_those_of_transformers(written, family):
     got = logits_of(load(unpack(folder / "model.gguf")), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
     torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K+Q6_K+F16"])
+@pytest.mark.parametrize(
+    ("architecture", "labels"),
+    [("BertModel", 0), ("BertForSequenceClassification", 3), ("BertForSequenceClassification", 1)],
+)
+def test_encoders_are_those_of_transformers(tmp_path, architecture, labels, kind):
+    sizes = SIZES | ({"num_labels": labels} if labels else {})
+    source = make_pooling_model(architecture, tmp_path / "source", **sizes)
+    kinds = itertools.cycle(kind.split("+"))
+    path = write_gguf(source, tmp_path, lambda name: Type[next(kinds)])
+    config, input_ids = make_config(unpack(path)), prompt_of(60)
+    pooler = PoolerConfig(task="embed", pooling_type="CLS", is_causal=False)
+    config = replace(config, model=replace(config.model, pooler=pooler))
+    model = load_model(config, TPGroup(), torch.device("cpu"))
+    dense = tmp_path / "dense", architecture, input_ids.tolist()
+    with torch.inference_mode():
+        got = model(input_ids, torch.arange(60))
+        want = hidden_states(*dense)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+        if labels:
+            torch.testing.assert_close(
+                model.head(got[:1])[0], class_logits(*dense), atol=1e-4, rtol=0
+            )
+
+
+def test_a_classifier_of_one_tensor_is_refused(tmp_path):
+    source = make_pooling_model("BertForSequenceClassification", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    others = {name: w for name, w in weights.items() if not name.startswith("classifier")}
+    save_file(others, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightLoadError, match=r"one of the tensors cls\.weight and cls\.output"):
+        unpack(write_gguf(source, tmp_path))
 
 
 @pytest.mark.parametrize("architecture", ["baichuan", "internlm2"])

@@ -6,9 +6,18 @@ import struct
 
 import pytest
 from huggingface_hub import constants
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tests.tiny_models import make_tiny_model
+from tests.tiny_pooling_models import make_pooling_model
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.folder import unpack
@@ -16,11 +25,12 @@ from vllm.transformers_utils.gguf.model import GGUFModel, find_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import find_folder
+from vllm.transformers_utils.sentence_transformers_config import read_sentence_transformers_config
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
-from tests.gguf_files import byte_level_metadata, write_gguf  # noqa: E402
+from tests.gguf_files import byte_level_metadata, word_piece_metadata, write_gguf  # noqa: E402
 
 TEXTS = (
     "def read(path):\n    return open(path)  # 12345",
@@ -110,6 +120,67 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
         assert got.decode(ids) == want.decode(ids)
 
 
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_word_pieces_are_those_of_bert(tmp_path, is_cased):
+    want = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    want.normalizer = normalizers.BertNormalizer(lowercase=not is_cased, strip_accents=not is_cased)
+    want.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    want.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    want.train_from_iterator((BUNDLED_MODEL / "README.md").read_text().splitlines(), trainer)
+    want.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    want.save(str(tmp_path / "tokenizer.json"))
+    metadata = word_piece_metadata(tmp_path)
+    if is_cased:
+        names = ("lowercase", "strip_accents")
+        metadata |= {f"tokenizer.ggml.normalizer.{name}": False for name in names}
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    got = Tokenizer.from_str(files["tokenizer.json"])
+    assert got.get_vocab() == want.get_vocab()
+    for text in (*TEXTS, "Models ARE tráined on [unused0] tokens[MASK]"):
+        first, second = got.encode(text), want.encode(text)
+        assert first.ids == second.ids
+        assert got.decode(first.ids) == want.decode(second.ids)
+    first, second = (each.encode("a model", "a token") for each in (got, want))
+    assert (first.ids, first.type_ids) == (second.ids, second.type_ids)
+    names = json.loads(files["tokenizer_config.json"])
+    assert (names["cls_token"], names["sep_token"]) == ("[CLS]", "[SEP]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pooling"),
+    [({}, None), ({"bert__pooling_type": 1}, "MEAN"), ({"bert__pooling_type": 2}, "CLS"),
+     ({"bert__pooling_type": 3}, "LAST"), ({"bert__pooling_type": 4}, None)],
+)  # fmt: skip
+def test_the_metadata_says_how_texts_are_pooled(tmp_path, changes, pooling):
+    source = make_pooling_model("BertModel", tmp_path / "source")
+    found = read_sentence_transformers_config(unpack(write_gguf(source, tmp_path, **changes)))
+    assert (found and found.pooling_type) == pooling
+    assert found is None or found.normalize
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bert__pooling_type": 9}, r"pooling_type' is 9; supported: 0 \(none\), 1 \(mean\)"),
+        ({"bert__block_count": 3}, r"lacks the tensors of model\.encoder\.layer\.2\."),
+        ({"bert__block_count": 1 << 30}, "block_count' is 1073741824, the file has"),
+        (
+            {"bert__feed_forward_length": 64},
+            r"intermediate\.dense\.bias .* has the shape \[96\], .* \[64\]",
+        ),
+        ({"bert__context_length": 1 << 30}, r"position_embeddings.* has the shape \[128, 64\]"),
+    ],
+)
+def test_metadata_that_contradicts_an_encoder_is_refused(tmp_path, changes, message):
+    source = make_pooling_model("BertModel", tmp_path / "source")
+    path = write_gguf(source, tmp_path, **changes)
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(path)
+    assert "\n" not in str(failure.value)
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "words"),
     [
@@ -149,7 +220,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
     ("changes", "message"),
     [
         ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars', .*original model with --tokenizer"),
-        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama"),
+        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama, bert"),
         (
             {"tokenizer__ggml__model": "llama"},
             r"ggml\.scores' must be a list of float with a value for each of the \d+ tokens",

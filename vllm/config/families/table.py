@@ -986,6 +986,12 @@ _ENCODERS = (
             class_prefix="Bert", values=_BERT_DEFAULTS, has_rotations=False
         ),
         tokenizer="BertTokenizer",
+        gguf=GGUFFacts(
+            architecture="bert",
+            activation=("hidden_act", "gelu"),
+            norm_key="layer_norm_eps",
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="roberta",

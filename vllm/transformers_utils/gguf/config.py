@@ -8,10 +8,15 @@ import numpy as np
 from vllm.errors import WeightLoadError
 from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, architectures
-from vllm.transformers_utils.weight_files import name_some
+from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
+
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""Value of `pooling_type` -> name in sentence-transformers."""
+_NOT_POOLED = (0, 4)
+"""Values of models without a way to pool, and of models that score pairs of texts."""
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
@@ -21,16 +26,16 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
     kind, family, facts = model.architecture, model.family, model.facts
+    if family.is_encoder:
+        return _encoder_config(model)
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
     num_layers = model.size(".block_count")
     names = model.module_names()
-    table = names.get("model.embed_tokens.weight")
-    if table is None:
-        raise WeightLoadError(f"{model.paths[0]} has no tensor token_embd.weight")
+    vocab_size = _rows_of(model, "token_embd", "model.embed_tokens")
     config: dict[str, Any] = {
         "architectures": [family.architectures[0]],
         "model_type": family.model_type,
-        "vocab_size": table.shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": _inner_size(model),
         "num_hidden_layers": num_layers,
@@ -41,7 +46,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         facts.norm_key: _norm_eps(model),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "dtype": _dtype(model),
-        **_tokens(model, table.shape[0]),
+        **_tokens(model, vocab_size),
         **_rope(model, head_size),
     }
     if model.metadata.get(f"{kind}.expert_count"):
@@ -62,10 +67,54 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     if num_layers == facts.alibi_layers:  # what tells the family that it has no rotations
         del config["rope_parameters"]
         config["model_max_length"] = config.pop("max_position_embeddings")
-    _check_shapes(model, config)
+    check_shapes(model, config)
     if facts.omits_head_size:
         del config["head_dim"]
     return config
+
+
+def _encoder_config(model: GGUFModel) -> dict[str, Any]:
+    names, facts = model.module_names(), model.facts
+    vocab_size = _rows_of(model, "token_embd", "model.embeddings.word_embeddings")
+    has_classes = "classifier.weight" in names
+    activation_key, activation = facts.activation
+    config: dict[str, Any] = {
+        "architectures": [model.family.architectures[1 if has_classes else 0]],
+        "model_type": model.family.model_type,
+        "vocab_size": vocab_size,
+        "type_vocab_size": _rows_of(model, "token_types", "model.embeddings.token_type_embeddings"),
+        "hidden_size": model.size(".embedding_length"),
+        "intermediate_size": model.size(".feed_forward_length"),
+        "num_hidden_layers": model.size(".block_count"),
+        "num_attention_heads": model.num_heads,
+        "max_position_embeddings": model.size(".context_length"),
+        facts.norm_key: _norm_eps(model),
+        "dtype": _dtype(model),
+        activation_key: activation,
+        **_tokens(model, vocab_size),
+    }
+    if has_classes:
+        labels = range(names["classifier.weight"].shape[0])
+        config["id2label"] = {str(i): f"LABEL_{i}" for i in labels}
+    check_encoder_shapes(model, config)
+    return config
+
+
+def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
+    """Return how many rows a table of embeddings has.
+
+    Args:
+        model: of the table.
+        stored: its name in the file.
+        name: of our module.
+
+    Raises:
+        WeightLoadError: the file has no such tensor.
+    """
+    table = model.module_names().get(f"{name}.weight")
+    if table is None:
+        raise WeightLoadError(f"{model.paths[0]} has no tensor {stored}.weight")
+    return table.shape[0]
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
@@ -81,6 +130,33 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
                 ids.append(place)
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
+
+
+def read_pooling(model: GGUFModel) -> dict[str, Any]:
+    """Return the files in which sentence-transformers would say how texts are pooled: name ->
+    content; none, if the metadata does not say it, or the model gives classes.
+
+    Raises:
+        WeightLoadError: the metadata names an unknown way.
+    """
+    kind = model.metadata.get(f"{model.architecture}.pooling_type", 0)
+    if kind in _NOT_POOLED:
+        return {}
+    if kind not in _POOLING:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}.pooling_type' is "
+            f"{str(kind)[:40]}; supported: 0 (none), 1 (mean), 2 (CLS), 3 (last), 4 (rank). "
+            f"Convert the model again"
+        )
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    prefix = "sentence_transformers.models."
+    return {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": prefix + name}
+            for i, (path, name) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"pooling_mode": _POOLING[kind]},
+    }
 
 
 def _dtype(model: GGUFModel) -> str:
@@ -227,7 +303,7 @@ def _values(model: GGUFModel) -> dict[str, Any]:
 def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, Any]:
     kind = model.architecture
     if num_layers > len(model.tensors):  # refused by name later
-        raise _wrong_layers(model, num_layers)
+        raise wrong_layers(model, num_layers)
     period = model.get(".attention.sliding_window_pattern", int, usual_period)
     if period < 1:
         raise WeightLoadError(
@@ -271,7 +347,7 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"safetensors checkpoint of the model"
         )
     if config["num_hidden_layers"] > len(names):
-        raise _wrong_layers(model, config["num_hidden_layers"])
+        raise wrong_layers(model, config["num_hidden_layers"])
     count, used = model.size(".expert_count"), model.size(".expert_used_count")
     if used > count or count > len(names):
         raise WeightLoadError(
@@ -293,77 +369,3 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         size = model.size(".expert_shared_feed_forward_length")
         found["shared_expert_intermediate_size"] = size
     return found
-
-
-def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
-    return WeightLoadError(
-        f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
-        f"file has {len(model.tensors)} tensors. It is damaged; download it again"
-    )
-
-
-def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the norms of queries and of keys."""
-    head, found = model.head_size, {}
-    for part, num_heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
-        shapes = {"one": (head,), "per_head": (num_heads, head), "all_heads": (num_heads * head,)}
-        found[part] = shapes[model.facts.head_norms]
-    return found
-
-
-def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
-    """Refuse sizes that the tensors do not have, before any memory of these sizes is taken."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {
-        "embed_tokens": (config["vocab_size"], hidden),
-        "lm_head": (config["vocab_size"], hidden),
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (config["intermediate_size"], hidden),
-        "up_proj": (config["intermediate_size"], hidden),
-        "down_proj": (hidden, config["intermediate_size"]),
-        "embed_positions": (config.get("max_position_embeddings", 0), hidden),
-        "sinks": (config["num_attention_heads"],),
-        **_head_norm_shapes(model),
-    }
-    num_experts = config.get("num_experts", 0)
-    shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
-    names = model.module_names()
-    if config["num_hidden_layers"] > len(names):
-        raise _wrong_layers(model, config["num_hidden_layers"])
-    without = range(config["num_hidden_layers"])
-    if num_experts:
-        without = config.get("mlp_only_layers", ())
-    last = f"mlp.experts.{num_experts - 1}.down_proj"
-    lacking = [
-        name
-        for i in range(config["num_hidden_layers"])
-        for part in ("self_attn.q_proj", "mlp.down_proj" if i in without else last)
-        if (name := f"model.layers.{i}.{part}.weight") not in names
-    ]
-    if lacking:
-        raise WeightLoadError(
-            f"{model.paths[0]} lacks the tensors of {name_some(lacking)}: the metadata "
-            f"'{model.architecture}.block_count' is {config['num_hidden_layers']}"
-        )
-    for name, tensor in names.items():
-        stem, _, kind = name.rpartition(".")
-        if kind == "sinks":
-            stem = name
-        parent, _, part = stem.rpartition(".")
-        wanted = shapes.get(part, (hidden,))
-        size_name = "moe_intermediate_size" if ".experts." in parent else None
-        if parent.endswith(".shared_expert"):
-            size_name = "shared_expert_intermediate_size"
-        if (size := config.get(size_name or "")) is not None:
-            wanted = (hidden, size) if part == "down_proj" else (size, hidden)
-        if kind == "bias":
-            wanted = wanted[:1]
-        if tensor.shape != wanted:
-            raise WeightLoadError(
-                f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}, the metadata "
-                f"of the file makes it {list(wanted)}. It is damaged; download it again"
-            )

@@ -39,8 +39,8 @@ _PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_FUSED_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_FUSED_GATE = ("mlp.gate_proj", "mlp.up_proj")
+_FUSED_ATTENTION = ("attn_q", "attn_k", "attn_v")
+_FUSED_GATE = ("ffn_gate", "ffn_up")
 """Parts of layers that may be stored as one tensor, one after the other."""
 _EXPERT_PARTS = {
     "ffn_gate_exps": "gate_proj",
@@ -48,11 +48,8 @@ _EXPERT_PARTS = {
     "ffn_down_exps": "down_proj",
 }
 """Tensors that have a matrix of every expert, one behind the other."""
-_SANDWICH_PARTS = _PARTS | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_MAY_BE_ONE_ROW = ("ffn_gate_inp_shexp", "token_types", "cls.output")
+"""Matrices that may have one row, and are then stored as a vector."""
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
 """Norms of Falcon 40B, whose attention and MLP have one each."""
 _OUTER = {
@@ -62,6 +59,51 @@ _OUTER = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of modules in our models."""
+
+    layers: str
+    """Level with the layers."""
+    parts: Mapping[str, str]
+    """Tensor of a layer in the file -> module in the layer."""
+    outer: Mapping[str, str]
+    """Other tensor in the file -> module."""
+
+
+_DECODER = _Names("model.layers", _PARTS, _OUTER)
+_SANDWICH = replace(
+    _DECODER,
+    parts=_PARTS
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
+_ENCODER = _Names(
+    "model.encoder.layer",
+    {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    {
+        "token_embd": "model.embeddings.word_embeddings",
+        "token_embd_norm": "model.embeddings.LayerNorm",
+        "token_types": "model.embeddings.token_type_embeddings",
+        "position_embd": "model.embeddings.position_embeddings",
+        "cls": "pooler",
+        "cls.output": "classifier",
+    },
+)
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """One divisor for each frequency of the rotations: no weights."""
@@ -195,17 +237,26 @@ class GGUFModel:
             found |= made
         return found
 
+    @property
+    def _names(self) -> _Names:
+        if self.family.is_encoder:
+            return _ENCODER
+        return _SANDWICH if self.facts.has_post_norms else _DECODER
+
     def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
         """Return the parameters that one tensor of the file is; None: it is unknown."""
         stem, _, kind = name.rpartition(".")
+        names, facts = self._names, self.facts
         if kind not in ("weight", "bias"):
             return None
-        if stem in _OUTER:
-            return {f"{_OUTER[stem]}.{kind}": tensor}
+        if kind == "weight" and len(tensor.shape) == 1 and stem.endswith(_MAY_BE_ONE_ROW):
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        if stem in names.outer:
+            return {f"{names.outer[stem]}.{kind}": tensor}
         if not stem.startswith("blk."):
             return None
         _, index, part = (*stem.split(".", 2), "")[:3]
-        layer, facts = f"model.layers.{index}.", self.facts
+        layer = f"{names.layers}.{index}."
         if part in _EXPERT_PARTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return _by_expert(tensor, f"{layer}mlp.experts.", f".{_EXPERT_PARTS[part]}.{kind}")
         if part == "attn_qkv":
@@ -219,10 +270,7 @@ class GGUFModel:
             return {f"{layer}self_attn.sinks": tensor}
         if f"blk.{index}.attn_norm_2.weight" in self.tensors and part in _TWO_NORMS:
             return {f"{layer}{_TWO_NORMS[part]}.{kind}": tensor}
-        if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
-            tensor = replace(tensor, shape=(1, *tensor.shape))
-        parts = _SANDWICH_PARTS if facts.has_post_norms else _PARTS
-        return {f"{layer}{parts[part]}.{kind}": tensor} if part in parts else None
+        return {f"{layer}{names.parts[part]}.{kind}": tensor} if part in names.parts else None
 
     @staticmethod
     def gate_name(index: str) -> str:
@@ -246,7 +294,7 @@ class GGUFModel:
             )
         kind, found, first = name.rpartition(".")[2], {}, 0
         for part, size in zip(parts, sizes, strict=True):
-            found[f"{layer}{part}.{kind}"] = _rows(tensor, first, size)
+            found[f"{layer}{self._names.parts[part]}.{kind}"] = _rows(tensor, first, size)
             first += size
         return found
 
