@@ -74,6 +74,8 @@ _ARCHITECTURES = {
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
     "phi": "phi2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 _NEIGHBOURS = ("llama", "olmo", "granite", "granitemoe", "baichuan", "internlm2")
 """Architectures whose queries and keys are stored for rotations of neighbouring elements."""
@@ -121,6 +123,7 @@ def write_gguf(
     target: Path,
     type_of: TypeOf = lambda name: Type.F32,
     architecture: str | None = None,
+    splits_latent: bool = True,
     **metadata: Any,
 ) -> Path:
     """Write a GGUF file of a checkpoint.
@@ -130,6 +133,7 @@ def write_gguf(
         target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
         type_of: chooses types.
         architecture: None: the one of the model.
+        splits_latent: latent attention has tensors of its own for keys and values, as newer files.
         metadata: values that replace others, with "__" for "."; None leaves one out.
 
     Returns:
@@ -141,6 +145,8 @@ def write_gguf(
     path = target / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
     values = _metadata(arch, config)
+    if config.get("kv_lora_rank"):
+        values |= _latent_metadata(arch, config, splits_latent)
     if (source / "tokenizer.json").is_file():
         is_bert = arch == "bert"
         values |= word_piece_metadata(source) if is_bert else byte_level_metadata(source)
@@ -165,6 +171,9 @@ def write_gguf(
     for name, tensor in weights.items():
         if name in _LEFT_OUT:
             dense[name] = tensor
+            continue
+        if name.endswith(".kv_b_proj.weight") and splits_latent:
+            dense[name] = _add_latent(writer, name, tensor.float(), config, type_of)
             continue
         stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES, known)
         values = tensor.float()
@@ -207,6 +216,56 @@ def write_gguf(
     (target / "dense" / "config.json").write_text(json.dumps(config))
     save_file(dense, target / "dense" / "model.safetensors", {"format": "pt"})
     return path
+
+
+def _add_latent(
+    writer: gguf.GGUFWriter, name: str, weight: Tensor, config: dict[str, Any], type_of: TypeOf
+) -> Tensor:
+    """Add the projections of latent vectors, a matrix for each head, that to keys transposed; the
+    rounded weight."""
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    rounded = []
+    for part, each in (("k", keys.mT.contiguous()), ("v", values.contiguous())):
+        stored = f"blk.{name.split('.')[2]}.attn_{part}_b.weight"
+        rounded.append(_add_tensor(writer, stored, each, type_of(stored), 0))
+    return torch.cat((rounded[0].mT, rounded[1]), dim=1).flatten(0, 1)
+
+
+def _latent_metadata(arch: str, config: dict[str, Any], splits_latent: bool) -> dict[str, Any]:
+    rotated, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    values: dict[str, Any] = {
+        "rope.dimension_count": rotated,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "attention.head_count_kv": config["num_attention_heads"],
+        "attention.key_length": key,
+        "attention.value_length": value,
+    }
+    if splits_latent:
+        values |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent + rotated,
+            "attention.value_length": latent,
+            "attention.key_length_mla": key,
+            "attention.value_length_mla": value,
+        }
+    return {f"{arch}.{name}": number for name, number in values.items()}
+
+
+def _routing_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    is_sigmoid = config["model_type"] != "deepseek_v2"
+    num_groups = config.get("n_group") or 1
+    return {
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": bool(config.get("norm_topk_prob")),
+        "expert_gating_func": 2 if is_sigmoid else 1,
+        "expert_group_count": num_groups if num_groups > 1 else None,
+        "expert_group_used_count": config["topk_group"] if num_groups > 1 else None,
+    }
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -352,16 +411,20 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     if full.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = full["rope_type"]
         values["rope.scaling.factor"] = full["factor"]
+        if full.get("mscale_all_dim"):
+            values["rope.scaling.yarn_log_multiplier"] = 0.1 * full["mscale_all_dim"]
         original = full.get("original_max_position_embeddings")
         values["rope.scaling.original_context_length"] = original
     if "num_experts_per_tok" in config:
         values |= {
-            "expert_count": config.get("num_local_experts") or config["num_experts"],
+            "expert_count": _first(config, "num_local_experts", "num_experts", "n_routed_experts"),
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config.get("moe_intermediate_size")
             or (inner if arch == "gpt-oss" else None),
             "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         }
+    if "n_routed_experts" in config:
+        values |= _routing_metadata(config)
     if arch in ("gemma2", "gemma3"):
         values["attention.sliding_window"] = config["sliding_window"]
         values["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
@@ -437,6 +500,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> str:
     """The name in a file, by the table here or by the one of the package."""
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
     stem, _, kind = name.rpartition(".")
     if name.endswith(".sinks"):
         return f"{known.get_name(name)}.weight"

@@ -20,7 +20,7 @@ from tests.model_executor.helpers import (
     reference_logits,
 )
 from tests.model_executor.test_quantized_checkpoints import weight_of
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import _DEEPSEEK, make_tiny_model
 from tests.tiny_pooling_models import class_logits, hidden_states, make_pooling_model
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed import TPGroup
@@ -54,6 +54,15 @@ HEADS = {"head_dim": 64}
 TIED = {"tie_word_embeddings": True}
 FOUR_TIMES = {"intermediate_size": None}
 EXPERT_SIZES = {"moe_intermediate_size": 256}
+LATENT_SIZES = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 256,
+    "moe_intermediate_size": 256,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "rope_parameters": _DEEPSEEK["rope_parameters"] | {"mscale": 1.3},
+}
+LITE = {"attention_bias": False, "q_lora_rank": None, "n_group": 1}
 MODELS = {
     "llama": ("F32", HEADS),
     "llama3": ("Q5_0", HEADS),
@@ -87,6 +96,9 @@ MODELS = {
     "olmoe": ("Q8_0", {"clip_qkv": None}),
     "phi": ("Q8_0", {}),
     "phi3": ("Q4_K", {}),
+    "deepseek_v2": ("F32", LATENT_SIZES),
+    "deepseek_v2_lite": ("Q8_0", LATENT_SIZES | LITE),
+    "deepseek_v3": ("Q4_K", LATENT_SIZES),
     "phi3_short": ("F32", {"hidden_size": 64}),
     "stablelm": ("Q8_0", {}),
     "stablelm_head_norms": ("Q8_0", {}),
@@ -207,6 +219,25 @@ def test_logits_are_those_of_transformers(written, family):
     got = logits_of(load(unpack(folder / "model.gguf")), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
     torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_older_files_have_keys_and_values_of_latents_in_one_tensor(tmp_path, family):
+    source = make_tiny_model(family, tmp_path / "source", **(SIZES | LATENT_SIZES))
+    path = write_gguf(source, tmp_path, lambda name: Type.Q8_0, splits_latent=False)
+    want = reference_logits(tmp_path / "dense", prompt_of(40))
+    got = logits_of(load(unpack(path)), prompt_of(40))
+    torch.testing.assert_close(got, want, atol=2e-4 * want.std().item(), rtol=0)
+
+
+def test_ranks_have_the_latent_projections_of_their_heads(written):
+    folder = written("deepseek_v3", *MODELS["deepseek_v3"][:1], **MODELS["deepseek_v3"][1])
+    for rank in range(2):
+        tp = TPGroup(rank, 2)
+        models = [load(path, tp) for path in (unpack(folder / "model.gguf"), folder / "dense")]
+        got, want = (model.model.layers[0].self_attn.kv_b_proj for model in models)
+        for half in ("key_up", "value_up"):
+            assert torch.equal(getattr(got, half).dense(), getattr(want, half).dense())
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K+Q6_K+F16"])

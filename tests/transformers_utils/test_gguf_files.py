@@ -337,6 +337,26 @@ def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, mes
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_gating_func": 7}, r"gating_func' is 7; supported: 1 \(softmax\), 2 \(sigmoid\)"),
+        ({"rope__dimension_count": 64}, "dimension_count' is 64; a key has 40 elements"),
+        ({"attention__kv_lora_rank": 1 << 30}, r"kv_a_\S+ .* has the shape"),
+        ({"expert_shared_count": 3}, r"shared_experts.* has the shape \[64, 96\], .*\[64, 144\]"),
+        ({"leading_dense_block_count": 0}, r"lacks the tensors of .*layers\.0\.mlp\.experts\.7"),
+    ],
+)
+def test_metadata_that_contradicts_latent_attention_and_experts_is_refused(
+    tmp_path, changes, message
+):
+    source = make_tiny_model("deepseek_v3", tmp_path / "source")
+    changes = {f"deepseek2__{name}": value for name, value in changes.items()}
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(write_gguf(source, tmp_path, **changes))
+    assert "\n" not in str(failure.value)
+
+
 def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):
     source = make_tiny_model("qwen2", tmp_path / "source")
     path = write_gguf(source, tmp_path, qwen2__expert_count=8)

@@ -77,6 +77,12 @@ class GGUFFacts:
     normalizes_experts: bool = False
     """Default of `norm_topk_prob`."""
     has_shared_expert: bool = False
+    is_routed: bool = False
+    """Layers choose experts as DeepSeek does: in groups, with scaled weights and shared experts."""
+    has_router_bias: bool = False
+    """Experts have biases for the choice; a file with them is of this family."""
+    has_latent_attention: bool = False
+    """Keys and values of all heads are projections of one latent vector."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

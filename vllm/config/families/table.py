@@ -4,6 +4,7 @@ A family that models/ has needs its names and its module here; everything else i
 are not as most are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts
@@ -88,6 +89,14 @@ _GRANITE_SCALES = {
 _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 _FP8_DEEPSEEK = FP8Scales(blocked=("lm_head", r"mlp\.gate\b"), scale_format="scalar")
+
+_DEEPSEEK2 = GGUFFacts(
+    architecture="deepseek2",
+    has_experts=True,
+    is_routed=True,
+    has_latent_attention=True,
+    omits_head_size=True,
+)
 
 _BLOOM_POSITIONS = 2048
 """What BLOOM and Mamba were trained with. Nothing but memory limits the length of their texts."""
@@ -541,6 +550,7 @@ _OTHERS = (
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
         tokenizer="",
+        gguf=_DEEPSEEK2,
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
@@ -550,6 +560,7 @@ _OTHERS = (
         architectures=("DeepseekV3ForCausalLM",),
         has_mtp_layers=True,
         tokenizer="",
+        gguf=replace(_DEEPSEEK2, has_router_bias=True),
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(

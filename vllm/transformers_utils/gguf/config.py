@@ -13,6 +13,9 @@ from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shape
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
 
+_SCORES = {0: "softmax", 1: "softmax", 2: "sigmoid"}
+"""Value of `expert_gating_func` -> name in config.json; 0: older files, which do not have it."""
+
 _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Value of `pooling_type` -> name in sentence-transformers."""
 _NOT_POOLED = (0, 4)
@@ -29,6 +32,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     if family.is_encoder:
         return _encoder_config(model)
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
+    if facts.has_latent_attention:
+        head_size = model.size(".rope.dimension_count")  # no other elements are rotated
     num_layers = model.size(".block_count")
     names = model.module_names()
     vocab_size = _rows_of(model, "token_embd", "model.embed_tokens")
@@ -40,7 +45,9 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         "intermediate_size": _inner_size(model),
         "num_hidden_layers": num_layers,
         "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
+        "num_key_value_heads": model.num_heads
+        if facts.has_latent_attention
+        else model.num_kv_heads,
         "head_dim": head_size,
         "max_position_embeddings": model.size(".context_length"),
         facts.norm_key: _norm_eps(model),
@@ -49,6 +56,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         **_tokens(model, vocab_size),
         **_rope(model, head_size),
     }
+    if facts.has_latent_attention:
+        config |= _latent(model)
     if model.metadata.get(f"{kind}.expert_count"):
         config |= _experts(model, config)
     activation_key, activation = facts.activation
@@ -213,7 +222,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
         rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
         if scaling_type == "yarn":
             rope["original_max_position_embeddings"] = original
-            rope |= model.facts.yarn
+            rope |= {**model.facts.yarn, **_yarn(model)}
     elif scaling_type != "none":
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
@@ -242,6 +251,47 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     local = model.get(".rope.freq_base_swa", float, 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+def _yarn(model: GGUFModel) -> dict[str, float]:
+    """Return the parameters of YaRN that few files have."""
+    found = {}
+    for key in ("beta_fast", "beta_slow"):
+        if f"{model.architecture}.rope.scaling.yarn_{key}" in model.metadata:
+            found[key] = model.get(f".rope.scaling.yarn_{key}", float)
+    # The weight of the logarithm of the factor, which is 0.1 times `mscale_all_dim`.
+    weight = model.get(".rope.scaling.yarn_log_multiplier", float, 0.0)
+    if weight:
+        found["mscale"] = found["mscale_all_dim"] = round(weight * 10, 6)
+    return found
+
+
+def _latent(model: GGUFModel) -> dict[str, Any]:
+    """Return the sizes of latent attention. In newer files other metadata than these are of the
+    latent vectors.
+
+    Raises:
+        WeightLoadError: one is missing or contradicts another one.
+    """
+    sizes, has_ranks = {}, f"{model.architecture}.attention.q_lora_rank" in model.metadata
+    for part in ("key", "value"):
+        name = f".attention.{part}_length"
+        is_new = f"{model.architecture}{name}_mla" in model.metadata
+        sizes[part] = model.size(f"{name}_mla" if is_new else name)
+    num_rotated = model.size(".rope.dimension_count")
+    if num_rotated >= sizes["key"]:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}.rope.dimension_count' is "
+            f"{num_rotated}; a key has {sizes['key']} elements, and some are not rotated. It is "
+            f"damaged; download it again"
+        )
+    return {
+        "q_lora_rank": model.size(".attention.q_lora_rank") if has_ranks else None,
+        "kv_lora_rank": model.size(".attention.kv_lora_rank"),
+        "qk_nope_head_dim": sizes["key"] - num_rotated,
+        "qk_rope_head_dim": num_rotated,
+        "v_head_dim": sizes["value"],
+    }
 
 
 def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
@@ -355,6 +405,8 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"'{kind}.expert_used_count' {used}; at most all experts are used, and the file has "
             f"{len(names)} matrices and vectors. It is damaged; download it again"
         )
+    if facts.is_routed:
+        return {"num_experts_per_tok": used, **_routing(model, count)}
     found: dict[str, Any] = {"num_experts_per_tok": used, "num_experts": count}
     if facts.expert_count_key is not None:
         return found | {facts.expert_count_key: count}
@@ -369,3 +421,32 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         size = model.size(".expert_shared_feed_forward_length")
         found["shared_expert_intermediate_size"] = size
     return found
+
+
+def _routing(model: GGUFModel, num_experts: int) -> dict[str, Any]:
+    """Return how layers choose experts, as config.json of DeepSeek says it.
+
+    Raises:
+        WeightLoadError: the score of experts is unknown.
+    """
+    kind, has_bias = model.architecture, model.facts.has_router_bias
+    score = model.get(".expert_gating_func", int, 0)
+    if score not in _SCORES:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.expert_gating_func' is {score}; supported: "
+            f"1 (softmax), 2 (sigmoid)"
+        )
+    num_groups = model.get(".expert_group_count", int, 0) or 1
+    method = "greedy" if num_groups == 1 else "group_limited_greedy"
+    return {
+        "n_routed_experts": num_experts,
+        "n_shared_experts": model.get(".expert_shared_count", int, 0),
+        "moe_intermediate_size": model.size(".expert_feed_forward_length"),
+        "first_k_dense_replace": model.get(".leading_dense_block_count", int, 0),
+        "n_group": num_groups,
+        "topk_group": model.get(".expert_group_used_count", int, 0) or 1,
+        "topk_method": "noaux_tc" if has_bias else method,
+        "scoring_func": _SCORES[score],
+        "norm_topk_prob": model.get(".expert_weights_norm", bool, False),
+        "routed_scaling_factor": model.get(".expert_weights_scale", float, 0.0) or 1.0,
+    }

@@ -39,6 +39,24 @@ _PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_ROUTED_PARTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT_PARTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj.keys",
+    "attn_v_b": "self_attn.kv_b_proj.values",
+}
+"""The last two are the halves of the one before in newer files: a matrix for each head, transposed
+for keys."""
+_ROUTER_BIAS = "exp_probs_b"
 _FUSED_ATTENTION = ("attn_q", "attn_k", "attn_v")
 _FUSED_GATE = ("ffn_gate", "ffn_up")
 """Parts of layers that may be stored as one tensor, one after the other."""
@@ -133,11 +151,16 @@ class GGUFModel:
 
     @property
     def family(self) -> Family:
-        """Of the models in such files. Two families may be stored alike, of which one has experts:
-        Mixtral is llama, too."""
-        has_experts = bool(self.metadata.get(f"{self.architecture}.expert_count"))
-        found = [f for f in _FAMILIES if f.gguf and f.gguf.architecture == self.architecture]
-        return next((f for f in found if f.gguf and f.gguf.has_experts == has_experts), found[0])
+        """Of the models in such files. Two families may be stored alike, of which one has experts,
+        or biases in the choice of them: Mixtral is llama, too."""
+        kind = self.architecture
+        has_experts = bool(self.metadata.get(f"{kind}.expert_count"))
+        has_bias = any(name.endswith(f"{_ROUTER_BIAS}.bias") for name in self.tensors)
+        found = [(f, f.gguf) for f in _FAMILIES if f.gguf and f.gguf.architecture == kind]
+        family, _ = max(
+            found, key=lambda f: (f[1].has_experts == has_experts, f[1].has_router_bias == has_bias)
+        )
+        return family
 
     @property
     def facts(self) -> GGUFFacts:
@@ -241,7 +264,12 @@ class GGUFModel:
     def _names(self) -> _Names:
         if self.family.is_encoder:
             return _ENCODER
-        return _SANDWICH if self.facts.has_post_norms else _DECODER
+        names = _SANDWICH if self.facts.has_post_norms else _DECODER
+        if self.facts.is_routed:
+            names = replace(names, parts={**names.parts, **_ROUTED_PARTS})
+        if self.facts.has_latent_attention:
+            names = replace(names, parts={**names.parts, **_LATENT_PARTS})
+        return names
 
     def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
         """Return the parameters that one tensor of the file is; None: it is unknown."""
@@ -266,6 +294,11 @@ class GGUFModel:
         if part == "ffn_up" and facts.has_fused_gate and self.gate_name(index) not in self.tensors:
             sizes = [tensor.shape[0] // 2] * 2
             return self._split(name, tensor, _FUSED_GATE, layer, sizes)
+        if part == _ROUTER_BIAS and facts.has_router_bias:
+            return {f"{layer}mlp.gate.e_score_correction_bias": tensor}
+        if part in ("attn_k_b", "attn_v_b") and len(tensor.shape) == 3:
+            heads, rows, columns = tensor.shape
+            tensor = replace(tensor, shape=(heads * rows, columns))
         if part == "attn_sinks":
             return {f"{layer}self_attn.sinks": tensor}
         if f"blk.{index}.attn_norm_2.weight" in self.tensors and part in _TWO_NORMS:

@@ -51,40 +51,67 @@ def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         "up_proj": (config["intermediate_size"], hidden),
         "down_proj": (hidden, config["intermediate_size"]),
         "embed_positions": (config.get("max_position_embeddings", 0), hidden),
+        "e_score_correction_bias": (config.get("n_routed_experts", 0),),
         "sinks": (config["num_attention_heads"],),
         **_head_norm_shapes(model),
     }
-    num_experts = config.get("num_experts", 0)
+    num_experts = config.get("num_experts") or config.get("n_routed_experts") or 0
     shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
+    if model.facts.has_latent_attention:
+        shapes |= _latent_shapes(config)
     names = model.module_names()
     if config["num_hidden_layers"] > len(names):
         raise wrong_layers(model, config["num_hidden_layers"])
     without = range(config["num_hidden_layers"])
     if num_experts:
-        without = config.get("mlp_only_layers", ())
+        first = config.get("first_k_dense_replace", 0)
+        without = config.get("mlp_only_layers", range(first))
     last = f"mlp.experts.{num_experts - 1}.down_proj"
     lacking = [
         name
         for i in range(config["num_hidden_layers"])
-        for part in ("self_attn.q_proj", "mlp.down_proj" if i in without else last)
+        for part in ("self_attn.o_proj", "mlp.down_proj" if i in without else last)
         if (name := f"model.layers.{i}.{part}.weight") not in names
     ]
     if lacking:
         raise _lacks(model, lacking, config["num_hidden_layers"])
     for name, tensor in names.items():
         stem, _, kind = name.rpartition(".")
-        if kind == "sinks":
+        if kind not in ("weight", "bias"):  # a parameter of its own
             stem = name
         parent, _, part = stem.rpartition(".")
         wanted = shapes.get(part, (hidden,))
         size_name = "moe_intermediate_size" if ".experts." in parent else None
         if parent.endswith(".shared_expert"):
             size_name = "shared_expert_intermediate_size"
-        if (size := config.get(size_name or "")) is not None:
+        size = config.get(size_name or "")
+        if parent.endswith(".shared_experts"):
+            size = config["moe_intermediate_size"] * config["n_shared_experts"]
+        if size is not None:
             wanted = (hidden, size) if part == "down_proj" else (size, hidden)
         if kind == "bias":
             wanted = wanted[:1]
         _check_shape(name, tensor, wanted)
+
+
+def _latent_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the projections of latent attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    queries, compressed = heads * (key + rotated), config["q_lora_rank"] or 0
+    return {
+        "q_proj": (queries, hidden),
+        "q_a_proj": (compressed, hidden),
+        "q_a_layernorm": (compressed,),
+        "q_b_proj": (queries, compressed),
+        "kv_a_proj_with_mqa": (latent + rotated, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (key + value), latent),
+        "keys": (heads * latent, key),
+        "values": (heads * value, latent),
+        "o_proj": (hidden, heads * value),
+    }
 
 
 def check_encoder_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
