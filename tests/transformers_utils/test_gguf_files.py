@@ -120,6 +120,27 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
         assert got.decode(ids) == want.decode(ids)
 
 
+def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path):
+    _, metadata = make_pieces(prefix=True)
+    added = ("<|endoftext|>", "<|placeholder1|>", "<|user|>", "<|end|>")
+    first = len(metadata["tokenizer.ggml.tokens"])
+    for name, values in (("tokens", added), ("token_type", [3] * 4), ("scores", [0.0] * 4)):
+        metadata[f"tokenizer.ggml.{name}"] += values
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    phi = Tokenizer.from_str(files["tokenizer.json"])
+    ids = phi.encode("a", add_special_tokens=False).ids
+
+    def ids_of(text):
+        return phi.encode(text, add_special_tokens=False).ids
+
+    assert ids_of("<|user|>\n a<|end|>\n<|user|>") == [first + 2, *ids, first + 3, first + 2]
+    assert ids_of("<|endoftext|>\na") != [first, *ids]
+    metadata["tokenizer.ggml.tokens"][first + 1] = "<|other|>"
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    other = Tokenizer.from_str(files["tokenizer.json"])
+    assert len(other.encode("<|end|>\n").ids) > len(phi.encode("<|end|>\n").ids)
+
+
 @pytest.mark.parametrize("is_cased", [False, True])
 def test_word_pieces_are_those_of_bert(tmp_path, is_cased):
     want = Tokenizer(models.WordPiece(unk_token="[UNK]"))

@@ -41,6 +41,10 @@ _SPECIAL: Mapping[str, Sequence[str]] = {
 """Special token -> its names in the metadata, the first one that is there counts."""
 _SPECIAL_OF_BERT = {"cls": ("cls", "bos"), "sep": ("seperator", "separator", "eos")}
 _PRE = "tokenizer.ggml.pre"
+_PHI3 = "<|placeholder1|>"
+"""A token that only the vocabulary of Phi-3 has. Its special tokens take the white space after
+them, which the metadata does not say."""
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
     else:
         made = _sentence_pieces(model, tokens)
     if kinds is not None:
-        _add_tokens(made, tokens, kinds)
+        _add_tokens(made, tokens, kinds, is_phi3=kind == "llama" and _PHI3 in tokens)
     settings = _special_tokens(model, tokens, names)
     _add_ends(made, model, tokens, settings, ends)
     template = model.metadata.get("tokenizer.chat_template")
@@ -222,16 +226,17 @@ def _unknown_id(model: GGUFModel, tokens: list[str]) -> int:
     return unknown
 
 
-def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int], *, is_phi3: bool) -> None:
     """Add the tokens that are found in a text before it is split into words."""
     from tokenizers import AddedToken
 
     special, others = [], []
     for token, kind in zip(tokens, kinds, strict=True):
+        strips = is_phi3 and token not in _PHI3_KEEPS_SPACES
         if kind in (_UNKNOWN, _CONTROL):
-            special.append(AddedToken(token, special=True, normalized=False))
+            special.append(AddedToken(token, special=True, normalized=False, rstrip=strips))
         elif kind == _USER_DEFINED:
-            others.append(AddedToken(token, special=False, normalized=False))
+            others.append(AddedToken(token, special=False, normalized=False, rstrip=strips))
     made.add_special_tokens(special)
     made.add_tokens(others)
 
