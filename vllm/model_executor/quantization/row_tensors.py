@@ -200,9 +200,7 @@ class RowsLinear(StoredLinear):
 
     def of_outputs(self, layer: ParallelLinear, param: str) -> Tensor:
         """Return a tensor of the layer for each output of its parts, [out_features, size]."""
-        values, slices = on_host(layer, param), layer.feature_slices.values()
-        sizes = [each.size if each.dim == 0 else layer.output_size for each in slices]
-        return values.repeat_interleave(torch.tensor(sizes), dim=0)
+        return on_host(layer, param).repeat_interleave(torch.tensor(layer.split_sizes), dim=0)
 
 
 def check_size(name: str, source: Source, size: int) -> None:
