@@ -75,9 +75,20 @@ _ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "phi": "phi2",
     "deepseek_v2": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "deepseek_v3": "deepseek2",
 }
-_NEIGHBOURS = ("llama", "olmo", "granite", "granitemoe", "baichuan", "internlm2")
+_NEIGHBOURS = (
+    "llama",
+    "olmo",
+    "granite",
+    "granitemoe",
+    "baichuan",
+    "internlm2",
+    "smollm3",
+    "arcee",
+)
 """Architectures whose queries and keys are stored for rotations of neighbouring elements."""
 _NAMES |= {
     "mlp.gate": "ffn_gate_inp",
@@ -141,7 +152,7 @@ def write_gguf(
     """
     config = json.loads((source / "config.json").read_text())
     arch = architecture or _ARCHITECTURES.get(config["model_type"], config["model_type"])
-    is_gemma = arch.startswith("gemma")
+    adds_one = arch.startswith(("gemma", "nemotron"))
     path = target / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
     values = _metadata(arch, config)
@@ -190,11 +201,12 @@ def write_gguf(
             order = _one_behind_the_other(len(values), arch, config)
         if order is not None:
             values = values[order]
-        if is_gemma and "norm" in stored:
+        is_norm = adds_one and stored.endswith("norm.weight")
+        if is_norm:
             values = values + 1
         kind = type_of(stored) if values.dim() == 2 else Type.F32
         rounded = _add_tensor(writer, stored, values, kind, len(dense))
-        if is_gemma and "norm" in stored:
+        if is_norm:
             rounded = rounded - 1
         if order is not None:
             rounded = rounded[order.argsort()]
@@ -374,7 +386,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     num_heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     inner = _first(config, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
     head = config.get("head_dim") or hidden // num_heads
-    layer_norm = _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    layer_norm = _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     values: dict[str, Any] = {
         "context_length": _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
         or 2048,
@@ -406,7 +418,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values["rope.scaling.attn_factor"] = (
             math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
         )
-    if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2"):
+    if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2", "exaone4"):
         values["attention.sliding_window"] = config.get("sliding_window")
     if full.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = full["rope_type"]

@@ -51,6 +51,8 @@ from tests.gguf_files import (  # noqa: E402
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 HEADS = {"head_dim": 64}
+NO_BIASES = HEADS | {"attention_bias": False, "mlp_bias": False}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 TIED = {"tie_word_embeddings": True}
 FOUR_TIMES = {"intermediate_size": None}
 EXPERT_SIZES = {"moe_intermediate_size": 256}
@@ -99,6 +101,15 @@ MODELS = {
     "deepseek_v2": ("F32", LATENT_SIZES),
     "deepseek_v2_lite": ("Q8_0", LATENT_SIZES | LITE),
     "deepseek_v3": ("Q4_K", LATENT_SIZES),
+    "smollm3": ("Q8_0", {}),
+    "arcee": ("Q8_0", NO_BIASES),
+    "ernie4_5": ("Q8_0", HEADS | {"use_bias": False}),
+    "hunyuan_dense": ("Q8_0", HEADS | {"attention_bias": False} | PLAIN_ROPE),
+    "seed_oss": ("Q8_0", HEADS | {"mlp_bias": False}),
+    "exaone4": ("Q8_0", HEADS),
+    "nemotron": ("Q8_0", HEADS),
+    "dots1": ("Q8_0", EXPERT_SIZES | HEADS | {"sliding_window": None, "num_key_value_heads": 4}),
+    "glm4_moe": ("Q8_0", EXPERT_SIZES | HEADS),
     "phi3_short": ("F32", {"hidden_size": 64}),
     "stablelm": ("Q8_0", {}),
     "stablelm_head_norms": ("Q8_0", {}),
@@ -203,7 +214,8 @@ def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
 SELDOM = {
     *("granite", "cohere", "cohere2", "falcon_7b", "glm", "gpt_bigcode", "gpt_neox", "bloom"),
     *("gpt_neox_sequential", "mpt", "olmo", "olmoe", "phi", "phi3", "starcoder2"),
-    *("stablelm", "stablelm_head_norms", "stablelm_parallel"),
+    *("stablelm", "stablelm_head_norms", "stablelm_parallel", "smollm3", "arcee", "ernie4_5"),
+    *("hunyuan_dense", "seed_oss", "exaone4", "nemotron", "dots1", "deepseek_v2_lite"),
 }
 """Families whose files are like the files of another family here."""
 

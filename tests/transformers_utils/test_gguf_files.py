@@ -21,7 +21,7 @@ from tests.tiny_pooling_models import make_pooling_model
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.folder import unpack
-from vllm.transformers_utils.gguf.model import GGUFModel, find_model
+from vllm.transformers_utils.gguf.model import GGUFModel, find_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import find_folder
@@ -376,6 +376,40 @@ def test_metadata_that_contradicts_latent_attention_and_experts_is_refused(
     with pytest.raises(WeightLoadError, match=message) as failure:
         unpack(write_gguf(source, tmp_path, **changes))
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kinds"),
+    [
+        ({}, "sssf"),
+        ({"sliding_window_pattern": 2}, "sfsf"),
+        ({"sliding_window_pattern": [True, False, False, True]}, "sffs"),
+        ({"sliding_window": None}, "ffff"),
+    ],
+)
+def test_the_metadata_says_which_layers_have_windows(tmp_path, metadata, kinds):
+    source = make_tiny_model("exaone4", tmp_path / "source")
+    metadata = {f"exaone4__attention__{name}": value for name, value in metadata.items()}
+    config = read_hf_config(unpack(write_gguf(source, tmp_path, **metadata)), {})
+    assert "".join(kind[0] for kind in config["layer_types"]) == kinds
+
+
+@pytest.mark.parametrize("pattern", [0, [True, False], [2, 2, 2, 2]])
+def test_a_wrong_pattern_of_windows_is_refused(tmp_path, pattern):
+    source = make_tiny_model("exaone4", tmp_path / "source")
+    path = write_gguf(source, tmp_path, exaone4__attention__sliding_window_pattern=pattern)
+    with pytest.raises(WeightLoadError, match=r"pattern' is .* a list of true and false for 4"):
+        unpack(path)
+
+
+def test_layers_for_drafts_are_left_out(tmp_path):
+    source = make_tiny_model("glm4_moe", tmp_path / "source")
+    config = read_hf_config(unpack(write_gguf(source, tmp_path)), {})
+    (tmp_path / "mtp").mkdir()
+    path = write_gguf(source, tmp_path / "mtp", glm4moe__nextn_predict_layers=1)
+    assert read_hf_config(unpack(path), {}) == {**config, "num_hidden_layers": 2}
+    model = open_model([path])
+    assert not [name for name in model.module_names() if ".layers.2." in name]
 
 
 def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):

@@ -62,6 +62,8 @@ class GGUFFacts:
     """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
     window_period: int | None = None
     """Every n-th layer has full attention, the others a window. None: as in `Family`."""
+    windows_are_optional: bool = False
+    """A file without the size of a window has full attention in all layers."""
     has_neighbour_rotations: bool = False
     """Queries and keys are stored for rotations of neighbouring elements of a head."""
     has_post_norms: bool = False

@@ -80,6 +80,7 @@ _AWQ_GEMMA2 = (_ATTENTION, ("pre_feedforward_layernorm", *_DENSE), _VALUES, _MLP
 
 _QUERY, _GATE = "self_attn.q_proj.bias", "mlp.gate_proj.bias"
 _LLAMA_FLAGS = {"attention_bias": _QUERY, "mlp_bias": _GATE}
+_UNGATED_FLAGS = {"attention_bias": _QUERY, "mlp_bias": "mlp.up_proj.bias"}
 _GRANITE_SCALES = {
     "embedding_multiplier": ".embedding_scale",
     "residual_multiplier": ".residual_scale",
@@ -199,6 +200,7 @@ _LLAMAS = (
         no_rope_interval=4,
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
     ),
     Family(
         model_type="ministral3",
@@ -221,6 +223,12 @@ _LLAMAS = (
         has_rope_without_window="alone",
         tokenizer="",
         awq_pairs=(_VALUES, _MLP),
+        gguf=GGUFFacts(
+            architecture="exaone4",
+            has_post_norms=True,
+            window_period=4,
+            windows_are_optional=True,
+        ),
     ),
     Family(
         model_type="ernie4_5",
@@ -228,6 +236,7 @@ _LLAMAS = (
         architectures=("Ernie4_5ForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="ernie4_5", flags={"use_bias": _QUERY}),
     ),
     Family(
         model_type="seed_oss",
@@ -235,6 +244,11 @@ _LLAMAS = (
         architectures=("SeedOssForCausalLM",),
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(
+            architecture="seed_oss",
+            has_post_norms=True,
+            flags={**_LLAMA_FLAGS, "attention_out_bias": "self_attn.o_proj.bias"},
+        ),
     ),
     Family(
         model_type="hunyuan_v1_dense",
@@ -243,6 +257,7 @@ _LLAMAS = (
         architectures=("HunYuanDenseV1ForCausalLM",),
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
     Family(
         model_type="apertus",
@@ -255,6 +270,12 @@ _LLAMAS = (
         module="llama",
         architectures=("ArceeForCausalLM",),
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="arcee",
+            has_neighbour_rotations=True,
+            activation=("hidden_act", "relu2"),
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="jais2",
@@ -576,6 +597,13 @@ _OTHERS = (
         module="routed",
         architectures=("Dots1ForCausalLM",),
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="dots1",
+            has_experts=True,
+            is_routed=True,
+            has_router_bias=True,
+            flags={"attention_bias": _QUERY},
+        ),
     ),
     Family(
         model_type="ernie4_5_moe",
@@ -653,6 +681,14 @@ _OTHERS = (
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="glm4moe",
+            has_experts=True,
+            is_routed=True,
+            has_router_bias=True,
+            has_post_norms=True,
+            flags={"attention_bias": _QUERY, "use_qk_norm": "self_attn.q_norm.weight"},
+        ),
     ),
     Family(
         model_type="glm4_moe_lite",
@@ -802,6 +838,12 @@ _OTHERS = (
         architectures=("NemotronForCausalLM",),
         tokenizer=_GENERIC,
         norms_add_one=True,
+        gguf=GGUFFacts(
+            architecture="nemotron",
+            activation=("hidden_act", "relu2"),
+            norm_key="norm_eps",
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="nemotron_h",

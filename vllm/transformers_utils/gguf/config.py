@@ -34,7 +34,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
     if facts.has_latent_attention:
         head_size = model.size(".rope.dimension_count")  # no other elements are rotated
-    num_layers = model.size(".block_count")
+    num_layers = model.num_layers
     names = model.module_names()
     vocab_size = _rows_of(model, "token_embd", "model.embed_tokens")
     config: dict[str, Any] = {
@@ -94,7 +94,7 @@ def _encoder_config(model: GGUFModel) -> dict[str, Any]:
         "type_vocab_size": _rows_of(model, "token_types", "model.embeddings.token_type_embeddings"),
         "hidden_size": model.size(".embedding_length"),
         "intermediate_size": model.size(".feed_forward_length"),
-        "num_hidden_layers": model.size(".block_count"),
+        "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "max_position_embeddings": model.size(".context_length"),
         facts.norm_key: _norm_eps(model),
@@ -351,22 +351,25 @@ def _values(model: GGUFModel) -> dict[str, Any]:
 
 
 def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, Any]:
-    kind = model.architecture
+    kind, name = model.architecture, ".attention.sliding_window"
     if num_layers > len(model.tensors):  # refused by name later
         raise wrong_layers(model, num_layers)
-    period = model.get(".attention.sliding_window_pattern", int, usual_period)
-    if period < 1:
+    if model.facts.windows_are_optional and kind + name not in model.metadata:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
+    pattern = model.metadata.get(f"{kind}{name}_pattern", usual_period)
+    if isinstance(pattern, list) and {type(each) for each in pattern} == {bool}:
+        has_window = pattern[:num_layers]
+    elif type(pattern) is int and pattern > 0:
+        has_window = [(i + 1) % pattern > 0 for i in range(num_layers)]
+    else:
+        has_window = []
+    if len(has_window) != num_layers:
         raise WeightLoadError(
-            f"{model.paths[0]}: the metadata '{kind}.attention.sliding_window_pattern' is "
-            f"{period}; it must be at least 1"
+            f"{model.paths[0]}: the metadata '{kind}{name}_pattern' is {str(pattern)[:40]}; it "
+            f"must be a number of at least 1, or a list of true and false for {num_layers} layers"
         )
-    return {
-        "sliding_window": model.size(".attention.sliding_window"),
-        "layer_types": [
-            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
-            for i in range(num_layers)
-        ],
-    }
+    kinds = [("full_attention", "sliding_attention")[each] for each in has_window]
+    return {"sliding_window": model.size(name), "layer_types": kinds}
 
 
 def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:

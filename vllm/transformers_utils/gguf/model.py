@@ -57,6 +57,8 @@ _LATENT_PARTS = {
 """The last two are the halves of the one before in newer files: a matrix for each head, transposed
 for keys."""
 _ROUTER_BIAS = "exp_probs_b"
+_DRAFT_LAYERS = ".nextn_predict_layers"
+"""Metadata with the number of layers, the last ones, that guess further tokens."""
 _FUSED_ATTENTION = ("attn_q", "attn_k", "attn_v")
 _FUSED_GATE = ("ffn_gate", "ffn_up")
 """Parts of layers that may be stored as one tensor, one after the other."""
@@ -181,6 +183,11 @@ class GGUFModel:
         return None if short is None or long is None else (short, long)
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers, without the layers that guess further tokens."""
+        return self.size(".block_count") - self.get(_DRAFT_LAYERS, int, 0)
+
+    @property
     def num_heads(self) -> int:
         """Number of query heads."""
         return self.size(".attention.head_count")
@@ -248,7 +255,10 @@ class GGUFModel:
             WeightLoadError: a tensor is unknown.
         """
         found: dict[str, StoredTensor] = {}
+        drafts = self._draft_prefixes()
         for name, tensor in self.tensors.items():
+            if name.startswith(drafts):
+                continue
             if name in (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS):
                 continue
             made = self._parameters(name, tensor)
@@ -259,6 +269,13 @@ class GGUFModel:
                 )
             found |= made
         return found
+
+    def _draft_prefixes(self) -> tuple[str, ...]:
+        """Return how the names of tensors begin that guess further tokens."""
+        if not self.metadata.get(self.architecture + _DRAFT_LAYERS):
+            return ()
+        last = min(self.size(".block_count"), len(self.tensors))
+        return tuple(f"blk.{i}." for i in range(self.num_layers, last))
 
     @property
     def _names(self) -> _Names:
