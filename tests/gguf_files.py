@@ -77,6 +77,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "glm4_moe": "glm4moe",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
     "deepseek_v3": "deepseek2",
 }
 _NEIGHBOURS = (
@@ -329,7 +330,9 @@ def _add_fused_experts(
 ) -> dict[str, Tensor]:
     """Add and remove the tensors of all experts of a layer; the rounded ones."""
     dense: dict[str, Tensor] = {}
-    for name in [n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.\w+_", n)]:
+    for name in [
+        n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.(?!e_score)\w+_", n)
+    ]:
         values = weights[name].float()
         layer, kind = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
         if "gate_up" in name or "input_linear" in name:
@@ -432,9 +435,11 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
             "expert_count": _first(config, "num_local_experts", "num_experts", "n_routed_experts"),
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config.get("moe_intermediate_size")
-            or (inner if arch == "gpt-oss" else None),
+            or (inner if arch in ("gpt-oss", "minimax-m2") else None),
             "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         }
+    if arch == "minimax-m2":
+        values["expert_gating_func"] = 2
     if "n_routed_experts" in config:
         values |= _routing_metadata(config)
     if arch in ("gemma2", "gemma3"):

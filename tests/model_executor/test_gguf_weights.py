@@ -110,6 +110,8 @@ MODELS = {
     "nemotron": ("Q8_0", HEADS),
     "dots1": ("Q8_0", EXPERT_SIZES | HEADS | {"sliding_window": None, "num_key_value_heads": 4}),
     "glm4_moe": ("Q8_0", EXPERT_SIZES | HEADS),
+    "jais2": ("Q8_0", HEADS),
+    "minimax_m2": ("Q8_0", HEADS | {"intermediate_size": 256}),
     "phi3_short": ("F32", {"hidden_size": 64}),
     "stablelm": ("Q8_0", {}),
     "stablelm_head_norms": ("Q8_0", {}),
@@ -215,7 +217,7 @@ SELDOM = {
     *("granite", "cohere", "cohere2", "falcon_7b", "glm", "gpt_bigcode", "gpt_neox", "bloom"),
     *("gpt_neox_sequential", "mpt", "olmo", "olmoe", "phi", "phi3", "starcoder2"),
     *("stablelm", "stablelm_head_norms", "stablelm_parallel", "smollm3", "arcee", "ernie4_5"),
-    *("hunyuan_dense", "seed_oss", "exaone4", "nemotron", "dots1", "deepseek_v2_lite"),
+    *("hunyuan_dense", "seed_oss", "exaone4", "nemotron", "dots1", "jais2", "deepseek_v2_lite"),
 }
 """Families whose files are like the files of another family here."""
 

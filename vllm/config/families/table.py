@@ -282,6 +282,12 @@ _LLAMAS = (
         module="llama",
         architectures=("Jais2ForCausalLM",),
         tokenizer="GPT2Tokenizer",
+        gguf=GGUFFacts(
+            architecture="jais2",
+            activation=("hidden_act", "relu2"),
+            norm_key="layer_norm_eps",
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="helium",
@@ -818,6 +824,13 @@ _OTHERS = (
         module="routed",
         architectures=("MiniMaxM2ForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="minimax-m2",
+            has_experts=True,
+            has_router_bias=True,
+            head_norms="all_heads",
+            expert_count_key="num_local_experts",
+        ),
     ),
     Family(
         model_type="mpt",

@@ -315,11 +315,13 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
 
 
 def _inner_size(model: GGUFModel) -> int:
-    """Return the size of the MLP, or of one expert in files that say nothing else."""
-    name = ".feed_forward_length"
-    if model.facts.has_experts and model.architecture + name not in model.metadata:
-        name = ".expert_feed_forward_length"
-    return model.size(name)
+    """Return the size of the MLP, or of one expert in models that have nothing else."""
+    name, of_expert = ".feed_forward_length", ".expert_feed_forward_length"
+    has_name, has_other = (
+        model.architecture + each in model.metadata for each in (name, of_expert)
+    )
+    has_experts_only = model.facts.expert_count_key is not None and has_other
+    return model.size(of_expert if has_experts_only or (not has_name and has_other) else name)
 
 
 def _norm_eps(model: GGUFModel) -> float:

@@ -51,12 +51,12 @@ def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         "up_proj": (config["intermediate_size"], hidden),
         "down_proj": (hidden, config["intermediate_size"]),
         "embed_positions": (config.get("max_position_embeddings", 0), hidden),
-        "e_score_correction_bias": (config.get("n_routed_experts", 0),),
         "sinks": (config["num_attention_heads"],),
         **_head_norm_shapes(model),
     }
     num_experts = config.get("num_experts") or config.get("n_routed_experts") or 0
     shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
+    shapes["e_score_correction_bias"] = (num_experts,)
     if model.facts.has_latent_attention:
         shapes |= _latent_shapes(config)
     names = model.module_names()
