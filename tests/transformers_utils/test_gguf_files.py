@@ -405,11 +405,26 @@ def test_a_wrong_pattern_of_windows_is_refused(tmp_path, pattern):
 def test_layers_for_drafts_are_left_out(tmp_path):
     source = make_tiny_model("glm4_moe", tmp_path / "source")
     config = read_hf_config(unpack(write_gguf(source, tmp_path)), {})
-    (tmp_path / "mtp").mkdir()
+    for name in ("mtp", "all"):
+        (tmp_path / name).mkdir()
     path = write_gguf(source, tmp_path / "mtp", glm4moe__nextn_predict_layers=1)
     assert read_hf_config(unpack(path), {}) == {**config, "num_hidden_layers": 2}
     model = open_model([path])
+    with pytest.raises(WeightLoadError, match=r"predict_layers' is 3, .*block_count' 3"):
+        unpack(write_gguf(source, tmp_path / "all", glm4moe__nextn_predict_layers=3))
     assert not [name for name in model.module_names() if ".layers.2." in name]
+
+
+@pytest.mark.parametrize(("half", "name"), [("k", "keys"), ("v", "values")])
+def test_halves_of_latent_projections_belong_together(tmp_path, half, name):
+    source = make_tiny_model("deepseek_v3", tmp_path / "source")
+    path = write_gguf(source, tmp_path)
+    stored = f"blk.1.attn_{half}_b.weight".encode()
+    renamed = b"blk.9" + stored[len("blk.1") :]
+    path.write_bytes(path.read_bytes().replace(stored, renamed))
+    lacking = rf"lacks the tensors of .*layers\.1\.self_attn\.kv_b_proj\.{name}"
+    with pytest.raises(WeightLoadError, match=lacking):
+        unpack(path)
 
 
 def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):

@@ -71,9 +71,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
                 source = _read(model, name, stored, file.fileno())
                 if name.endswith(_LATENT_KEYS):
                     name = name.removesuffix(_LATENT_KEYS)
-                    values = names.get(name + _LATENT_VALUES)
-                    if values is None:
-                        raise WeightLoadError(f"{stored.path} lacks the attn_v_b of an attn_k_b")
+                    values = names[name + _LATENT_VALUES]
                     other = opened.enter_context(values.path.open("rb"))
                     second = _read(model, name, values, other.fileno())
                     name, source = f"{name}.weight", _joined(source, second, model.num_heads)

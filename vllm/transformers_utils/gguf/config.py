@@ -13,8 +13,8 @@ from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shape
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
 
-_SCORES = {0: "softmax", 1: "softmax", 2: "sigmoid"}
-"""Value of `expert_gating_func` -> name in config.json; 0: older files, which do not have it."""
+_SCORES = {1: "softmax", 2: "sigmoid"}
+"""Value of `expert_gating_func` -> name in config.json."""
 
 _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Value of `pooling_type` -> name in sentence-transformers."""
@@ -151,7 +151,7 @@ def read_pooling(model: GGUFModel) -> dict[str, Any]:
     kind = model.metadata.get(f"{model.architecture}.pooling_type", 0)
     if kind in _NOT_POOLED:
         return {}
-    if kind not in _POOLING:
+    if type(kind) is not int or kind not in _POOLING:
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{model.architecture}.pooling_type' is "
             f"{str(kind)[:40]}; supported: 0 (none), 1 (mean), 2 (CLS), 3 (last), 4 (rank). "
@@ -273,7 +273,8 @@ def _latent(model: GGUFModel) -> dict[str, Any]:
     Raises:
         WeightLoadError: one is missing or contradicts another one.
     """
-    sizes, has_ranks = {}, f"{model.architecture}.attention.q_lora_rank" in model.metadata
+    sizes, rank_name = {}, ".attention.q_lora_rank"
+    has_ranks = bool(model.metadata.get(model.architecture + rank_name))
     for part in ("key", "value"):
         name = f".attention.{part}_length"
         is_new = f"{model.architecture}{name}_mla" in model.metadata
@@ -286,7 +287,7 @@ def _latent(model: GGUFModel) -> dict[str, Any]:
             f"damaged; download it again"
         )
     return {
-        "q_lora_rank": model.size(".attention.q_lora_rank") if has_ranks else None,
+        "q_lora_rank": model.size(rank_name) if has_ranks else None,
         "kv_lora_rank": model.size(".attention.kv_lora_rank"),
         "qk_nope_head_dim": sizes["key"] - num_rotated,
         "qk_rope_head_dim": num_rotated,
@@ -435,7 +436,7 @@ def _routing(model: GGUFModel, num_experts: int) -> dict[str, Any]:
         WeightLoadError: the score of experts is unknown.
     """
     kind, has_bias = model.architecture, model.facts.has_router_bias
-    score = model.get(".expert_gating_func", int, 0)
+    score = model.get(".expert_gating_func", int, 0) or (2 if has_bias else 1)
     if score not in _SCORES:
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.expert_gating_func' is {score}; supported: "

@@ -185,7 +185,14 @@ class GGUFModel:
     @property
     def num_layers(self) -> int:
         """Number of layers, without the layers that guess further tokens."""
-        return self.size(".block_count") - self.get(_DRAFT_LAYERS, int, 0)
+        all_layers, drafts = self.size(".block_count"), self.get(_DRAFT_LAYERS, int, 0)
+        if not 0 <= drafts < all_layers:
+            raise WeightLoadError(
+                f"{self.paths[0]}: the metadata '{self.architecture}{_DRAFT_LAYERS}' is {drafts}, "
+                f"and '{self.architecture}.block_count' {all_layers}. It is damaged; download it "
+                f"again"
+            )
+        return all_layers - drafts
 
     @property
     def num_heads(self) -> int:

@@ -73,6 +73,10 @@ def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         for part in ("self_attn.o_proj", "mlp.down_proj" if i in without else last)
         if (name := f"model.layers.{i}.{part}.weight") not in names
     ]
+    for half, other in (("keys", "values"), ("values", "keys")):
+        end, other_end = f".{half}.weight", f".{other}.weight"
+        twins = [name.removesuffix(end) + other_end for name in names if name.endswith(end)]
+        lacking += [twin for twin in twins if twin not in names]
     if lacking:
         raise _lacks(model, lacking, config["num_hidden_layers"])
     for name, tensor in names.items():
