@@ -78,9 +78,6 @@ class ParallelLinear(MethodLayer):
         self.input_size = input_size
         self.output_size = output_size
         self.feature_slices = feature_slices
-        parts = feature_slices.values()
-        self.split_sizes = [part.size if part.dim == 0 else output_size for part in parts]
-        """Output features of each packed part on this rank, in order."""
         self.tp = tp
         self.register_parameter("bias", None)
         self.use_method(UnquantizedLinear())
@@ -125,6 +122,8 @@ class ColumnParallelLinear(ParallelLinear):
             slices[name] = Slice(0, offset, size, total, replicas)
             offset += size
         super().__init__(input_size, offset, slices, tp)
+        self.split_sizes = [part.size for part in slices.values()]
+        """Features of each packed part on this rank, in order."""
         if bias:
             self._create_bias()
             self.slices["bias"] = slices
