@@ -74,8 +74,22 @@ _ARCHITECTURES = {
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
     "phi": "phi2",
+    "deepseek_v2": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
+    "deepseek_v3": "deepseek2",
 }
-_NEIGHBOURS = ("llama", "olmo", "granite", "granitemoe", "baichuan", "internlm2")
+_NEIGHBOURS = (
+    "llama",
+    "olmo",
+    "granite",
+    "granitemoe",
+    "baichuan",
+    "internlm2",
+    "smollm3",
+    "arcee",
+)
 """Architectures whose queries and keys are stored for rotations of neighbouring elements."""
 _NAMES |= {
     "mlp.gate": "ffn_gate_inp",
@@ -84,7 +98,11 @@ _NAMES |= {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "bert.pooler.dense": "cls",
+    "classifier": "cls.output",
 }
+_LEFT_OUT = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+"""Tensors that files of encoders lack."""
 _EXPERT = re.compile(r"(model\.layers\.(\d+)\.\S+\.experts)\.0\.(\w+)\.weight")
 _EXPERT_NAMES = {
     "gate_proj": "gate",
@@ -117,6 +135,7 @@ def write_gguf(
     target: Path,
     type_of: TypeOf = lambda name: Type.F32,
     architecture: str | None = None,
+    splits_latent: bool = True,
     **metadata: Any,
 ) -> Path:
     """Write a GGUF file of a checkpoint.
@@ -126,6 +145,7 @@ def write_gguf(
         target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
         type_of: chooses types.
         architecture: None: the one of the model.
+        splits_latent: latent attention has tensors of its own for keys and values, as newer files.
         metadata: values that replace others, with "__" for "."; None leaves one out.
 
     Returns:
@@ -133,12 +153,15 @@ def write_gguf(
     """
     config = json.loads((source / "config.json").read_text())
     arch = architecture or _ARCHITECTURES.get(config["model_type"], config["model_type"])
-    is_gemma = arch.startswith("gemma")
+    adds_one = arch.startswith(("gemma", "nemotron"))
     path = target / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
     values = _metadata(arch, config)
+    if config.get("kv_lora_rank"):
+        values |= _latent_metadata(arch, config, splits_latent)
     if (source / "tokenizer.json").is_file():
-        values |= byte_level_metadata(source)
+        is_bert = arch == "bert"
+        values |= word_piece_metadata(source) if is_bert else byte_level_metadata(source)
     values |= {name.replace("__", "."): value for name, value in metadata.items()}
     for name, value in values.items():
         if value is not None:
@@ -158,6 +181,12 @@ def write_gguf(
     known = gguf.get_tensor_name_map(_ARCH_NUMBERS[arch], 64)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     for name, tensor in weights.items():
+        if name in _LEFT_OUT:
+            dense[name] = tensor
+            continue
+        if name.endswith(".kv_b_proj.weight") and splits_latent:
+            dense[name] = _add_latent(writer, name, tensor.float(), config, type_of)
+            continue
         stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES, known)
         values = tensor.float()
         if "shared_expert_gate" in name:
@@ -173,11 +202,12 @@ def write_gguf(
             order = _one_behind_the_other(len(values), arch, config)
         if order is not None:
             values = values[order]
-        if is_gemma and "norm" in stored:
+        is_norm = adds_one and stored.endswith("norm.weight")
+        if is_norm:
             values = values + 1
         kind = type_of(stored) if values.dim() == 2 else Type.F32
         rounded = _add_tensor(writer, stored, values, kind, len(dense))
-        if is_gemma and "norm" in stored:
+        if is_norm:
             rounded = rounded - 1
         if order is not None:
             rounded = rounded[order.argsort()]
@@ -199,6 +229,56 @@ def write_gguf(
     (target / "dense" / "config.json").write_text(json.dumps(config))
     save_file(dense, target / "dense" / "model.safetensors", {"format": "pt"})
     return path
+
+
+def _add_latent(
+    writer: gguf.GGUFWriter, name: str, weight: Tensor, config: dict[str, Any], type_of: TypeOf
+) -> Tensor:
+    """Add the projections of latent vectors, a matrix for each head, that to keys transposed; the
+    rounded weight."""
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    rounded = []
+    for part, each in (("k", keys.mT.contiguous()), ("v", values.contiguous())):
+        stored = f"blk.{name.split('.')[2]}.attn_{part}_b.weight"
+        rounded.append(_add_tensor(writer, stored, each, type_of(stored), 0))
+    return torch.cat((rounded[0].mT, rounded[1]), dim=1).flatten(0, 1)
+
+
+def _latent_metadata(arch: str, config: dict[str, Any], splits_latent: bool) -> dict[str, Any]:
+    rotated, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    values: dict[str, Any] = {
+        "rope.dimension_count": rotated,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "attention.head_count_kv": config["num_attention_heads"],
+        "attention.key_length": key,
+        "attention.value_length": value,
+    }
+    if splits_latent:
+        values |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent + rotated,
+            "attention.value_length": latent,
+            "attention.key_length_mla": key,
+            "attention.value_length_mla": value,
+        }
+    return {f"{arch}.{name}": number for name, number in values.items()}
+
+
+def _routing_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    is_sigmoid = config["model_type"] != "deepseek_v2"
+    num_groups = config.get("n_group") or 1
+    return {
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": bool(config.get("norm_topk_prob")),
+        "expert_gating_func": 2 if is_sigmoid else 1,
+        "expert_group_count": num_groups if num_groups > 1 else None,
+        "expert_group_used_count": config["topk_group"] if num_groups > 1 else None,
+    }
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +330,9 @@ def _add_fused_experts(
 ) -> dict[str, Tensor]:
     """Add and remove the tensors of all experts of a layer; the rounded ones."""
     dense: dict[str, Tensor] = {}
-    for name in [n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.\w+_", n)]:
+    for name in [
+        n for n in weights if re.search(r"\.(experts|block_sparse_moe)\.(?!e_score)\w+_", n)
+    ]:
         values = weights[name].float()
         layer, kind = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
         if "gate_up" in name or "input_linear" in name:
@@ -307,7 +389,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     num_heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     inner = _first(config, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
     head = config.get("head_dim") or hidden // num_heads
-    layer_norm = _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    layer_norm = _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     values: dict[str, Any] = {
         "context_length": _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
         or 2048,
@@ -339,21 +421,27 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         values["rope.scaling.attn_factor"] = (
             math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
         )
-    if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2"):
+    if arch in ("phi3", "cohere2", "gpt-oss", "starcoder2", "exaone4"):
         values["attention.sliding_window"] = config.get("sliding_window")
     if full.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = full["rope_type"]
         values["rope.scaling.factor"] = full["factor"]
+        if full.get("mscale_all_dim"):
+            values["rope.scaling.yarn_log_multiplier"] = 0.1 * full["mscale_all_dim"]
         original = full.get("original_max_position_embeddings")
         values["rope.scaling.original_context_length"] = original
     if "num_experts_per_tok" in config:
         values |= {
-            "expert_count": config.get("num_local_experts") or config["num_experts"],
+            "expert_count": _first(config, "num_local_experts", "num_experts", "n_routed_experts"),
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config.get("moe_intermediate_size")
-            or (inner if arch == "gpt-oss" else None),
+            or (inner if arch in ("gpt-oss", "minimax-m2") else None),
             "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         }
+    if arch == "minimax-m2":
+        values["expert_gating_func"] = 2
+    if "n_routed_experts" in config:
+        values |= _routing_metadata(config)
     if arch in ("gemma2", "gemma3"):
         values["attention.sliding_window"] = config["sliding_window"]
         values["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
@@ -394,6 +482,26 @@ def byte_level_metadata(folder: Path) -> dict[str, Any]:
     }
 
 
+def word_piece_metadata(folder: Path) -> dict[str, Any]:
+    """Of the tokenizer of a BERT: a space before pieces that begin a word, and no signs before
+    others."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = []
+    for piece in sorted(vocabulary, key=vocabulary.__getitem__):
+        is_kept = piece in special or piece.startswith("[unused")
+        tokens.append(piece if is_kept else f"\u2581{piece}".replace("\u2581##", ""))
+    ids = {"unknown": "[UNK]", "seperator": "[SEP]", "padding": "[PAD]", "mask": "[MASK]"}
+    named = {name: special[token] for name, token in (ids | {"cls": "[CLS]"}).items()}
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        **{f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()},
+    }
+
+
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)
@@ -409,6 +517,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> str:
     """The name in a file, by the table here or by the one of the package."""
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
     stem, _, kind = name.rpartition(".")
     if name.endswith(".sinks"):
         return f"{known.get_name(name)}.weight"
@@ -416,7 +525,7 @@ def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> s
     if stem.startswith("model.layers."):
         _, _, index, part = stem.split(".", 3)
         found = names.get(part) and f"blk.{index}.{names[part]}"
-    if names is _NAMES:
+    if names is _NAMES and not stem.startswith("classifier"):
         found = _by_package(stem, known) or found
     assert found is not None, name
     return f"{found}.{kind}"
@@ -424,7 +533,10 @@ def _gguf_name(name: str, names: dict[str, str], known: gguf.TensorNameMap) -> s
 
 def _by_package(stem: str, known: gguf.TensorNameMap) -> str | None:
     """The package does not know every spelling of the levels."""
-    spellings = (stem, f"transformer.{stem}", stem.removeprefix("transformer."))
+    spellings = (
+        *(stem, f"transformer.{stem}", stem.removeprefix("transformer.")),
+        stem.removeprefix("bert."),
+    )
     found: str | None = next((n for n in map(known.get_name, spellings) if n is not None), None)
     return found
 

@@ -19,6 +19,7 @@ MODELS = "vllm.model_executor.models"
 ALLOWED = {
     "entrypoints/openai/tool_parsers/manager.py": "values of --tool-call-parser",
     "reasoning/manager.py": "values of --reasoning-parser",
+    "transformers_utils/gguf/tokenizer.py": "values of tokenizer.ggml.model",
 }
 
 
@@ -86,7 +87,7 @@ def test_families_that_entries_name_are_in_the_table():
 
 def test_what_a_checkpoint_in_another_format_is_is_clear():
     stored = Counter(
-        (family.gguf.architecture, family.gguf.has_experts)
+        (family.gguf.architecture, family.gguf.has_experts, family.gguf.has_router_bias)
         for family in FAMILIES.values()
         if family.gguf is not None
     )

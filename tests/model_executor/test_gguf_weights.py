@@ -4,19 +4,31 @@ import itertools
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
-from tests.model_executor.helpers import load, logits_of, prompt_of, read_arch, reference_logits
+from tests.model_executor.helpers import (
+    load,
+    logits_of,
+    make_config,
+    prompt_of,
+    read_arch,
+    reference_logits,
+)
 from tests.model_executor.test_quantized_checkpoints import weight_of
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import _DEEPSEEK, make_tiny_model
+from tests.tiny_pooling_models import class_logits, hidden_states, make_pooling_model
+from vllm.config.pooler import PoolerConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.gguf_file import read_gguf, stored_format
 from vllm.model_executor.quantization.gguf.blocks import needs_package
 from vllm.ops import get_ops, set_ops
@@ -39,9 +51,20 @@ from tests.gguf_files import (  # noqa: E402
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 HEADS = {"head_dim": 64}
+NO_BIASES = HEADS | {"attention_bias": False, "mlp_bias": False}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 TIED = {"tie_word_embeddings": True}
 FOUR_TIMES = {"intermediate_size": None}
 EXPERT_SIZES = {"moe_intermediate_size": 256}
+LATENT_SIZES = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 256,
+    "moe_intermediate_size": 256,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "rope_parameters": _DEEPSEEK["rope_parameters"] | {"mscale": 1.3},
+}
+LITE = {"attention_bias": False, "q_lora_rank": None, "n_group": 1}
 MODELS = {
     "llama": ("F32", HEADS),
     "llama3": ("Q5_0", HEADS),
@@ -75,6 +98,20 @@ MODELS = {
     "olmoe": ("Q8_0", {"clip_qkv": None}),
     "phi": ("Q8_0", {}),
     "phi3": ("Q4_K", {}),
+    "deepseek_v2": ("F32", LATENT_SIZES),
+    "deepseek_v2_lite": ("Q8_0", LATENT_SIZES | LITE),
+    "deepseek_v3": ("Q4_K", LATENT_SIZES),
+    "smollm3": ("Q8_0", {}),
+    "arcee": ("Q8_0", NO_BIASES),
+    "ernie4_5": ("Q8_0", HEADS | {"use_bias": False}),
+    "hunyuan_dense": ("Q8_0", HEADS | {"attention_bias": False} | PLAIN_ROPE),
+    "seed_oss": ("Q8_0", HEADS | {"mlp_bias": False}),
+    "exaone4": ("Q8_0", HEADS),
+    "nemotron": ("Q8_0", HEADS),
+    "dots1": ("Q8_0", EXPERT_SIZES | HEADS | {"sliding_window": None, "num_key_value_heads": 4}),
+    "glm4_moe": ("Q8_0", EXPERT_SIZES | HEADS),
+    "jais2": ("Q8_0", HEADS),
+    "minimax_m2": ("Q8_0", HEADS | {"intermediate_size": 256}),
     "phi3_short": ("F32", {"hidden_size": 64}),
     "stablelm": ("Q8_0", {}),
     "stablelm_head_norms": ("Q8_0", {}),
@@ -179,7 +216,8 @@ def test_the_package_is_needed_for_rarer_types_only(tmp_path, monkeypatch):
 SELDOM = {
     *("granite", "cohere", "cohere2", "falcon_7b", "glm", "gpt_bigcode", "gpt_neox", "bloom"),
     *("gpt_neox_sequential", "mpt", "olmo", "olmoe", "phi", "phi3", "starcoder2"),
-    *("stablelm", "stablelm_head_norms", "stablelm_parallel"),
+    *("stablelm", "stablelm_head_norms", "stablelm_parallel", "smollm3", "arcee", "ernie4_5"),
+    *("hunyuan_dense", "seed_oss", "exaone4", "nemotron", "dots1", "jais2", "deepseek_v2_lite"),
 }
 """Families whose files are like the files of another family here."""
 
@@ -195,6 +233,59 @@ def test_logits_are_those_of_transformers(written, family):
     got = logits_of(load(unpack(folder / "model.gguf")), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
     torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_older_files_have_keys_and_values_of_latents_in_one_tensor(tmp_path, family):
+    source = make_tiny_model(family, tmp_path / "source", **(SIZES | LATENT_SIZES))
+    path = write_gguf(source, tmp_path, lambda name: Type.Q8_0, splits_latent=False)
+    want = reference_logits(tmp_path / "dense", prompt_of(40))
+    got = logits_of(load(unpack(path)), prompt_of(40))
+    torch.testing.assert_close(got, want, atol=2e-4 * want.std().item(), rtol=0)
+
+
+def test_ranks_have_the_latent_projections_of_their_heads(written):
+    folder = written("deepseek_v3", *MODELS["deepseek_v3"][:1], **MODELS["deepseek_v3"][1])
+    for rank in range(2):
+        tp = TPGroup(rank, 2)
+        models = [load(path, tp) for path in (unpack(folder / "model.gguf"), folder / "dense")]
+        got, want = (model.model.layers[0].self_attn.kv_b_proj for model in models)
+        for half in ("key_up", "value_up"):
+            assert torch.equal(getattr(got, half).dense(), getattr(want, half).dense())
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K+Q6_K+F16"])
+@pytest.mark.parametrize(
+    ("architecture", "labels"),
+    [("BertModel", 0), ("BertForSequenceClassification", 3), ("BertForSequenceClassification", 1)],
+)
+def test_encoders_are_those_of_transformers(tmp_path, architecture, labels, kind):
+    sizes = SIZES | ({"num_labels": labels} if labels else {})
+    source = make_pooling_model(architecture, tmp_path / "source", **sizes)
+    kinds = itertools.cycle(kind.split("+"))
+    path = write_gguf(source, tmp_path, lambda name: Type[next(kinds)])
+    config, input_ids = make_config(unpack(path)), prompt_of(60)
+    pooler = PoolerConfig(task="embed", pooling_type="CLS", is_causal=False)
+    config = replace(config, model=replace(config.model, pooler=pooler))
+    model = load_model(config, TPGroup(), torch.device("cpu"))
+    dense = tmp_path / "dense", architecture, input_ids.tolist()
+    with torch.inference_mode():
+        got = model(input_ids, torch.arange(60))
+        want = hidden_states(*dense)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+        if labels:
+            torch.testing.assert_close(
+                model.head(got[:1])[0], class_logits(*dense), atol=1e-4, rtol=0
+            )
+
+
+def test_a_classifier_of_one_tensor_is_refused(tmp_path):
+    source = make_pooling_model("BertForSequenceClassification", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    others = {name: w for name, w in weights.items() if not name.startswith("classifier")}
+    save_file(others, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightLoadError, match=r"one of the tensors cls\.weight and cls\.output"):
+        unpack(write_gguf(source, tmp_path))
 
 
 @pytest.mark.parametrize("architecture", ["baichuan", "internlm2"])

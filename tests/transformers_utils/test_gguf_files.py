@@ -6,21 +6,31 @@ import struct
 
 import pytest
 from huggingface_hub import constants
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tests.tiny_models import make_tiny_model
+from tests.tiny_pooling_models import make_pooling_model
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.transformers_utils.gguf.folder import unpack
-from vllm.transformers_utils.gguf.model import GGUFModel, find_model
+from vllm.transformers_utils.gguf.model import GGUFModel, find_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
 from vllm.transformers_utils.hf_config import read_hf_config
 from vllm.transformers_utils.hub import find_folder
+from vllm.transformers_utils.sentence_transformers_config import read_sentence_transformers_config
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
-from tests.gguf_files import byte_level_metadata, write_gguf  # noqa: E402
+from tests.gguf_files import byte_level_metadata, word_piece_metadata, write_gguf  # noqa: E402
 
 TEXTS = (
     "def read(path):\n    return open(path)  # 12345",
@@ -110,6 +120,88 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
         assert got.decode(ids) == want.decode(ids)
 
 
+def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path):
+    _, metadata = make_pieces(prefix=True)
+    added = ("<|endoftext|>", "<|placeholder1|>", "<|user|>", "<|end|>")
+    first = len(metadata["tokenizer.ggml.tokens"])
+    for name, values in (("tokens", added), ("token_type", [3] * 4), ("scores", [0.0] * 4)):
+        metadata[f"tokenizer.ggml.{name}"] += values
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    phi = Tokenizer.from_str(files["tokenizer.json"])
+    ids = phi.encode("a", add_special_tokens=False).ids
+
+    def ids_of(text):
+        return phi.encode(text, add_special_tokens=False).ids
+
+    assert ids_of("<|user|>\n a<|end|>\n<|user|>") == [first + 2, *ids, first + 3, first + 2]
+    assert ids_of("<|endoftext|>\na") != [first, *ids]
+    metadata["tokenizer.ggml.tokens"][first + 1] = "<|other|>"
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    other = Tokenizer.from_str(files["tokenizer.json"])
+    assert len(other.encode("<|end|>\n").ids) > len(phi.encode("<|end|>\n").ids)
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_word_pieces_are_those_of_bert(tmp_path, is_cased):
+    want = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    want.normalizer = normalizers.BertNormalizer(lowercase=not is_cased, strip_accents=not is_cased)
+    want.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    want.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    want.train_from_iterator((BUNDLED_MODEL / "README.md").read_text().splitlines(), trainer)
+    want.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    want.save(str(tmp_path / "tokenizer.json"))
+    metadata = word_piece_metadata(tmp_path)
+    if is_cased:
+        names = ("lowercase", "strip_accents")
+        metadata |= {f"tokenizer.ggml.normalizer.{name}": False for name in names}
+    files = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    got = Tokenizer.from_str(files["tokenizer.json"])
+    assert got.get_vocab() == want.get_vocab()
+    for text in (*TEXTS, "Models ARE tráined on [unused0] tokens[MASK]"):
+        first, second = got.encode(text), want.encode(text)
+        assert first.ids == second.ids
+        assert got.decode(first.ids) == want.decode(second.ids)
+    first, second = (each.encode("a model", "a token") for each in (got, want))
+    assert (first.ids, first.type_ids) == (second.ids, second.type_ids)
+    names = json.loads(files["tokenizer_config.json"])
+    assert (names["cls_token"], names["sep_token"]) == ("[CLS]", "[SEP]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pooling"),
+    [({}, None), ({"bert__pooling_type": 1}, "MEAN"), ({"bert__pooling_type": 2}, "CLS"),
+     ({"bert__pooling_type": 3}, "LAST"), ({"bert__pooling_type": 4}, None)],
+)  # fmt: skip
+def test_the_metadata_says_how_texts_are_pooled(tmp_path, changes, pooling):
+    source = make_pooling_model("BertModel", tmp_path / "source")
+    found = read_sentence_transformers_config(unpack(write_gguf(source, tmp_path, **changes)))
+    assert (found and found.pooling_type) == pooling
+    assert found is None or found.normalize
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bert__pooling_type": 9}, r"pooling_type' is 9; supported: 0 \(none\), 1 \(mean\)"),
+        ({"bert__block_count": 3}, r"lacks the tensors of model\.encoder\.layer\.2\."),
+        ({"bert__block_count": 1 << 30}, "block_count' is 1073741824, the file has"),
+        (
+            {"bert__feed_forward_length": 64},
+            r"intermediate\.dense\.bias .* has the shape \[96\], .* \[64\]",
+        ),
+        ({"bert__context_length": 1 << 30}, r"position_embeddings.* has the shape \[128, 64\]"),
+    ],
+)
+def test_metadata_that_contradicts_an_encoder_is_refused(tmp_path, changes, message):
+    source = make_pooling_model("BertModel", tmp_path / "source")
+    path = write_gguf(source, tmp_path, **changes)
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(path)
+    assert "\n" not in str(failure.value)
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "words"),
     [
@@ -149,7 +241,7 @@ def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
     ("changes", "message"),
     [
         ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars', .*original model with --tokenizer"),
-        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama"),
+        ({"tokenizer__ggml__model": "t5"}, "model' is 't5'; supported: gpt2, llama, bert"),
         (
             {"tokenizer__ggml__model": "llama"},
             r"ggml\.scores' must be a list of float with a value for each of the \d+ tokens",
@@ -264,6 +356,75 @@ def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, mes
     with pytest.raises(WeightLoadError, match=message) as failure:
         unpack(path)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_gating_func": 7}, r"gating_func' is 7; supported: 1 \(softmax\), 2 \(sigmoid\)"),
+        ({"rope__dimension_count": 64}, "dimension_count' is 64; a key has 40 elements"),
+        ({"attention__kv_lora_rank": 1 << 30}, r"kv_a_\S+ .* has the shape"),
+        ({"expert_shared_count": 3}, r"shared_experts.* has the shape \[64, 96\], .*\[64, 144\]"),
+        ({"leading_dense_block_count": 0}, r"lacks the tensors of .*layers\.0\.mlp\.experts\.7"),
+    ],
+)
+def test_metadata_that_contradicts_latent_attention_and_experts_is_refused(
+    tmp_path, changes, message
+):
+    source = make_tiny_model("deepseek_v3", tmp_path / "source")
+    changes = {f"deepseek2__{name}": value for name, value in changes.items()}
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(write_gguf(source, tmp_path, **changes))
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kinds"),
+    [
+        ({}, "sssf"),
+        ({"sliding_window_pattern": 2}, "sfsf"),
+        ({"sliding_window_pattern": [True, False, False, True]}, "sffs"),
+        ({"sliding_window": None}, "ffff"),
+    ],
+)
+def test_the_metadata_says_which_layers_have_windows(tmp_path, metadata, kinds):
+    source = make_tiny_model("exaone4", tmp_path / "source")
+    metadata = {f"exaone4__attention__{name}": value for name, value in metadata.items()}
+    config = read_hf_config(unpack(write_gguf(source, tmp_path, **metadata)), {})
+    assert "".join(kind[0] for kind in config["layer_types"]) == kinds
+
+
+@pytest.mark.parametrize("pattern", [0, [True, False], [2, 2, 2, 2]])
+def test_a_wrong_pattern_of_windows_is_refused(tmp_path, pattern):
+    source = make_tiny_model("exaone4", tmp_path / "source")
+    path = write_gguf(source, tmp_path, exaone4__attention__sliding_window_pattern=pattern)
+    with pytest.raises(WeightLoadError, match=r"pattern' is .* a list of true and false for 4"):
+        unpack(path)
+
+
+def test_layers_for_drafts_are_left_out(tmp_path):
+    source = make_tiny_model("glm4_moe", tmp_path / "source")
+    config = read_hf_config(unpack(write_gguf(source, tmp_path)), {})
+    for name in ("mtp", "all"):
+        (tmp_path / name).mkdir()
+    path = write_gguf(source, tmp_path / "mtp", glm4moe__nextn_predict_layers=1)
+    assert read_hf_config(unpack(path), {}) == {**config, "num_hidden_layers": 2}
+    model = open_model([path])
+    with pytest.raises(WeightLoadError, match=r"predict_layers' is 3, .*block_count' 3"):
+        unpack(write_gguf(source, tmp_path / "all", glm4moe__nextn_predict_layers=3))
+    assert not [name for name in model.module_names() if ".layers.2." in name]
+
+
+@pytest.mark.parametrize(("half", "name"), [("k", "keys"), ("v", "values")])
+def test_halves_of_latent_projections_belong_together(tmp_path, half, name):
+    source = make_tiny_model("deepseek_v3", tmp_path / "source")
+    path = write_gguf(source, tmp_path)
+    stored = f"blk.1.attn_{half}_b.weight".encode()
+    renamed = b"blk.9" + stored[len("blk.1") :]
+    path.write_bytes(path.read_bytes().replace(stored, renamed))
+    lacking = rf"lacks the tensors of .*layers\.1\.self_attn\.kv_b_proj\.{name}"
+    with pytest.raises(WeightLoadError, match=lacking):
+        unpack(path)
 
 
 def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):

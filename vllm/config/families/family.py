@@ -62,6 +62,8 @@ class GGUFFacts:
     """Norms of queries and keys: one for each head alike, one for each, or one over all heads."""
     window_period: int | None = None
     """Every n-th layer has full attention, the others a window. None: as in `Family`."""
+    windows_are_optional: bool = False
+    """A file without the size of a window has full attention in all layers."""
     has_neighbour_rotations: bool = False
     """Queries and keys are stored for rotations of neighbouring elements of a head."""
     has_post_norms: bool = False
@@ -77,6 +79,12 @@ class GGUFFacts:
     normalizes_experts: bool = False
     """Default of `norm_topk_prob`."""
     has_shared_expert: bool = False
+    is_routed: bool = False
+    """Layers choose experts as DeepSeek does: in groups, with scaled weights and shared experts."""
+    has_router_bias: bool = False
+    """Experts have biases for the choice; a file with them is of this family."""
+    has_latent_attention: bool = False
+    """Keys and values of all heads are projections of one latent vector."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

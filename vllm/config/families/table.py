@@ -4,6 +4,7 @@ A family that models/ has needs its names and its module here; everything else i
 are not as most are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts
@@ -84,6 +85,7 @@ _AWQ_GEMMA2 = (_ATTENTION, ("pre_feedforward_layernorm", *_DENSE), _VALUES, _MLP
 
 _QUERY, _GATE = "self_attn.q_proj.bias", "mlp.gate_proj.bias"
 _LLAMA_FLAGS = {"attention_bias": _QUERY, "mlp_bias": _GATE}
+_UNGATED_FLAGS = {"attention_bias": _QUERY, "mlp_bias": "mlp.up_proj.bias"}
 _GRANITE_SCALES = {
     "embedding_multiplier": ".embedding_scale",
     "residual_multiplier": ".residual_scale",
@@ -93,6 +95,14 @@ _GRANITE_SCALES = {
 _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 _FP8_DEEPSEEK = FP8Scales(blocked=("lm_head", r"mlp\.gate\b"), scale_format="scalar")
+
+_DEEPSEEK2 = GGUFFacts(
+    architecture="deepseek2",
+    has_experts=True,
+    is_routed=True,
+    has_latent_attention=True,
+    omits_head_size=True,
+)
 
 _BLOOM_POSITIONS = 2048
 """What BLOOM and Mamba were trained with. Nothing but memory limits the length of their texts."""
@@ -195,6 +205,7 @@ _LLAMAS = (
         no_rope_interval=4,
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="smollm3", has_neighbour_rotations=True, flags=_LLAMA_FLAGS),
     ),
     Family(
         model_type="ministral3",
@@ -217,6 +228,12 @@ _LLAMAS = (
         has_rope_without_window="alone",
         tokenizer="",
         awq_pairs=(_VALUES, _MLP),
+        gguf=GGUFFacts(
+            architecture="exaone4",
+            has_post_norms=True,
+            window_period=4,
+            windows_are_optional=True,
+        ),
     ),
     Family(
         model_type="ernie4_5",
@@ -224,6 +241,7 @@ _LLAMAS = (
         architectures=("Ernie4_5ForCausalLM",),
         tokenizer=_GENERIC,
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="ernie4_5", flags={"use_bias": _QUERY}),
     ),
     Family(
         model_type="seed_oss",
@@ -231,6 +249,11 @@ _LLAMAS = (
         architectures=("SeedOssForCausalLM",),
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(
+            architecture="seed_oss",
+            has_post_norms=True,
+            flags={**_LLAMA_FLAGS, "attention_out_bias": "self_attn.o_proj.bias"},
+        ),
     ),
     Family(
         model_type="hunyuan_v1_dense",
@@ -239,6 +262,7 @@ _LLAMAS = (
         architectures=("HunYuanDenseV1ForCausalLM",),
         tokenizer="",
         awq_pairs=_AWQ_LLAMA,
+        gguf=GGUFFacts(architecture="hunyuan-dense", flags={"attention_bias": _QUERY}),
     ),
     Family(
         model_type="apertus",
@@ -251,12 +275,24 @@ _LLAMAS = (
         module="llama",
         architectures=("ArceeForCausalLM",),
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="arcee",
+            has_neighbour_rotations=True,
+            activation=("hidden_act", "relu2"),
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="jais2",
         module="llama",
         architectures=("Jais2ForCausalLM",),
         tokenizer="GPT2Tokenizer",
+        gguf=GGUFFacts(
+            architecture="jais2",
+            activation=("hidden_act", "relu2"),
+            norm_key="layer_norm_eps",
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="helium",
@@ -551,6 +587,7 @@ _OTHERS = (
         module="deepseek",
         architectures=("DeepseekV2ForCausalLM",),
         tokenizer="",
+        gguf=_DEEPSEEK2,
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
@@ -560,6 +597,7 @@ _OTHERS = (
         architectures=("DeepseekV3ForCausalLM",),
         has_mtp_layers=True,
         tokenizer="",
+        gguf=replace(_DEEPSEEK2, has_router_bias=True),
         fp8_scales=_FP8_DEEPSEEK,
     ),
     Family(
@@ -575,6 +613,13 @@ _OTHERS = (
         module="routed",
         architectures=("Dots1ForCausalLM",),
         tokenizer="",
+        gguf=GGUFFacts(
+            architecture="dots1",
+            has_experts=True,
+            is_routed=True,
+            has_router_bias=True,
+            flags={"attention_bias": _QUERY},
+        ),
     ),
     Family(
         model_type="ernie4_5_moe",
@@ -656,6 +701,14 @@ _OTHERS = (
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="glm4moe",
+            has_experts=True,
+            is_routed=True,
+            has_router_bias=True,
+            has_post_norms=True,
+            flags={"attention_bias": _QUERY, "use_qk_norm": "self_attn.q_norm.weight"},
+        ),
     ),
     Family(
         model_type="glm4_moe_lite",
@@ -785,6 +838,13 @@ _OTHERS = (
         module="routed",
         architectures=("MiniMaxM2ForCausalLM",),
         tokenizer=_GENERIC,
+        gguf=GGUFFacts(
+            architecture="minimax-m2",
+            has_experts=True,
+            has_router_bias=True,
+            head_norms="all_heads",
+            expert_count_key="num_local_experts",
+        ),
     ),
     Family(
         model_type="mpt",
@@ -805,6 +865,12 @@ _OTHERS = (
         architectures=("NemotronForCausalLM",),
         tokenizer=_GENERIC,
         norms_add_one=True,
+        gguf=GGUFFacts(
+            architecture="nemotron",
+            activation=("hidden_act", "relu2"),
+            norm_key="norm_eps",
+            flags=_UNGATED_FLAGS,
+        ),
     ),
     Family(
         model_type="nemotron_h",
@@ -1063,6 +1129,12 @@ _ENCODERS = (
             class_prefix="Bert", values=_BERT_DEFAULTS, has_rotations=False
         ),
         tokenizer="BertTokenizer",
+        gguf=GGUFFacts(
+            architecture="bert",
+            activation=("hidden_act", "gelu"),
+            norm_key="layer_norm_eps",
+            has_rotations=False,
+        ),
     ),
     Family(
         model_type="roberta",

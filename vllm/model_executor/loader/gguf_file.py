@@ -6,6 +6,7 @@ keeps its blocks as they are reads their parts (`BlockSource`).
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from vllm.model_executor.quantization.gguf.gguf import BlockSource, GGUFBlocks
 from vllm.transformers_utils.gguf.header import SUFFIX, StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, open_model
 
+_LATENT_KEYS, _LATENT_VALUES = ".keys.weight", ".values.weight"
+"""Ends of the names of the halves of a `kv_b_proj`."""
 _PART_NUMBERS = 1 << 21
 """Read and dequantized at once."""
 
@@ -58,17 +61,58 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
         WeightLoadError: a file is damaged, or has tensors that are unknown.
     """
     model = open_model(files)
-    for name, stored in model.module_names().items():
+    names = model.module_names()
+    for name, stored in names.items():
+        if name.endswith(_LATENT_VALUES):  # read together with the keys
+            continue
         try:
-            with stored.path.open("rb") as file:
-                order = _order(model, name, stored)
-                is_matrix = len(stored.shape) > 1
-                source = _source(_Rows(file.fileno(), name, stored, order if is_matrix else None))
-                if order is not None and not is_matrix:
-                    source = source.mapped(partial(torch.index_select, dim=0, index=order))
+            with ExitStack() as opened:
+                file = opened.enter_context(stored.path.open("rb"))
+                source = _read(model, name, stored, file.fileno())
+                if name.endswith(_LATENT_KEYS):
+                    name = name.removesuffix(_LATENT_KEYS)
+                    values = names[name + _LATENT_VALUES]
+                    other = opened.enter_context(values.path.open("rb"))
+                    second = _read(model, name, values, other.fileno())
+                    name, source = f"{name}.weight", _joined(source, second, model.num_heads)
                 yield name, replace(source, path=stored.path, is_converted=True)
         except OSError as error:
             raise WeightLoadError(f"cannot read {stored.path}: {error.strerror}") from error
+
+
+def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> Source:
+    """Return one tensor of an open file, with the rows in the order of our modules."""
+    order = _order(model, name, stored)
+    if len(stored.shape) > 1:
+        return _source(_Rows(fd, name, stored, order))
+    source = _source(_Rows(fd, name, stored, None))
+    if order is None:
+        return source
+    return source.mapped(partial(torch.index_select, dim=0, index=order))
+
+
+def _joined(keys: Source, values: Source, num_heads: int) -> Source:
+    """Return the projection of latent vectors to keys and values.
+
+    H heads, N key size, M value size, V latent size.
+
+    Args:
+        keys: [H * V, N].
+        values: [H * M, V].
+        num_heads: H.
+
+    Returns:
+        [H * (N + M), V].
+    """
+    latent = values.shape[1]
+    shape = torch.Size((num_heads * keys.shape[1] + values.shape[0], latent))
+
+    def read(index: Index) -> Tensor:
+        of_keys = keys.read(()).float().unflatten(0, (num_heads, -1)).mT
+        of_values = values.read(()).float().unflatten(0, (num_heads, -1))
+        return torch.cat((of_keys, of_values), dim=1).flatten(0, 1)[index]
+
+    return Source(shape, read, dtype=torch.float32)
 
 
 def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:

@@ -169,16 +169,12 @@ class TableLinear(RowsLinear):
             )
         tables = [whole_multiples(table) for table in on_host(layer, "weight_quant_map")]
         steps, parts = self._by_output(layer, [step for _, step in tables]), []
-        for (whole, _), part in zip(tables, codes.split(self._sizes(layer)), strict=True):
+        for (whole, _), part in zip(tables, codes.split(self.part_sizes(layer)), strict=True):
             parts.append(whole[part])
         return GroupedWeight.from_int8(torch.cat(parts), (scales * steps[:, None]).T.contiguous())
 
-    def _sizes(self, layer: ParallelLinear) -> list[int]:
-        slices = layer.feature_slices.values()
-        return [each.size if each.dim == 0 else layer.output_size for each in slices]
-
     def _by_output(self, layer: ParallelLinear, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values).repeat_interleave(torch.tensor(self._sizes(layer)))
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.part_sizes(layer)))
 
 
 def whole_multiples(table: Tensor) -> tuple[Tensor, float]:

@@ -8,10 +8,18 @@ import numpy as np
 from vllm.errors import WeightLoadError
 from vllm.transformers_utils.gguf.header import StoredTensor
 from vllm.transformers_utils.gguf.model import GGUFModel, architectures
-from vllm.transformers_utils.weight_files import name_some
+from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """Tokens that end an answer, besides the one that the metadata names."""
+
+_SCORES = {1: "softmax", 2: "sigmoid"}
+"""Value of `expert_gating_func` -> name in config.json."""
+
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""Value of `pooling_type` -> name in sentence-transformers."""
+_NOT_POOLED = (0, 4)
+"""Values of models without a way to pool, and of models that score pairs of texts."""
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
@@ -21,29 +29,35 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         WeightLoadError: metadata is missing, or contradicts the tensors.
     """
     kind, family, facts = model.architecture, model.family, model.facts
+    if family.is_encoder:
+        return _encoder_config(model)
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
-    num_layers = model.size(".block_count")
+    if facts.has_latent_attention:
+        head_size = model.size(".rope.dimension_count")  # no other elements are rotated
+    num_layers = model.num_layers
     names = model.module_names()
-    table = names.get("model.embed_tokens.weight")
-    if table is None:
-        raise WeightLoadError(f"{model.paths[0]} has no tensor token_embd.weight")
+    vocab_size = _rows_of(model, "token_embd", "model.embed_tokens")
     config: dict[str, Any] = {
         "architectures": [family.architectures[0]],
         "model_type": family.model_type,
-        "vocab_size": table.shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": _inner_size(model),
         "num_hidden_layers": num_layers,
         "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
+        "num_key_value_heads": model.num_heads
+        if facts.has_latent_attention
+        else model.num_kv_heads,
         "head_dim": head_size,
         "max_position_embeddings": model.size(".context_length"),
         facts.norm_key: _norm_eps(model),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "dtype": _dtype(model),
-        **_tokens(model, table.shape[0]),
+        **_tokens(model, vocab_size),
         **_rope(model, head_size),
     }
+    if facts.has_latent_attention:
+        config |= _latent(model)
     if model.metadata.get(f"{kind}.expert_count"):
         config |= _experts(model, config)
     activation_key, activation = facts.activation
@@ -62,10 +76,54 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     if num_layers == facts.alibi_layers:  # what tells the family that it has no rotations
         del config["rope_parameters"]
         config["model_max_length"] = config.pop("max_position_embeddings")
-    _check_shapes(model, config)
+    check_shapes(model, config)
     if facts.omits_head_size:
         del config["head_dim"]
     return config
+
+
+def _encoder_config(model: GGUFModel) -> dict[str, Any]:
+    names, facts = model.module_names(), model.facts
+    vocab_size = _rows_of(model, "token_embd", "model.embeddings.word_embeddings")
+    has_classes = "classifier.weight" in names
+    activation_key, activation = facts.activation
+    config: dict[str, Any] = {
+        "architectures": [model.family.architectures[1 if has_classes else 0]],
+        "model_type": model.family.model_type,
+        "vocab_size": vocab_size,
+        "type_vocab_size": _rows_of(model, "token_types", "model.embeddings.token_type_embeddings"),
+        "hidden_size": model.size(".embedding_length"),
+        "intermediate_size": model.size(".feed_forward_length"),
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "max_position_embeddings": model.size(".context_length"),
+        facts.norm_key: _norm_eps(model),
+        "dtype": _dtype(model),
+        activation_key: activation,
+        **_tokens(model, vocab_size),
+    }
+    if has_classes:
+        labels = range(names["classifier.weight"].shape[0])
+        config["id2label"] = {str(i): f"LABEL_{i}" for i in labels}
+    check_encoder_shapes(model, config)
+    return config
+
+
+def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
+    """Return how many rows a table of embeddings has.
+
+    Args:
+        model: of the table.
+        stored: its name in the file.
+        name: of our module.
+
+    Raises:
+        WeightLoadError: the file has no such tensor.
+    """
+    table = model.module_names().get(f"{name}.weight")
+    if table is None:
+        raise WeightLoadError(f"{model.paths[0]} has no tensor {stored}.weight")
+    return table.shape[0]
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
@@ -81,6 +139,33 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
                 ids.append(place)
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
+
+
+def read_pooling(model: GGUFModel) -> dict[str, Any]:
+    """Return the files in which sentence-transformers would say how texts are pooled: name ->
+    content; none, if the metadata does not say it, or the model gives classes.
+
+    Raises:
+        WeightLoadError: the metadata names an unknown way.
+    """
+    kind = model.metadata.get(f"{model.architecture}.pooling_type", 0)
+    if kind in _NOT_POOLED:
+        return {}
+    if type(kind) is not int or kind not in _POOLING:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}.pooling_type' is "
+            f"{str(kind)[:40]}; supported: 0 (none), 1 (mean), 2 (CLS), 3 (last), 4 (rank). "
+            f"Convert the model again"
+        )
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    prefix = "sentence_transformers.models."
+    return {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": prefix + name}
+            for i, (path, name) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"pooling_mode": _POOLING[kind]},
+    }
 
 
 def _dtype(model: GGUFModel) -> str:
@@ -137,7 +222,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
         rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
         if scaling_type == "yarn":
             rope["original_max_position_embeddings"] = original
-            rope |= model.facts.yarn
+            rope |= {**model.facts.yarn, **_yarn(model)}
     elif scaling_type != "none":
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
@@ -168,6 +253,48 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
+def _yarn(model: GGUFModel) -> dict[str, float]:
+    """Return the parameters of YaRN that few files have."""
+    found = {}
+    for key in ("beta_fast", "beta_slow"):
+        if f"{model.architecture}.rope.scaling.yarn_{key}" in model.metadata:
+            found[key] = model.get(f".rope.scaling.yarn_{key}", float)
+    # The weight of the logarithm of the factor, which is 0.1 times `mscale_all_dim`.
+    weight = model.get(".rope.scaling.yarn_log_multiplier", float, 0.0)
+    if weight:
+        found["mscale"] = found["mscale_all_dim"] = round(weight * 10, 6)
+    return found
+
+
+def _latent(model: GGUFModel) -> dict[str, Any]:
+    """Return the sizes of latent attention. In newer files other metadata than these are of the
+    latent vectors.
+
+    Raises:
+        WeightLoadError: one is missing or contradicts another one.
+    """
+    sizes, rank_name = {}, ".attention.q_lora_rank"
+    has_ranks = bool(model.metadata.get(model.architecture + rank_name))
+    for part in ("key", "value"):
+        name = f".attention.{part}_length"
+        is_new = f"{model.architecture}{name}_mla" in model.metadata
+        sizes[part] = model.size(f"{name}_mla" if is_new else name)
+    num_rotated = model.size(".rope.dimension_count")
+    if num_rotated >= sizes["key"]:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}.rope.dimension_count' is "
+            f"{num_rotated}; a key has {sizes['key']} elements, and some are not rotated. It is "
+            f"damaged; download it again"
+        )
+    return {
+        "q_lora_rank": model.size(rank_name) if has_ranks else None,
+        "kv_lora_rank": model.size(".attention.kv_lora_rank"),
+        "qk_nope_head_dim": sizes["key"] - num_rotated,
+        "qk_rope_head_dim": num_rotated,
+        "v_head_dim": sizes["value"],
+    }
+
+
 def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
     """Return the divisors of the frequencies of so many rotated elements.
 
@@ -189,11 +316,13 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
 
 
 def _inner_size(model: GGUFModel) -> int:
-    """Return the size of the MLP, or of one expert in files that say nothing else."""
-    name = ".feed_forward_length"
-    if model.facts.has_experts and model.architecture + name not in model.metadata:
-        name = ".expert_feed_forward_length"
-    return model.size(name)
+    """Return the size of the MLP, or of one expert in models that have nothing else."""
+    name, of_expert = ".feed_forward_length", ".expert_feed_forward_length"
+    has_name, has_other = (
+        model.architecture + each in model.metadata for each in (name, of_expert)
+    )
+    has_experts_only = model.facts.expert_count_key is not None and has_other
+    return model.size(of_expert if has_experts_only or (not has_name and has_other) else name)
 
 
 def _norm_eps(model: GGUFModel) -> float:
@@ -225,22 +354,25 @@ def _values(model: GGUFModel) -> dict[str, Any]:
 
 
 def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, Any]:
-    kind = model.architecture
+    kind, name = model.architecture, ".attention.sliding_window"
     if num_layers > len(model.tensors):  # refused by name later
-        raise _wrong_layers(model, num_layers)
-    period = model.get(".attention.sliding_window_pattern", int, usual_period)
-    if period < 1:
+        raise wrong_layers(model, num_layers)
+    if model.facts.windows_are_optional and kind + name not in model.metadata:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
+    pattern = model.metadata.get(f"{kind}{name}_pattern", usual_period)
+    if isinstance(pattern, list) and {type(each) for each in pattern} == {bool}:
+        has_window = pattern[:num_layers]
+    elif type(pattern) is int and pattern > 0:
+        has_window = [(i + 1) % pattern > 0 for i in range(num_layers)]
+    else:
+        has_window = []
+    if len(has_window) != num_layers:
         raise WeightLoadError(
-            f"{model.paths[0]}: the metadata '{kind}.attention.sliding_window_pattern' is "
-            f"{period}; it must be at least 1"
+            f"{model.paths[0]}: the metadata '{kind}{name}_pattern' is {str(pattern)[:40]}; it "
+            f"must be a number of at least 1, or a list of true and false for {num_layers} layers"
         )
-    return {
-        "sliding_window": model.size(".attention.sliding_window"),
-        "layer_types": [
-            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
-            for i in range(num_layers)
-        ],
-    }
+    kinds = [("full_attention", "sliding_attention")[each] for each in has_window]
+    return {"sliding_window": model.size(name), "layer_types": kinds}
 
 
 def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +403,7 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"safetensors checkpoint of the model"
         )
     if config["num_hidden_layers"] > len(names):
-        raise _wrong_layers(model, config["num_hidden_layers"])
+        raise wrong_layers(model, config["num_hidden_layers"])
     count, used = model.size(".expert_count"), model.size(".expert_used_count")
     if used > count or count > len(names):
         raise WeightLoadError(
@@ -279,6 +411,8 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"'{kind}.expert_used_count' {used}; at most all experts are used, and the file has "
             f"{len(names)} matrices and vectors. It is damaged; download it again"
         )
+    if facts.is_routed:
+        return {"num_experts_per_tok": used, **_routing(model, count)}
     found: dict[str, Any] = {"num_experts_per_tok": used, "num_experts": count}
     if facts.expert_count_key is not None:
         return found | {facts.expert_count_key: count}
@@ -295,75 +429,30 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
-    return WeightLoadError(
-        f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
-        f"file has {len(model.tensors)} tensors. It is damaged; download it again"
-    )
+def _routing(model: GGUFModel, num_experts: int) -> dict[str, Any]:
+    """Return how layers choose experts, as config.json of DeepSeek says it.
 
-
-def _head_norm_shapes(model: GGUFModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the norms of queries and of keys."""
-    head, found = model.head_size, {}
-    for part, num_heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
-        shapes = {"one": (head,), "per_head": (num_heads, head), "all_heads": (num_heads * head,)}
-        found[part] = shapes[model.facts.head_norms]
-    return found
-
-
-def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
-    """Refuse sizes that the tensors do not have, before any memory of these sizes is taken."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {
-        "embed_tokens": (config["vocab_size"], hidden),
-        "lm_head": (config["vocab_size"], hidden),
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (config["intermediate_size"], hidden),
-        "up_proj": (config["intermediate_size"], hidden),
-        "down_proj": (hidden, config["intermediate_size"]),
-        "embed_positions": (config.get("max_position_embeddings", 0), hidden),
-        "sinks": (config["num_attention_heads"],),
-        **_head_norm_shapes(model),
-    }
-    num_experts = config.get("num_experts", 0)
-    shapes |= {"gate": (num_experts, hidden), "shared_expert_gate": (1, hidden)}
-    names = model.module_names()
-    if config["num_hidden_layers"] > len(names):
-        raise _wrong_layers(model, config["num_hidden_layers"])
-    without = range(config["num_hidden_layers"])
-    if num_experts:
-        without = config.get("mlp_only_layers", ())
-    last = f"mlp.experts.{num_experts - 1}.down_proj"
-    lacking = [
-        name
-        for i in range(config["num_hidden_layers"])
-        for part in ("self_attn.q_proj", "mlp.down_proj" if i in without else last)
-        if (name := f"model.layers.{i}.{part}.weight") not in names
-    ]
-    if lacking:
+    Raises:
+        WeightLoadError: the score of experts is unknown.
+    """
+    kind, has_bias = model.architecture, model.facts.has_router_bias
+    score = model.get(".expert_gating_func", int, 0) or (2 if has_bias else 1)
+    if score not in _SCORES:
         raise WeightLoadError(
-            f"{model.paths[0]} lacks the tensors of {name_some(lacking)}: the metadata "
-            f"'{model.architecture}.block_count' is {config['num_hidden_layers']}"
+            f"{model.paths[0]}: the metadata '{kind}.expert_gating_func' is {score}; supported: "
+            f"1 (softmax), 2 (sigmoid)"
         )
-    for name, tensor in names.items():
-        stem, _, kind = name.rpartition(".")
-        if kind == "sinks":
-            stem = name
-        parent, _, part = stem.rpartition(".")
-        wanted = shapes.get(part, (hidden,))
-        size_name = "moe_intermediate_size" if ".experts." in parent else None
-        if parent.endswith(".shared_expert"):
-            size_name = "shared_expert_intermediate_size"
-        if (size := config.get(size_name or "")) is not None:
-            wanted = (hidden, size) if part == "down_proj" else (size, hidden)
-        if kind == "bias":
-            wanted = wanted[:1]
-        if tensor.shape != wanted:
-            raise WeightLoadError(
-                f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}, the metadata "
-                f"of the file makes it {list(wanted)}. It is damaged; download it again"
-            )
+    num_groups = model.get(".expert_group_count", int, 0) or 1
+    method = "greedy" if num_groups == 1 else "group_limited_greedy"
+    return {
+        "n_routed_experts": num_experts,
+        "n_shared_experts": model.get(".expert_shared_count", int, 0),
+        "moe_intermediate_size": model.size(".expert_feed_forward_length"),
+        "first_k_dense_replace": model.get(".leading_dense_block_count", int, 0),
+        "n_group": num_groups,
+        "topk_group": model.get(".expert_group_used_count", int, 0) or 1,
+        "topk_method": "noaux_tc" if has_bias else method,
+        "scoring_func": _SCORES[score],
+        "norm_topk_prob": model.get(".expert_weights_norm", bool, False),
+        "routed_scaling_factor": model.get(".expert_weights_scale", float, 0.0) or 1.0,
+    }

@@ -13,7 +13,11 @@ from pathlib import Path
 
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.transformers_utils.gguf.config import read_config, read_generation_config
+from vllm.transformers_utils.gguf.config import (
+    read_config,
+    read_generation_config,
+    read_pooling,
+)
 from vllm.transformers_utils.gguf.model import GGUFModel, files_of_model, open_model
 from vllm.transformers_utils.gguf.tokenizer import tokenizer_files, warn_of_missing_rule
 from vllm.version import __version__
@@ -58,6 +62,7 @@ def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Pat
         made = target = Path(tempfile.mkdtemp(prefix="vllm-gguf-"))
         logger.warning("%s: metadata of the GGUF file goes to %s instead", error, made)
     for name, content in files.items():
+        (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(content, encoding="utf-8")
     for path in paths:
         (made / path.name).symlink_to(path)
@@ -75,6 +80,7 @@ def _files_of(model: GGUFModel) -> dict[str, str]:
     files = {
         "config.json": json.dumps(read_config(model), indent=1),
         "generation_config.json": json.dumps(read_generation_config(model)),
+        **{name: json.dumps(content) for name, content in read_pooling(model).items()},
     }
     try:
         return files | tokenizer_files(model)

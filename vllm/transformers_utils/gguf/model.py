@@ -39,8 +39,28 @@ _PARTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_FUSED_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_FUSED_GATE = ("mlp.gate_proj", "mlp.up_proj")
+_ROUTED_PARTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT_PARTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj.keys",
+    "attn_v_b": "self_attn.kv_b_proj.values",
+}
+"""The last two are the halves of the one before in newer files: a matrix for each head, transposed
+for keys."""
+_ROUTER_BIAS = "exp_probs_b"
+_DRAFT_LAYERS = ".nextn_predict_layers"
+"""Metadata with the number of layers, the last ones, that guess further tokens."""
+_FUSED_ATTENTION = ("attn_q", "attn_k", "attn_v")
+_FUSED_GATE = ("ffn_gate", "ffn_up")
 """Parts of layers that may be stored as one tensor, one after the other."""
 _EXPERT_PARTS = {
     "ffn_gate_exps": "gate_proj",
@@ -48,11 +68,8 @@ _EXPERT_PARTS = {
     "ffn_down_exps": "down_proj",
 }
 """Tensors that have a matrix of every expert, one behind the other."""
-_SANDWICH_PARTS = _PARTS | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_MAY_BE_ONE_ROW = ("ffn_gate_inp_shexp", "token_types", "cls.output")
+"""Matrices that may have one row, and are then stored as a vector."""
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
 """Norms of Falcon 40B, whose attention and MLP have one each."""
 _OUTER = {
@@ -62,6 +79,51 @@ _OUTER = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of modules in our models."""
+
+    layers: str
+    """Level with the layers."""
+    parts: Mapping[str, str]
+    """Tensor of a layer in the file -> module in the layer."""
+    outer: Mapping[str, str]
+    """Other tensor in the file -> module."""
+
+
+_DECODER = _Names("model.layers", _PARTS, _OUTER)
+_SANDWICH = replace(
+    _DECODER,
+    parts=_PARTS
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
+_ENCODER = _Names(
+    "model.encoder.layer",
+    {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    {
+        "token_embd": "model.embeddings.word_embeddings",
+        "token_embd_norm": "model.embeddings.LayerNorm",
+        "token_types": "model.embeddings.token_type_embeddings",
+        "position_embd": "model.embeddings.position_embeddings",
+        "cls": "pooler",
+        "cls.output": "classifier",
+    },
+)
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """One divisor for each frequency of the rotations: no weights."""
@@ -91,11 +153,16 @@ class GGUFModel:
 
     @property
     def family(self) -> Family:
-        """Of the models in such files. Two families may be stored alike, of which one has experts:
-        Mixtral is llama, too."""
-        has_experts = bool(self.metadata.get(f"{self.architecture}.expert_count"))
-        found = [f for f in _FAMILIES if f.gguf and f.gguf.architecture == self.architecture]
-        return next((f for f in found if f.gguf and f.gguf.has_experts == has_experts), found[0])
+        """Of the models in such files. Two families may be stored alike, of which one has experts,
+        or biases in the choice of them: Mixtral is llama, too."""
+        kind = self.architecture
+        has_experts = bool(self.metadata.get(f"{kind}.expert_count"))
+        has_bias = any(name.endswith(f"{_ROUTER_BIAS}.bias") for name in self.tensors)
+        found = [(f, f.gguf) for f in _FAMILIES if f.gguf and f.gguf.architecture == kind]
+        family, _ = max(
+            found, key=lambda f: (f[1].has_experts == has_experts, f[1].has_router_bias == has_bias)
+        )
+        return family
 
     @property
     def facts(self) -> GGUFFacts:
@@ -114,6 +181,18 @@ class GGUFModel:
         """Such divisors for short texts, and for long ones."""
         short, long = (self.tensors.get(name) for name in (_SHORT_FACTORS, _LONG_FACTORS))
         return None if short is None or long is None else (short, long)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, without the layers that guess further tokens."""
+        all_layers, drafts = self.size(".block_count"), self.get(_DRAFT_LAYERS, int, 0)
+        if not 0 <= drafts < all_layers:
+            raise WeightLoadError(
+                f"{self.paths[0]}: the metadata '{self.architecture}{_DRAFT_LAYERS}' is {drafts}, "
+                f"and '{self.architecture}.block_count' {all_layers}. It is damaged; download it "
+                f"again"
+            )
+        return all_layers - drafts
 
     @property
     def num_heads(self) -> int:
@@ -183,7 +262,10 @@ class GGUFModel:
             WeightLoadError: a tensor is unknown.
         """
         found: dict[str, StoredTensor] = {}
+        drafts = self._draft_prefixes()
         for name, tensor in self.tensors.items():
+            if name.startswith(drafts):
+                continue
             if name in (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS):
                 continue
             made = self._parameters(name, tensor)
@@ -195,17 +277,38 @@ class GGUFModel:
             found |= made
         return found
 
+    def _draft_prefixes(self) -> tuple[str, ...]:
+        """Return how the names of tensors begin that guess further tokens."""
+        if not self.metadata.get(self.architecture + _DRAFT_LAYERS):
+            return ()
+        last = min(self.size(".block_count"), len(self.tensors))
+        return tuple(f"blk.{i}." for i in range(self.num_layers, last))
+
+    @property
+    def _names(self) -> _Names:
+        if self.family.is_encoder:
+            return _ENCODER
+        names = _SANDWICH if self.facts.has_post_norms else _DECODER
+        if self.facts.is_routed:
+            names = replace(names, parts={**names.parts, **_ROUTED_PARTS})
+        if self.facts.has_latent_attention:
+            names = replace(names, parts={**names.parts, **_LATENT_PARTS})
+        return names
+
     def _parameters(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor] | None:
         """Return the parameters that one tensor of the file is; None: it is unknown."""
         stem, _, kind = name.rpartition(".")
+        names, facts = self._names, self.facts
         if kind not in ("weight", "bias"):
             return None
-        if stem in _OUTER:
-            return {f"{_OUTER[stem]}.{kind}": tensor}
+        if kind == "weight" and len(tensor.shape) == 1 and stem.endswith(_MAY_BE_ONE_ROW):
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        if stem in names.outer:
+            return {f"{names.outer[stem]}.{kind}": tensor}
         if not stem.startswith("blk."):
             return None
         _, index, part = (*stem.split(".", 2), "")[:3]
-        layer, facts = f"model.layers.{index}.", self.facts
+        layer = f"{names.layers}.{index}."
         if part in _EXPERT_PARTS and len(tensor.shape) == (3 if kind == "weight" else 2):
             return _by_expert(tensor, f"{layer}mlp.experts.", f".{_EXPERT_PARTS[part]}.{kind}")
         if part == "attn_qkv":
@@ -215,14 +318,16 @@ class GGUFModel:
         if part == "ffn_up" and facts.has_fused_gate and self.gate_name(index) not in self.tensors:
             sizes = [tensor.shape[0] // 2] * 2
             return self._split(name, tensor, _FUSED_GATE, layer, sizes)
+        if part == _ROUTER_BIAS and facts.has_router_bias:
+            return {f"{layer}mlp.gate.e_score_correction_bias": tensor}
+        if part in ("attn_k_b", "attn_v_b") and len(tensor.shape) == 3:
+            heads, rows, columns = tensor.shape
+            tensor = replace(tensor, shape=(heads * rows, columns))
         if part == "attn_sinks":
             return {f"{layer}self_attn.sinks": tensor}
         if f"blk.{index}.attn_norm_2.weight" in self.tensors and part in _TWO_NORMS:
             return {f"{layer}{_TWO_NORMS[part]}.{kind}": tensor}
-        if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
-            tensor = replace(tensor, shape=(1, *tensor.shape))
-        parts = _SANDWICH_PARTS if facts.has_post_norms else _PARTS
-        return {f"{layer}{parts[part]}.{kind}": tensor} if part in parts else None
+        return {f"{layer}{names.parts[part]}.{kind}": tensor} if part in names.parts else None
 
     @staticmethod
     def gate_name(index: str) -> str:
@@ -246,7 +351,7 @@ class GGUFModel:
             )
         kind, found, first = name.rpartition(".")[2], {}, 0
         for part, size in zip(parts, sizes, strict=True):
-            found[f"{layer}{part}.{kind}"] = _rows(tensor, first, size)
+            found[f"{layer}{self._names.parts[part]}.{kind}"] = _rows(tensor, first, size)
             first += size
         return found
 

@@ -1,11 +1,14 @@
 """The tokenizer of a GGUF model, from its metadata, as files of the library tokenizers.
 
-There are two kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is split
-into words, and SentencePiece BPE (`llama`), whose metadata has a score for each token.
+There are three kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is
+split into words, SentencePiece BPE (`llama`), whose metadata has a score for each token, and
+WordPiece (`bert`).
 """
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.errors import ConfigError
@@ -24,7 +27,35 @@ _Item = TypeVar("_Item")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 _SPACE = "\u2581"
+_INSIDE_WORD = "##"
+"""Before a piece of WordPiece that does not begin a word."""
+_KINDS = ("gpt2", "llama", "bert")
+"""Values of `tokenizer.ggml.model`."""
+_SPECIAL: Mapping[str, Sequence[str]] = {
+    "bos": ("bos",),
+    "eos": ("eos",),
+    "unk": ("unknown",),
+    "pad": ("padding",),
+    "mask": ("mask",),
+}
+"""Special token -> its names in the metadata, the first one that is there counts."""
+_SPECIAL_OF_BERT = {"cls": ("cls", "bos"), "sep": ("seperator", "separator", "eos")}
 _PRE = "tokenizer.ggml.pre"
+_PHI3 = "<|placeholder1|>"
+"""A token that only the vocabulary of Phi-3 has. Its special tokens take the white space after
+them, which the metadata does not say."""
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The special tokens before and after a text."""
+
+    before: str
+    after: str
+    adds_before: bool
+    """If the metadata does not say it."""
+    adds_after: bool = False
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, str]:
@@ -34,9 +65,10 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         ConfigError: the metadata has no tokenizer, or one that is not supported.
     """
     kind = model.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in _KINDS:
         raise ConfigError(
-            f"the metadata 'tokenizer.ggml.model' is {str(kind)[:40]!r}; supported: gpt2, llama"
+            f"the metadata 'tokenizer.ggml.model' is {str(kind)[:40]!r}; supported: "
+            f"{', '.join(_KINDS)}"
         )
     tokens = _list(model, "tokens", str)
     if len(set(tokens)) != len(tokens):
@@ -45,16 +77,28 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
             f"the metadata 'tokenizer.ggml.tokens' has {twice[:40]!r} more than once; each token "
             f"must have one number: convert the model again, or give --tokenizer"
         )
-    words = _words_of(model) if kind == "gpt2" else None
-    made = _sentence_pieces(model, tokens) if words is None else _bytes(model, tokens, words)
+    kinds = None
     if "tokenizer.ggml.token_type" in model.metadata:
-        _add_tokens(made, tokens, _list(model, "token_type", int, len(tokens)))
-    settings = _special_tokens(model, tokens)
-    adds_bos = words is None or words.adds_bos
-    _add_ends(made, model, tokens, adds_bos, is_byte_level=words is not None)
+        kinds = _list(model, "token_type", int, len(tokens))
+    names, ends = _SPECIAL, _Ends("bos", "eos", adds_before=True)
+    if kind == "bert":
+        made = _word_pieces(model, tokens, kinds)
+        names, ends = {**_SPECIAL, **_SPECIAL_OF_BERT}, _Ends("cls", "sep", True, True)
+    elif kind == "gpt2":
+        words = _words_of(model)
+        made = _bytes(model, tokens, words)
+        ends = _Ends("bos", "eos", words.adds_bos)
+    else:
+        made = _sentence_pieces(model, tokens)
+    if kinds is not None:
+        _add_tokens(made, tokens, kinds, is_phi3=kind == "llama" and _PHI3 in tokens)
+    settings = _special_tokens(model, tokens, names)
+    _add_ends(made, model, tokens, settings, ends)
     template = model.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template
+    if kind == "bert":
+        settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -124,17 +168,11 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
     scores = _list(model, "scores", float, len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     best_first = [tokens[i] for i in sorted(vocabulary.values(), key=lambda i: (-scores[i], i))]
-    unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if type(unknown) is not int or not 0 <= unknown < len(tokens):
-        raise ConfigError(
-            f"the metadata 'tokenizer.ggml.unknown_token_id' must be the number of a token, from 0 "
-            f"to {len(tokens) - 1}; it is {str(unknown)[:40]}"
-        )
     made = Tokenizer(
         models.BPE(
             vocabulary,
             list(merges_in_order(best_first, vocabulary)),
-            unk_token=tokens[unknown],
+            unk_token=tokens[_unknown_id(model, tokens)],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -153,48 +191,95 @@ def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
     return made
 
 
-def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int]) -> None:
+def _word_pieces(model: GGUFModel, tokens: list[str], kinds: list[int] | None) -> "Tokenizer":
+    """Return WordPiece of BERT. The file has a space before a piece that begins a word, and other
+    pieces without the signs that they have in vocab.txt."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pieces: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        is_special = kinds is not None and kinds[i] in (_UNKNOWN, _CONTROL)
+        if token.startswith(_SPACE):
+            token = token.removeprefix(_SPACE)
+        elif not is_special and not (token.startswith("[") and token.endswith("]")):
+            token = _INSIDE_WORD + token
+        pieces[token] = i
+    unknown = tokens[_unknown_id(model, tokens)]
+    made = Tokenizer(models.WordPiece(pieces, unk_token=unknown))
+    switches = [
+        bool(model.metadata.get(f"tokenizer.ggml.normalizer.{name}", True))
+        for name in ("lowercase", "strip_accents")
+    ]
+    made.normalizer = normalizers.BertNormalizer(lowercase=switches[0], strip_accents=switches[1])
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(_INSIDE_WORD)
+    return made
+
+
+def _unknown_id(model: GGUFModel, tokens: list[str]) -> int:
+    unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise ConfigError(
+            f"the metadata 'tokenizer.ggml.unknown_token_id' must be the number of a token, from 0 "
+            f"to {len(tokens) - 1}; it is {str(unknown)[:40]}"
+        )
+    return unknown
+
+
+def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int], *, is_phi3: bool) -> None:
     """Add the tokens that are found in a text before it is split into words."""
     from tokenizers import AddedToken
 
     special, others = [], []
     for token, kind in zip(tokens, kinds, strict=True):
+        strips = is_phi3 and token not in _PHI3_KEEPS_SPACES
         if kind in (_UNKNOWN, _CONTROL):
-            special.append(AddedToken(token, special=True, normalized=False))
+            special.append(AddedToken(token, special=True, normalized=False, rstrip=strips))
         elif kind == _USER_DEFINED:
-            others.append(AddedToken(token, special=False, normalized=False))
+            others.append(AddedToken(token, special=False, normalized=False, rstrip=strips))
     made.add_special_tokens(special)
     made.add_tokens(others)
 
 
-def _special_tokens(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
-    found = {}
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        place = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if type(place) is int and 0 <= place < len(tokens):
-            found[f"{key}_token"] = tokens[place]
+def _special_tokens(
+    model: GGUFModel, tokens: list[str], names_of: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, names in names_of.items():
+        for name in names:
+            place = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if type(place) is int and 0 <= place < len(tokens):
+                found.setdefault(f"{key}_token", tokens[place])
     return found
 
 
 def _add_ends(
-    made: "Tokenizer", model: GGUFModel, tokens: list[str], adds_bos: bool, is_byte_level: bool
+    made: "Tokenizer",
+    model: GGUFModel,
+    tokens: list[str],
+    special: Mapping[str, str],
+    ends: _Ends,
 ) -> None:
-    """Add the tokens that stand before and behind every text."""
-    from tokenizers import processors
+    """Add the tokens before and after every text."""
+    from tokenizers import decoders, processors
 
-    special = _special_tokens(model, tokens)
-    template, ids = ["$A:0"], {}
-    for name, default in (("bos", adds_bos), ("eos", False)):
-        token = special.get(f"{name}_token")
-        if token is not None and model.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
-            ids[token] = tokens.index(token)
-            template = [f"{token}:0", *template] if name == "bos" else [*template, f"{token}:0"]
+    before = special.get(f"{ends.before}_token")
+    if not model.metadata.get("tokenizer.ggml.add_bos_token", ends.adds_before):
+        before = None
+    after = special.get(f"{ends.after}_token")
+    if not model.metadata.get("tokenizer.ggml.add_eos_token", ends.adds_after):
+        after = None
+    first = [*([before] if before else ()), "$A", *([after] if after else ())]
+    second = [each.replace("$A", "$B") for each in first if ends.before != "cls" or each != before]
+    is_byte_level = isinstance(made.decoder, decoders.ByteLevel)
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if is_byte_level else []
-    if ids:
-        second = [part.replace(":0", ":1").replace("$A", "$B") for part in template]
+    if before or after:
+        single = [f"{each}:0" for each in first]
         steps.append(
             processors.TemplateProcessing(
-                single=template, pair=[*template, *second], special_tokens=list(ids.items())
+                single=single,
+                pair=[*single, *(f"{each}:1" for each in second)],
+                special_tokens=[(t, tokens.index(t)) for t in {before, after} if t],
             )
         )
     if steps:
