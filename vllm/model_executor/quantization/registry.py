@@ -57,7 +57,9 @@ _formats: dict[str, Format] = {
     "awq": Format(f"{_PACKAGE}.awq:AWQ"),
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
-    "bitsandbytes": Format(f"{_PACKAGE}.bitsandbytes:BitsAndBytes"),
+    "bitsandbytes": Format(
+        f"{_PACKAGE}.bitsandbytes:BitsAndBytes", rounds=f"{_PACKAGE}.rounded:create_int4"
+    ),
     "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
     "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),

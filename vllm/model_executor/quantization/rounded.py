@@ -7,13 +7,14 @@ dense weights with the same values.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.kept import log_kept
 from vllm.ops.stored_weight import StoredWeight, round_to_fp8, round_to_int4, round_to_int8
 
 
@@ -37,6 +38,9 @@ class Rounded(Quantization):
             return tuple(self.round_weight(part) for part in (*gate_up.chunk(num_first), down))
 
         return RoundedExperts(name, round_expert)
+
+    def finish_model(self, model: nn.Module) -> None:
+        log_kept(model)
 
 
 def create_fp8(settings: Any) -> Rounded:
