@@ -601,12 +601,12 @@ FORMATS: dict[str, Format] = {
     "bnb-nf4": Format(
         _BITSANDBYTES | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         partial(_table, kind="nf4", is_nested=True),
-        rounding=0.008,
+        rounding=2**-9,
     ),
     "bnb-fp4": Format(
         _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"},
         partial(_table, kind="fp4", is_nested=False),
-        rounding=0.008,
+        rounding=2**-9,
     ),
     "bnb-int8": Format(_BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, _llm_int8),
     **{

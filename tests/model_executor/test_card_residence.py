@@ -230,6 +230,7 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
     "2 to 4 bits": [
         *of_checkpoints("gptq-[234]|awq|w4a16|torchao-int4"),
         of_dense("int4"),
+        of_dense("bitsandbytes"),
         of_gguf("Q4_0"),
         of_experts("gptq-4"),
     ],

@@ -344,7 +344,7 @@ def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
     [
         ("nvfp4", "NVFP4 (W4A4, read as W4A16) and kept as NVFP4"),
         ("ct-mxfp4", "MXFP4 and kept as MXFP4"),
-        ("bnb-nf4", "bitsandbytes nf4 and kept as numbers of 8 bits in groups"),
+        ("bnb-nf4", "bitsandbytes nf4 and kept as 4 bits with a table"),
         ("mlx-4", "MLX affine, 4 bits and kept as numbers of 4 bits with minimums"),
     ],
 )
@@ -365,5 +365,5 @@ def test_the_log_says_what_dense_layers_have_become(checkpoint, monkeypatch):
     config = replace(config, model=replace(config.model, quantization="bitsandbytes"))
     with captured_log() as messages:
         load_model(config, TPGroup(), torch.device("cpu"))
-    stored = "8 layers are stored as bfloat16 and kept as numbers of 4 bits in groups, in 0.1 MiB"
+    stored = "8 layers are stored as bfloat16 and kept as 4 bits with a table, in 0.1 MiB"
     assert stored in "\n".join(messages)

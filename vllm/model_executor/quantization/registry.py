@@ -58,7 +58,9 @@ _formats: dict[str, Format] = {
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "bitsandbytes": Format(
-        f"{_PACKAGE}.bitsandbytes:BitsAndBytes", rounds=f"{_PACKAGE}.rounded:create_int4"
+        f"{_PACKAGE}.bitsandbytes:BitsAndBytes",
+        rounds=f"{_PACKAGE}.rounded:create_nf4",
+        rounds_on={"hpu": f"{_PACKAGE}.rounded:create_int4"},  # a card has no tables
     ),
     "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
     "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),

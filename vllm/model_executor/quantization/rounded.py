@@ -15,7 +15,13 @@ from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.kept import log_kept
-from vllm.ops.stored_weight import StoredWeight, round_to_fp8, round_to_int4, round_to_int8
+from vllm.ops.stored_weight import (
+    StoredWeight,
+    round_to_fp8,
+    round_to_int4,
+    round_to_int8,
+    round_to_nf4,
+)
 
 
 class Rounded(Quantization):
@@ -56,3 +62,8 @@ def create_int8(settings: Any) -> Rounded:
 def create_int4(settings: Any) -> Rounded:
     """`--quantization int4`: a scale for each 32 inputs. Takes no settings."""
     return Rounded(round_to_int4)
+
+
+def create_nf4(settings: Any) -> Rounded:
+    """Return the format of `--quantization bitsandbytes`: NF4. Takes no settings."""
+    return Rounded(round_to_nf4)

@@ -200,9 +200,13 @@ class RowsLinear(StoredLinear):
 
     def of_outputs(self, layer: ParallelLinear, param: str) -> Tensor:
         """Return a tensor of the layer for each output of its parts, [out_features, size]."""
-        values, slices = on_host(layer, param), layer.feature_slices.values()
-        sizes = [each.size if each.dim == 0 else layer.output_size for each in slices]
-        return values.repeat_interleave(torch.tensor(sizes), dim=0)
+        sizes = torch.tensor(self.output_sizes(layer))
+        return on_host(layer, param).repeat_interleave(sizes, dim=0)
+
+    def output_sizes(self, layer: ParallelLinear) -> list[int]:
+        """Return how many outputs each part of the layer has."""
+        slices = layer.feature_slices.values()
+        return [each.size if each.dim == 0 else layer.output_size for each in slices]
 
 
 def check_size(name: str, source: Source, size: int) -> None:
