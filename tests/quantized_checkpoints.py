@@ -292,18 +292,18 @@ def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": parts["weight"].view(torch.uint32), "scales": parts["weight_scale"]}, dense
 
 
-def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
-    """Groups of 64 elements as rows; the first rows are in the highest bits of a byte, or of a word
-    of ten elements."""
-    groups = weight.reshape(-1, 64)
-    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+def _hqq(weight: Tensor, bits: int, axis: int = 1) -> tuple[Tensors, Tensor]:
+    """Groups of 64 elements as rows, or as columns (axis 0); the first rows are in the highest bits
+    of a byte, or of a word of ten elements."""
+    groups = weight.reshape(-1, 64) if axis else weight.reshape(64, -1)
+    least, most = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
     scales = (most - least) / (2**bits - 1)
     zeros = -least / scales
     numbers = (groups / scales + zeros).round().clamp(0, 2**bits - 1)
     per_word = 10 if bits == 3 else 8 // bits
     dtype = torch.int32 if bits == 3 else torch.uint8
     padded = torch.nn.functional.pad(numbers.to(dtype), (0, 0, 0, -len(numbers) % per_word))
-    words = torch.zeros(len(padded) // per_word, 64, dtype=dtype)
+    words = torch.zeros(len(padded) // per_word, groups.shape[1], dtype=dtype)
     for place, rows in enumerate(padded.chunk(per_word)):
         words |= rows << bits * (per_word - 1 - place)
     parts = {"W_q": words, "scale": scales, "zero": zeros, "nbits": torch.tensor(bits)}
@@ -343,6 +343,33 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
         "_weight_zero_point": zeros[..., 0].to(torch.int8),
     }
     return parts, ((numbers - zeros) * scales).flatten(1)
+
+
+def _torchao_tiles(weight: Tensor, size: int = 32) -> tuple[Tensors, Tensor]:
+    """Outputs padded to 8, inputs to 1024, and the eight numbers of a word from the lowest on: of
+    each lane, input 2 (lane % 4) and the next one of four eighths of 32 inputs."""
+    groups = weight.unflatten(1, (-1, size))
+    least, most = groups.amin(-1), groups.amax(-1)
+    scales = ((most - least) / 15).bfloat16().float()
+    zeros = (least + 8 * scales).bfloat16().float()
+    numbers = ((groups - zeros[..., None]) / scales[..., None] + 8).round().clamp(0, 15)
+    dense = ((numbers - 8) * scales[..., None] + zeros[..., None]).flatten(1)
+    (num_out, num_in), pad = weight.shape, torch.nn.functional.pad
+    more_out, more_in = -num_out % 8, -num_in % 1024
+    padded = pad(numbers.flatten(1).long(), (0, more_in, 0, more_out))
+    words = torch.zeros(len(padded) // 8, padded.shape[1] // 128, 32, 4, dtype=torch.long)
+    for lane in range(32):
+        for place in range(8):
+            first = 8 * (place % 4) + 2 * (lane % 4) + place // 4
+            words[:, :, lane] |= (
+                padded[lane // 4 :: 8, first::32].unflatten(1, (-1, 4)) << 4 * place
+            )
+    both = torch.stack((scales, zeros), -1).transpose(0, 1)
+    parts = {
+        "_weight_qdata": torch.where(words < 2**31, words, words - 2**32).int(),
+        "_weight_scale_and_zero": pad(both, (0, 0, 0, more_out, 0, more_in // size)).bfloat16(),
+    }
+    return parts, dense
 
 
 def _torchao_settings(config: str, **data: Any) -> dict[str, Any]:
@@ -624,21 +651,27 @@ FORMATS: dict[str, Format] = {
         is_rounding_inputs=True,
     ),
     **{
-        f"hqq-{bits}": Format(
+        f"hqq-{name}": Format(
             {
                 "quant_method": "hqq",
                 "quant_config": {
-                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": 1},
+                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": axis},
                     "scale_quant_params": None,
                     "zero_quant_params": None,
                 },
                 "skip_modules": ["lm_head"],
             },
-            partial(_hqq, bits=bits),
-            is_rounding_inputs=bits < 8,
-            rounding=0.008 if bits == 8 else 0.002,
+            partial(_hqq, bits=bits, axis=axis),
+            is_rounding_inputs=bits < 8 and axis == 1,
+            rounding=0.002 if bits < 8 and axis == 1 else 0.008,
         )
-        for bits in (3, 4, 8)
+        for name, bits, axis in (
+            ("3", 3, 1),
+            ("4", 4, 1),
+            ("8", 8, 1),
+            ("4-axis-0", 4, 0),
+            ("3-axis-0", 3, 0),
+        )
     },
     "torchao-int8": Format(
         _torchao_settings("Int8DynamicActivationInt8WeightConfig", granularity=_PER_ROW),
@@ -663,6 +696,17 @@ FORMATS: dict[str, Format] = {
         partial(_torchao, kind="int4"),
         is_rounding_inputs=True,
     ),
+    "torchao-int4-tiles": Format(
+        _torchao_settings(
+            "Int4WeightOnlyConfig",
+            group_size=32,
+            int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+            int4_tile_packed_ntile=8,
+        ),
+        _torchao_tiles,
+        is_rounding_inputs=True,
+        rounding=0.002,
+    ),
     "ct-sparse": Format(
         {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": _SPARSITY},
         partial(_sparse, is_fp8=False),
@@ -676,7 +720,7 @@ FORMATS: dict[str, Format] = {
 
 _BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse")
 """In the names of formats that have one way of dividing their tensors."""
-_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "torchao-w8a16")
+_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "hqq-3-axis", "torchao-w8a16")
 
 
 def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:

@@ -384,8 +384,13 @@ WRONG = [
     ("awq-gemv", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_poi"),
     (
         "hqq-4",
+        changed(*HQQ, "axis", to=2),
+        f"{PARAMS}.axis is 2; supported: 1, 0",
+    ),
+    (
+        "hqq-4",
         changed(*HQQ, "axis", to=0),
-        f"{PARAMS}.axis is 0; supported: 1",
+        r"W_q has shape \[96, 64\] .* needs \[32, 192\]",
     ),
     (
         "hqq-4",
@@ -411,7 +416,31 @@ WRONG = [
     ("hqq-4", without("zero"), f"missing .*{GATE}.zero"),
     ("hqq-4", filled("scale", float("nan")), "scale contains NaN or infinity"),
     ("hqq-4", one_number("scale"), r"scale has shape \[1\] .* needs 192 elements"),
-    ("torchao-int4", changed(*AO, "_type", to="Int4WeightOnlyConfig"), "'Int4WeightOnlyConfig'; s"),
+    (
+        "torchao-int4",
+        changed(*AO, "_type", to="Int4WeightOnlyConfig"),
+        "int4_packing_format is None; supported: TILE_PACKED_TO_4D",
+    ),
+    (
+        "torchao-int4-tiles",
+        changed(*AO_DATA, "int4_packing_format", to="PLAIN"),
+        "int4_packing_format is 'PLAIN'; supported: TILE_PACKED_TO_4D",
+    ),
+    (
+        "torchao-int4-tiles",
+        changed(*AO_DATA, "group_size", to=48),
+        "group_size is 48; supported: 32",
+    ),
+    (
+        "torchao-int4-tiles",
+        replaced("_weight_qdata", torch.zeros(2, 8, 32, 4, dtype=torch.int32)),
+        r"_weight_qdata has shape \[2, 8, 32, 4\] .* needs \[24, 8, 32, 4\]",
+    ),
+    (
+        "torchao-int4-tiles",
+        filled("_weight_scale_and_zero", float("nan")),
+        "scale_and_zero contains NaN or infinity",
+    ),
     ("torchao-int4", changed("quant_type", to="int4_weight_only"), "'int4_weight_only'; supported"),
     (
         "torchao-int4",
