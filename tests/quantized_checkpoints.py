@@ -78,6 +78,7 @@ _SKIP_KEYS = {
     "compressed-tensors": "ignore",
     "modelopt": "ignore",
     "bitsandbytes": "llm_int8_skip_modules",
+    "quark": "exclude",
 }
 """Method -> key of the list of layers that stay dense."""
 
@@ -345,6 +346,35 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
     return parts, ((numbers - zeros) * scales).flatten(1)
 
 
+def _quark_int4(weight: Tensor, has_signs: bool) -> tuple[Tensors, Tensor]:
+    """The words of AWQ; with signs, the upper bit of each element is inverted."""
+    parts, dense = _awq(weight)
+    if has_signs:
+        parts |= {name: parts[name] ^ -0x77777778 for name in ("qweight", "qzeros")}
+    names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+    return {names[name]: tensor for name, tensor in parts.items()}, dense
+
+
+def _quark_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1) / 127
+    numbers = (weight / scales[:, None]).round()
+    zeros = torch.zeros(len(weight), dtype=torch.int8)
+    parts = {"weight": numbers.to(torch.int8), "weight_scale": scales, "weight_zero_point": zeros}
+    return parts, numbers * scales[:, None]
+
+
+def _quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": inputs, "bias": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "algo_config": None,
+        "exclude": ["lm_head"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    }
+
+
 def _torchao_tiles(weight: Tensor, size: int = 32) -> tuple[Tensors, Tensor]:
     """Outputs padded to 8, inputs to 1024, and the eight numbers of a word from the lowest on: of
     each lane, input 2 (lane % 4) and the next one of four eighths of 32 inputs."""
@@ -544,6 +574,10 @@ _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
 _FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 
+_QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+_QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+_QUARK_INT4 = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "symmetric": True}
+
 _FP8 = {"quant_method": "fp8"}
 _BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
@@ -696,6 +730,28 @@ FORMATS: dict[str, Format] = {
         partial(_torchao, kind="int4"),
         is_rounding_inputs=True,
     ),
+    "quark-fp8": Format(_quark(_QUARK_FP8, _QUARK_FP8), _fp8_per_tensor),
+    "quark-fp8-channel": Format(
+        _quark(_QUARK_FP8 | {"qscheme": "per_channel", "ch_axis": 0}),
+        _fp8_per_channel,
+    ),
+    "quark-mxfp4": Format(
+        _quark(_QUARK_FP4, _QUARK_FP4 | {"is_dynamic": True}), _mxfp4, is_rounding_inputs=True
+    ),
+    "quark-int4": Format(
+        _quark(_QUARK_INT4 | {"dtype": "int4"}),
+        partial(_quark_int4, has_signs=True),
+        is_rounding_inputs=True,
+    ),
+    "quark-uint4": Format(
+        _quark(_QUARK_INT4 | {"dtype": "uint4", "symmetric": False}),
+        partial(_quark_int4, has_signs=False),
+        is_rounding_inputs=True,
+    ),
+    "quark-int8": Format(
+        _quark({"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}),
+        _quark_int8,
+    ),
     "torchao-int4-tiles": Format(
         _torchao_settings(
             "Int4WeightOnlyConfig",
@@ -718,9 +774,20 @@ FORMATS: dict[str, Format] = {
     ),
 }
 
-_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse")
+_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse", "quark")
 """In the names of formats that have one way of dividing their tensors."""
-_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "hqq-3-axis", "torchao-w8a16")
+_RARE = (
+    "mxfp8",
+    "ct-mxfp",
+    "bnb-fp4",
+    "mlx-3",
+    "mlx-5",
+    "hqq-8",
+    "hqq-3-axis",
+    "torchao-w8a16",
+    "quark-uint4",
+    "quark-fp8-c",
+)
 
 
 def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:

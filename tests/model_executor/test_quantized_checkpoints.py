@@ -268,6 +268,7 @@ def other_state(settings, tensors):
     tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
+QUARK = ("global_quant_config", "weight")
 HQQ = ("quant_config", "weight_quant_params")
 PARAMS = "quant_config.weight_quant_params"
 AO = ("quant_type", "default")
@@ -470,7 +471,25 @@ WRONG = [
     ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
     ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
     ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
-    ("awq", changed("quant_method", to="quark"), "'quark', .* compressed-tensors or GPTQ"),
+    ("awq", changed("quant_method", to="quark"), "global_quant_config is None; supported: an obj"),
+    (
+        "quark-int4",
+        changed(*QUARK, "dtype", to="int3"),
+        "weight.dtype is 'int3'; supported: fp8_e4",
+    ),
+    ("quark-int4", changed(*QUARK, "qscheme", to="per_channel"), "qscheme is 'per_channel'; supp"),
+    (
+        "quark-int4",
+        changed("export", "pack_method", to="order"),
+        "pack_method is 'order'; supported",
+    ),
+    ("quark-int4", changed("algo_config", to=[{"name": "rotation"}]), "name is 'rotation'; supp"),
+    ("quark-int4", changed("layer_type_quant_config", to={"x": {}}), "layer_type_quant_config is"),
+    ("quark-int4", without("weight_zero_point"), f"missing .*{GATE}.weight_zero_point"),
+    ("quark-mxfp4", changed(*QUARK, "group_size", to=16), "group_size is 16; supported: 32"),
+    ("quark-mxfp4", filled("weight_scale", 255), "weight_scale contains 255, which is NaN"),
+    ("quark-int8", changed(*QUARK, "symmetric", to=False), "symmetric is False; supported: True"),
+    ("quark-int8", filled("weight_scale", 0.0), ZERO),
     ("awq", changed("zero_point", to=0), "zero_point is 0; supported: True, False"),
     ("awq", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_point in"),
     (

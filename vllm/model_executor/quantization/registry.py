@@ -64,6 +64,7 @@ _formats: dict[str, Format] = {
     ),
     "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
     "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
+    "quark": Format(f"{_PACKAGE}.quark:Quark"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
@@ -74,8 +75,6 @@ _INSTEAD = {
     "--quantization int4",
     "inc": "use the unquantized checkpoint with --quantization inc and the QUANT_CONFIG that "
     "`vllm calibrate` writes",
-    "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
-    "--quantization fp8 or int8",
     "marlin": f"use {NOT_MARLIN}",
 }
 """What to do about formats that are not supported on purpose."""
