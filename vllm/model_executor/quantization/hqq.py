@@ -139,8 +139,8 @@ class HQQLinear(RowsLinear):
             check_size(name, source, num_columns)
             return finite(name, source).made(
                 torch.Size((num_out, num_in)),
-                source.dtype,
-                lambda values: values.reshape(-1).repeat(num_rows).view(num_out, num_in),
+                torch.float32,
+                lambda values: values.reshape(-1).repeat(num_rows).view(num_out, num_in).float(),
             )
         bits = self.bits
         per_word = 10 if bits == 3 else 8 // bits

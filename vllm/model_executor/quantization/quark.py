@@ -35,7 +35,7 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
-from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight
+from vllm.ops.stored_weight import Int8Weight, StoredWeight
 
 _ALGORITHMS = ("awq", "gptq", "smooth", "autosmoothquant", "autoround")
 """Algorithms that change only the values of tensors."""
@@ -213,10 +213,10 @@ class _Int8Linear(RowsLinear):
         numbers, scales = on_host(layer, "weight"), on_host(layer, "weight_scale")
         if self.storage.has_one_scale:
             scales = self.of_outputs(layer, "weight_scale")[:, 0]
-        weight: StoredWeight = Int8Weight(numbers=numbers, scales=scales)
-        if not self.storage.rounds_inputs and numbers.shape[1] % 4 == 0:
-            weight = GroupedWeight.from_int8(numbers, scales[None])
-        return without_zero_scales(self.name, weight)
+        weight = without_zero_scales(self.name, Int8Weight(numbers=numbers, scales=scales))
+        if self.storage.rounds_inputs:
+            return weight
+        return weight.as_grouped() or weight
 
 
 _METHODS: dict[str, Callable[[str, _Storage], StoredLinear]] = {

@@ -189,8 +189,8 @@ class TiledLinear(RowsLinear):
         num_values = num_in // self.group * 2
         return source.made(
             torch.Size((num_out, num_values)),
-            source.dtype,
-            lambda values: values.transpose(0, 1).flatten(1)[:num_out, :num_values],
+            torch.float32,
+            lambda values: values.transpose(0, 1).flatten(1)[:num_out, :num_values].float(),
         )
 
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
