@@ -519,7 +519,7 @@ WRONG = [
         changed(*WEIGHTS[:2], "targets", to=["re:*"]),
         "config_groups.targets is .*nothing to repeat",
     ),
-    ("ct-w4a16", changed("format", to="marlin-24"), "format is 'marlin-24'"),
+    ("ct-w4a16", changed("format", to="marlin-24"), "'marlin-24'; supported: pack-quantized, of"),
     ("ct-w4a16", filled("weight_shape", 7), "weight_shape of gate_proj .* needs .192, 64."),
     ("ct-w4a16", filled("weight_scale", float("nan")), "weight_scale contains nan"),
     (
